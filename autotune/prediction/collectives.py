@@ -1,10 +1,10 @@
 """The time of an optimizer step on several GPUs: computation of one GPU plus communication.
 
-The strategy determines the bytes on the wire, and the bus bandwidth of the link determines their
-time. Communication overlaps with computation, and the slower of the two sets the pace. Hidden
-communication also costs time, because collectives take multiprocessors and bandwidth from the
-kernels beside them. The caller adds the wait for the rank with the longest rows to the computation
-(`Workload.waiting_share`).
+The strategy determines the bytes on the wire, and the bus bandwidth of the link determines the time
+to send them. Communication overlaps with computation, and the slower of the two sets the pace.
+Hidden communication also costs time, because collectives take multiprocessors and bandwidth from
+the kernels that run at the same time. Ranks also wait for the rank with the longest rows; the
+caller adds this wait to the computation (`Workload.waiting_share`).
 """
 
 from dataclasses import dataclass, replace
@@ -19,16 +19,17 @@ from autotune.prediction.step_time import StepTimeEstimate
 from autotune.prediction.transfer import interval
 from autotune.problem.task import Task
 
-# The share of hidden communication that lengthens the step: 0.40 (LoRA) and 0.57 (full) for 32
-# layers of a 7B under FSDP2 on two H200s, from real steps and steps without communication.
+# Communication that overlaps with computation lengthens the step by this fraction of its time. On
+# two H200s, the 32 layers of a 7B under FSDP2 showed 0.40 (LoRA) and 0.57 (full fine-tuning), from
+# steps with and without communication.
 HIDDEN_COSTS = 0.5
-# The largest slowdown factor of a link against the catalogue's value: two H200s gathered at 250
-# GB/s, and eight reach 370.
+# A link may be this many times slower than the catalogue says: two H200s gathered at 250 GB/s
+# instead of the catalogue's 370, which eight H200s reach.
 SLOWEST_LINK = 1.5
-SLOWEST_MEASURED_LINK = 1.1  # the same, relative to a calibrated value
-# The extra share of computation time on GPUs that wait for each other, and its uncertainty. Steps
-# of two and four H100s and H200s, with three strategies and models, took from 0.4 % less to 5.1 %
-# more than on one card that simulated a rank.
+SLOWEST_MEASURED_LINK = 1.1  # the same factor for a calibrated link
+# GPUs that wait for each other compute this fraction longer; the true fraction is within 0 and
+# twice this value. Compared with one card that simulated a rank, steps of two and four H100s and
+# H200s took between 0.4 % less and 5.1 % more time, with three strategies and models.
 TOGETHER = 0.03
 
 
@@ -36,10 +37,10 @@ TOGETHER = 0.03
 class Traffic:
     """Bytes that a rank sends in a step.
 
-    Each micro batch sends `forward` and `backward` during its passes. Without computation to
-    overlap, it also sends `ends` before the first layer and after the last. The backward pass of
-    the last micro batch also sends `last_backward`, and `after` follows it. FSDP2 scatters
-    `gradients`, a part of these bytes.
+    Each micro batch sends `forward` and `backward` during its passes. It also sends `ends` before
+    the first layer and after the last, when no computation overlaps. The backward pass of the last
+    micro batch also sends `last_backward`, and `after` is sent after that pass. `gradients` is the
+    part of these bytes that FSDP2's scattering of gradients takes.
     """
 
     forward: float = 0.0
@@ -57,10 +58,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStepTime:
-    """Seconds of an optimizer step; 80 % of cases are in `interval_s`.
+    """The time of an optimizer step on several GPUs; `interval_s` contains 80 % of cases.
 
-    `communication_s` is the time of all collectives. `exposed_s` is the time that the step takes
-    beyond its computation, at the pace of the slowest GPU.
+    `communication_s` is the time of all collectives. `exposed_s` is the communication that the
+    computation does not hide.
     """
 
     step_s: float
@@ -73,8 +74,9 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
     """Return the bytes that a rank sends in a step.
 
     The result is None for one GPU, and for a model or trained modules without a formula. It is also
-    None if the model is offloaded to the host, which sends more bytes. A gather or a scattering of
-    B bytes sends (N-1)/N of them. The sum of gradients on all ranks sends twice this number.
+    None if the model is offloaded to the host, because offloading sends more bytes. On N GPUs, an
+    all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an all-reduce sends twice
+    this number.
     """
     sizes = Sizes.of(model)
     if (
@@ -90,12 +92,13 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
 
 
 def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
-    """Return the traffic of any model on the configuration's GPUs, from a probe's parameters."""
+    """Return any model's traffic on the configuration's GPUs, from a probe's parameter counts."""
     return _traffic(config, Parallelism.of(config), Shares.counted(model, config, measured))
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
-    # Each GPU sums its own shard with the other copies' shards, over the same link.
+    # Each GPU also all-reduces its shard of the gradients with the same shard of the other copies,
+    # over the same link.
     if parallelism.copies > 1:
         of_copy = _traffic(config, parallelism.of_copy, shares)
         return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)
@@ -135,12 +138,12 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
 
 
 def between_copies(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
-    """Add the sums of gradients between copies of the shards to the traffic within a copy.
+    """Add the all-reduce of gradients between copies of the model to the traffic within a copy.
 
-    Summing all gradients of a copy takes `slower` times as long as over one GPU's link. If each
-    host has a copy, this factor is the link's bandwidth divided by the network's, because the GPUs
-    of a host share the network. The link would send the added bytes in this time.
-    They are sent whenever gradients are scattered.
+    The all-reduce takes `slower` times as long as if one GPU sent all gradients over its link. If
+    each host has a copy, `slower` is the link's bandwidth divided by the network's, because the
+    GPUs of a host share the network. The added bytes are the bytes that the link would send in the
+    same time. The all-reduce follows every scattering of gradients.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added_bytes = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
@@ -159,10 +162,11 @@ def rank_step_time(
     link_gb_s: float,
     slowest_link: float = SLOWEST_LINK,
 ) -> RankStepTime:
-    """Return the step time on each GPU, computed from the step time of one such GPU.
+    """Return the step time on several GPUs, computed from the step time of one such GPU.
 
     A step has `accumulation` micro batches. At the fast end of the interval, all communication is
-    hidden and free. At the slow end, all is exposed, and the link is slow.
+    hidden and free. At the slow end, all communication is exposed, and the link is `slowest_link`
+    times slower.
     """
     rest_s = step_time.rest_s / (parallelism.num_shards if parallelism.shards else 1)
     computed_s = accumulation * step_time.micro_s
@@ -181,7 +185,7 @@ def rank_step_time(
 
 
 def slowest_link(task: Task, parallelism: Parallelism) -> float:
-    """Return the largest slowdown factor of the link against `Task.link_gb_s`."""
+    """Return how many times slower the link may be than `Task.link_gb_s`."""
     if task.calibrated_link_gb_s(parallelism) is None:
         return SLOWEST_LINK
     return SLOWEST_MEASURED_LINK
@@ -190,7 +194,7 @@ def slowest_link(task: Task, parallelism: Parallelism) -> float:
 def added_s(
     micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
 ) -> tuple[float, float]:
-    """Return the seconds that other GPUs add to each micro batch, and once to a step.
+    """Return the seconds that several GPUs add to each micro batch, and once to each step.
 
     The computation of a micro batch takes `micro_s`.
     """

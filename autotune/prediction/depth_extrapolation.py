@@ -1,10 +1,11 @@
 """Depth truncation: predict the memory and time of a whole model from probes of a few layers.
 
-The memory of each segment of a step, and the time of each of its parts, are affine in the number of
-layers. This holds if whole periods of the layer pattern are left out. Each line is extrapolated
-separately. Then the maximum of the memory and the sum of the times are taken. In a deep model, the
-peak may move from the logits to the optimizer step, and a line through the totals would miss that.
-A DepthPredictor corrects the times with the whole models that a study measured.
+The memory of each segment of a step, and the time of each part of a step, are affine in the number
+of layers if the removed layers are whole periods of the layer pattern. Each segment and each part
+has its own line. The extrapolated peak is the largest segment, and the extrapolated step time is
+the sum of the parts. In a deep model, the peak may move from the logits to the optimizer step, and
+a line through the total peaks would miss this move. A DepthPredictor corrects the times with whole
+models that the study measured.
 """
 
 import math
@@ -29,27 +30,28 @@ from autotune.core.train_config import TrainConfig
 
 # The assumed relative error of an extrapolated step time, about two standard deviations, even if
 # the timed steps agree perfectly (`benchmarks/depth_extrapolation.py`).
-DEVICE_BOUND = 0.02  # GPU-bound, from 2 and 8 layers to 32 on an H200: 1 to 4 %
-# CPU-bound: 2 to 5 % on an idle host. If other programs used the host, a tenth of the cases had
-# more than 15 %.
+DEVICE_BOUND = 0.02  # GPU-bound: 1 to 4 % from 2 and 8 layers to 32 layers on an H200
+# CPU-bound: 2 to 5 % on an idle host. If other programs used the host, a tenth of the errors
+# exceeded 15 %.
 HOST_BOUND = 0.15
-# On a CPU, from 2 and 4 of 16 small layers: up to 16 %. The same error is assumed with images,
-# because the host's time is then unknown.
+# Training on a CPU: up to 16 % from 2 and 4 of 16 small layers. Image models get the same error,
+# because their host time is unknown.
 UNKNOWN_HOST = 0.15
-# With this many whole models for comparison, their spread replaces the assumed error. It counts at
-# least as SEEN.
+# If this many predictions were compared with whole models, the spread of their errors replaces the
+# assumed error. SEEN is the smallest spread that counts.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
 LEAST_SHARDED = 4  # the fewest layers of a sharded model that behave like a deeper one
 MIN_APART = 4  # layers between the two depths, if the model is deep enough
-# The wider depth has a quarter of the layers. Models with more than 48 layers get a smaller share.
-# Their layers take long, so the line has little noise to multiply. Probes of 20 of the 80 layers of
-# a 70B would take most of a search.
+# The larger depth is at least a quarter of the layers. With more than 48 layers, a smaller share is
+# enough: WIDE_ENOUGH layers, or LEAST_SHARE of them if that is more. Layers of such models take
+# long, so their times have little noise. Probes of 20 of a 70B's 80 layers would take most of a
+# search.
 WIDE_SHARE = 1 / 4
 WIDE_ENOUGH = 12
 LEAST_SHARE = 1 / 8
-# Below this share, a disturbance of the host goes unnoticed. Above it, the assumed error grows up
-# to HOST_SHARE.
+# If the host needs at most this share of a micro batch's time, a delay on the host does not
+# lengthen the step. Above it, the assumed error grows until the share reaches HOST_SHARE.
 FREE_SHARE = 0.5
 
 
@@ -58,9 +60,9 @@ class Extrapolation:
     """The predicted measurement of a whole model.
 
     Errors are relative, about two standard deviations. With `shortest`, the line goes through the
-    shortest steps instead of their means. `noise` is the error that the timed steps show, and
-    `rest_noise` is the part from the time after the micro batches. `unseen` is the assumed extra
-    error.
+    shortest steps instead of the mean steps. `noise` is the error from the scatter of the timed
+    steps, and `rest_noise` is its part from the time after the micro batches. `unseen` is the
+    assumed error that this scatter does not show.
     """
 
     measurement: Measurement
@@ -77,8 +79,8 @@ class Extrapolation:
     def corrected(self, ratios: Sequence[float]) -> "Extrapolation":
         """Multiply the times by the median of `ratios`.
 
-        The ratios are measured over predicted times of whole models. If there are enough of them
-        and their spread is smaller than the assumed error, it replaces that error.
+        Each ratio is a whole model's measured time divided by its predicted time. If at least
+        ENOUGH_RATIOS ratios spread less than the assumed error, their spread replaces this error.
         """
         predicted = self.measurement
         ratio = statistics.median(ratios)
@@ -98,7 +100,7 @@ class Extrapolation:
         )
 
     def with_micro_batches_of(self, whole: Measurement) -> "Extrapolation":
-        """Take the measured micro batches of a whole model that differs only in the optimizer."""
+        """Use the measured micro batch times of a whole model with another optimizer."""
         predicted = self.measurement
         micro = statistics.median(whole.micro_step_s)
         rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
@@ -131,11 +133,12 @@ def depths(
 ) -> tuple[int, int] | None:
     """Return the two numbers of layers to probe, or None if probing them would save too little.
 
-    Whole periods of the layer pattern are left out. Any two depths give the memory, except for a
-    `sharded` model. There the layers before and after the current one are gathered, so that a model
-    needs at least four. Times need two distant depths, because the slope's error is multiplied by
-    the number of missing layers. A vision tower is never truncated, and its time varies with the
-    host. The wider model then has the largest possible number of layers.
+    The removed layers are whole periods of the layer pattern. Any two depths give the memory,
+    unless the model is `sharded`. A sharded model gathers the layers before and after the current
+    layer, so it needs at least four layers. Times need two distant depths, because the slope's
+    error is multiplied by the number of missing layers. A vision tower is never truncated, and its
+    time varies with the host. If there is a tower, the deeper probe gets the largest possible
+    number of layers.
     """
     possible = _possible_depths(shape, checkpoint_every)
     shallow = next(
@@ -159,12 +162,12 @@ def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
 
 
 def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
-    """Return the smallest number of layers with one of each kind, or None without a pattern."""
+    """Return the fewest layers that include every kind of layer, or None without a pattern."""
     return None if shape.period is None else _whole_period(shape, shape.period, checkpoint_every)[0]
 
 
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
-    """Return the two smallest depths, for a line through counts, which have no noise.
+    """Return the two smallest depths for a line through dry counts, which have no noise.
 
     The result is None if there are not two such depths.
     """
@@ -173,7 +176,7 @@ def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int
 
 
 def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
-    """Return the numbers of layers, up to half of all, that leave out whole periods."""
+    """Return the depths, up to half of all layers, that remove whole periods."""
     if shape.period is None:
         return range(0)
     # Every kind of layer must be present, because the largest kind sets the peak.
@@ -182,7 +185,7 @@ def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
 
 
 def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) -> tuple[int, int]:
-    """Return the smallest depth that leaves out whole periods, and the layers of a period."""
+    """Return the smallest depth that removes whole periods, and the number of layers per period."""
     period = math.lcm(period, checkpoint_every or 1)
     rest = (shape.num_layers - shape.prefix) % period
     return shape.prefix + period + rest, period
@@ -199,9 +202,9 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     reach = (num_layers - shallow) / (wide - shallow)
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
-        # Issuing work waits for the device once its queue is full. Two layers do not fill it, so
-        # the line may be too steep. The host needs no more time for another layer than for one of
-        # those.
+        # Once the device's queue is full, the host waits to issue more work, and this wait counts
+        # as host time. Two layers do not fill the queue, so the line may be too steep. Another
+        # layer takes the host at most as long as a layer of the shallow probe.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, reach),
             low.host_micro_s * num_layers / shallow,
@@ -218,7 +221,7 @@ def count_at_depth(
 ) -> DryCount:
     """Return the count of a model with `num_layers` from the counts at two depths.
 
-    Each segment is a line in depth.
+    All values are linear in the depth, and each segment has its own line.
     """
     shallow, less = low
     wide, more = high
@@ -250,7 +253,7 @@ def count_at_depth(
 
 
 def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:
-    """Extrapolate the times of the whole model, with the memory of the wider probe.
+    """Extrapolate the times of the whole model, and leave the memory of the deeper probe.
 
     `host` is the predicted time that the host needs to issue a micro batch, or None if unknown.
     """
@@ -262,13 +265,15 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     takes_shortest = share > FREE_SHARE
     middle = _middle(low, takes_shortest)
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
-    # The rest is the step minus its micro batches. A disturbance between them makes it look short.
+    # The rest of a step is the time outside its micro batches. A delay between two micro batches
+    # makes the rest look too short, so its minimum is not reliable.
     typical = middle
     if takes_shortest:
         typical = statistics.median
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
     if host is not None:
-        # In a few layers, the head's work hides the host's time. It is exposed in all layers.
+        # In a truncated model, the device's work in the head hides the host's time. In the whole
+        # model, the host's time is exposed.
         micro = _at_pace(host, low, high, reach, micro)
 
     step = high.micro_steps * micro + rest
@@ -301,12 +306,13 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
 
 
 def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
-    """Return the function that reduces step times to the time that is extrapolated."""
-    # A disturbance of the host takes the same time at any depth, and the line would multiply it.
-    # So the line goes through the undisturbed steps.
+    """Return the function that reduces the times at one depth to the time that is extrapolated."""
+    # A delay on the host takes the same time at any depth, and the line would multiply it. The
+    # shortest steps have no delay.
     if takes_shortest:
         return min
-    # A card at its power limit varies within a second, and the whole model runs at the mean.
+    # The speed of a card at its power limit varies within a second, and the whole model runs at the
+    # mean speed.
     return statistics.median if low.host_waits else statistics.fmean
 
 
@@ -315,7 +321,7 @@ def _kernels(
 ) -> KernelTimes | None:
     """Return the kernels of the whole model, or None unless both probes were profiled.
 
-    A micro batch takes at least the time that they keep the device busy, and the host's time.
+    A micro batch takes at least the device's busy time, and at least the host's time.
     """
     if low is None or high is None:
         return None
@@ -338,7 +344,7 @@ def _kernels(
 
 
 def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:
-    """Return the seconds of a whole model's micro batch, if the host needs `host` for any kind."""
+    """Return a whole model's mean micro batch time, if each kind takes at least `host` seconds."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
@@ -396,7 +402,8 @@ def _with_memory(
 def _line(at_low: float, at_high: float, reach: float) -> float:
     """Return the value at full depth on the line through both depths.
 
-    `reach` is the distance of full depth from the first depth, in distances between the two.
+    `reach` is the distance from the first depth to full depth, divided by the distance between the
+    two depths.
     """
     return at_low + (at_high - at_low) * reach
 
@@ -406,9 +413,9 @@ def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) ->
 
 
 def _excess(measurement: Measurement) -> float:
-    """Return the GiB of the timed steps beyond the warm-up step, which gave the segments.
+    """Return by how many GiB the timed steps exceed the warm-up step, which gave the segments.
 
-    On a CPU these come from fragmentation.
+    On a CPU, fragmentation causes this excess.
     """
     parts = [*measurement.segment_peak_gib.values(), *measurement.phase_peak_gib.values()]
     return max(measurement.peak_allocated_gib - max(parts), 0.0)
@@ -437,18 +444,19 @@ def _error(times: Sequence[float]) -> float:
 
 
 class DepthPredictor:
-    """Collects the measurements of one model and predicts the model's full depth.
+    """Collects measurements of one model and predicts the measurement at full depth.
 
     The layers repeat as `shape` describes.
     """
 
     def __init__(self, shape: ModelShape | None) -> None:
         self._shape = shape
-        # By configuration and micro steps, then by the number of layers
+        # Truncated models: by configuration and micro steps, then by the number of layers
         self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}
-        # Measured over extrapolated time of a micro batch, by kind of compute, then configuration
+        # Measured divided by extrapolated time of a micro batch: by compute signature, then by
+        # configuration
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
-        # Whole models, by signature of their micro batches
+        # Whole models, by micro batch signature
         self._whole: dict[tuple[Any, ...], Measurement] = {}
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
@@ -461,23 +469,23 @@ class DepthPredictor:
             self._whole[_micro_batch_signature(config, micro_steps)] = measurement
             predicted = self.extrapolated(config, micro_steps)
             if predicted is not None:
-                # Scores also use the median: one hiccup of a whole model must not make all other
+                # The median, as in scores: one slow step of a whole model must not make all other
                 # configurations look slow.
                 measured_s = statistics.median(measurement.micro_step_s)
                 ratio = measured_s / predicted.measurement.micro_step_s[0]
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
 
     def extrapolated(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """Return the whole model from two truncated probes, or None if there are not two."""
+        """Return the whole model's prediction from two truncated probes, or None without two."""
         truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(truncated) != 2:
             return None
         return extrapolate(truncated, self._shape.num_layers)
 
     def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """Return the extrapolation, corrected by whole models.
+        """Return the extrapolation, corrected by measured whole models.
 
-        These have the same micro batches, or the same kind of compute.
+        A whole model counts if it has the same micro batches or the same compute signature.
         """
         predicted = self.extrapolated(config, micro_steps)
         if predicted is None:
@@ -493,12 +501,12 @@ class DepthPredictor:
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
-    """Return a key of steps whose extrapolated times have errors by the same ratio."""
+    """Return the key of configurations whose extrapolated times are wrong by the same factor."""
     values = [getattr(config, name) for name in affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
-    """Return a key of a micro batch. The optimizer, which runs after it, is not part of it."""
+    """Return the key of a micro batch. It omits the optimizer, which runs after the micro batch."""
     only_after = set(affecting("rest_of_step")) - set(affecting("micro_time"))
     return micro_steps, replace(config, **{name: KNOBS[name].default for name in only_after})

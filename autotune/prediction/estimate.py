@@ -1,9 +1,9 @@
 """The estimate of one configuration without a probe: memory, step time and cost.
 
-`estimate` is the only place that computes them, for any number of GPUs and hosts. It uses a formula
-if one covers the configuration. Otherwise it uses the count of a dry probe, if the caller passes a
-counter (`dry` is a later package). A caller that read another tool's file, or measured the run,
-passes its own memory or step time.
+Only `estimate` computes memory, step time and cost, for any number of GPUs and hosts. It uses a
+formula if one covers the configuration. Otherwise it uses the count of a dry probe, if the caller
+passes a counter (`dry` is a later package). A caller that read another tool's file, or measured the
+run, passes its own memory or step time.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,11 +58,12 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 
-# Counts a training step of a whole model: model, configuration, micro batches in a step, objective.
-# It returns None if it cannot count.
+# Counts a training step of a whole model in a dry probe, or returns None if it cannot. The
+# arguments are the model, the configuration, the number of micro batches in a step, and the
+# objective.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
-KEPT_BYTES = 16  # of a token for metrics: its prediction and its label, in 64 bits each
-# The step time of one GPU, computed only if the run may fit.
+KEPT_BYTES = 16  # for each token in metrics: its prediction and its label, in 64 bits each
+# Returns the step time of one GPU. It is called only if the run may fit.
 Clock = Callable[[], StepTimeEstimate | None]
 
 
@@ -71,8 +72,8 @@ class Evaluation:
     """The evaluations between a run's steps.
 
     `rows` is the number of examples in a batch, or None for the training's micro batch. `loss` is a
-    value of the knob `loss`. The predictions and labels of `kept_tokens` tokens wait on the GPU for
-    metrics.
+    value of the knob `loss`. The GPU holds the predictions and labels of `kept_tokens` tokens until
+    the metrics are computed.
     """
 
     rows: int | None
@@ -85,15 +86,16 @@ class Evaluation:
         return replace(config, micro_batch_size=rows, loss=self.loss, checkpointing="none")
 
     def needs_less(self, config: TrainConfig) -> bool:
-        """Return whether it surely needs less than a step: no more examples, and the same loss.
+        """Return whether an evaluation surely needs less memory than a training step.
 
-        CUDA graphs keep the memory of a step for themselves.
+        It does if a batch has no more examples than a micro batch, and the same loss. With CUDA
+        graphs it does not, because the graphs keep the memory of a training step.
         """
         smaller = (self.rows or 1) <= config.micro_batch_size and self.loss == config.loss
         return smaller and not self.kept_tokens and config.cuda_graphs == "none"
 
     def with_kept(self, batch: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory of a batch beside the predictions that wait."""
+        """Return the memory of an evaluation batch and of the predictions kept for metrics."""
         kept_gib = gib(KEPT_BYTES * self.kept_tokens)
         return replace(batch, activations=batch.activations + kept_gib)
 
@@ -102,8 +104,8 @@ class Evaluation:
 class MemoryBounds:
     """The bounds of a run's memory at the peak of a step.
 
-    They are equal if a formula covers the configuration or a dry probe counted it. Without an upper
-    bound, `most` is None.
+    The bounds are equal if a formula covers the configuration or a dry probe counted it. Without an
+    upper bound, `most` is None.
     """
 
     least: MemoryBreakdown
@@ -120,14 +122,14 @@ class MemoryBounds:
         return self.most or self.least
 
     def including(self, evaluated: "MemoryBounds") -> "MemoryBounds":
-        """Return the bounds of a run of these steps that also evaluates."""
+        """Return the bounds of a run with these steps and the evaluations of `evaluated`."""
         highest = partial(max, key=lambda memory: memory.peak_reserved_gib)
         least = highest(self.least, evaluated.least)
         known = self.most is not None and evaluated.most is not None
         return MemoryBounds(least=least, most=highest(self.most, evaluated.most) if known else None)
 
     def state(self, limit_gib: float) -> str:
-        """Return FITS or OOM beyond the error of the bounds, or TIGHT if neither is certain."""
+        """Return FITS or OOM if the bounds and their errors leave no doubt, otherwise TIGHT."""
         if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
             return OOM
         most = self.most
@@ -147,10 +149,12 @@ class Estimate:
         limit_gib: the memory for tensors.
         memory: the terms of `need_gib`, or None if it was measured.
         tokens_per_s: useful tokens per second of one device; 80 % of cases are in `interval`.
-        num_observations: the number of measurements by others on this device behind the speed.
-        calibration: the calibration behind the speed.
+        num_observations: the number of measurements by others on this device that support the
+            speed.
+        calibration: the calibration that the speed rests on.
         accumulation: micro batches in a step of each GPU.
-        single_gpu: the time of one GPU alone; known even if the link is unknown.
+        single_gpu: the step time of one GPU without communication; known even if the link is
+            unknown.
         step: the step time of each GPU.
     """
 
@@ -245,9 +249,10 @@ def memory_of(
 ) -> MemoryBreakdown | None:
     """Return the memory of each GPU at the peak of a step, by formula or counted.
 
-    With EVALUATES micro batches it is the peak of an evaluation. The result is None if neither
-    covers it. `parallelism` replaces the configuration's. Several GPUs have formulas only, and give
-    None if they cannot train the configuration.
+    If `micro_steps` is EVALUATES, the result is the peak of an evaluation. It is None if neither a
+    formula nor a count covers the configuration. `parallelism` replaces the configuration's own.
+    For several GPUs there are only formulas, and the result is None if they cannot train the
+    configuration.
     """
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.num_gpus > 1:
@@ -272,7 +277,7 @@ def step_time_of(
 ) -> StepTimeEstimate | None:
     """Return the step time of one reference GPU, by formula or counted.
 
-    The result is None if neither covers it.
+    The result is None if neither a formula nor a count covers the configuration.
     """
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
@@ -329,10 +334,10 @@ def estimate(
         config: the configuration to estimate.
         limit_gib: the memory of a GPU for tensors.
         observations: speeds that others measured on the device.
-        parallelism: replaces the configuration's.
-        network_gb_s: the bandwidth between its hosts.
+        parallelism: replaces the configuration's own.
+        network_gb_s: the bandwidth between the hosts.
         host: replaces the calibrated or unknown host.
-        count: counts a configuration that no formula covers, in seconds.
+        count: counts a configuration that no formula covers; this takes seconds.
         shape: the division into steps of a run that another tool's file describes.
         num_steps: the number of steps of such a run.
         memory: replaces the formula of memory.
@@ -418,7 +423,7 @@ def _single_gpu(
     host: Host | None,
     count: Counter | None,
 ) -> StepTimeEstimate | None:
-    """Estimate the step time of one GPU of the task's device with the mean row.
+    """Estimate the step time of one GPU of the task's device, for rows of mean length.
 
     The result is None if a rate is unknown.
     """
@@ -481,8 +486,8 @@ def _link(
     if sent is None or link_gb_s is None:
         return None
 
-    # Copies of the shards exchange gradients over the network. A single ring runs at the pace of
-    # its slowest link.
+    # Copies of the shards exchange gradients over the network. With a single copy, all GPUs form
+    # one ring, which runs at the pace of its slowest link.
     if parallelism.copies == 1:
         return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
     of_copy = traffic(task.model, config, parallelism.of_copy)
@@ -494,7 +499,7 @@ def _link(
 def _with_step(
     estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None
 ) -> Estimate:
-    """Add the speed and cost of a run of this shape with this step time."""
+    """Add the speed and cost of a run with this shape and this step time."""
     step_s = step.step_s
     shortest_s, longest_s = step.interval_s
     speed = Performance.of_steps(

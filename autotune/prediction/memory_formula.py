@@ -26,31 +26,35 @@ from autotune.prediction.memory_predictor import HEAD_CHUNK
 NO_TERMS = ("phase", "counted", "own_error", "pools")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # of cuBLAS: twice 32 MiB on Hopper, less on older cards
-# The unused share of a layer's kept bytes in segments that cannot grow: the largest of nine
-# configurations on an H100 (`benchmarks/memory.py allocator`). Four of them, with full fine-tuning
-# or large logits, had no unused memory.
+# If the allocator's segments cannot grow, they hold unused memory of this share of a layer's kept
+# bytes. It is the largest share of nine configurations on an H100 (`benchmarks/memory.py
+# allocator`). Four of these, with full fine-tuning or large logits, had no unused memory.
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
-EVALUATES = 0  # as the number of micro batches in a step, it stands for an evaluation
-# The allocator's unused share of the tensors of evaluated layers: 8 to 16 % for Llama
-# and Qwen3 shapes on an H200, and 1 % of the logits. The tensors themselves were within 0.1 %.
+EVALUATES = 0  # as the argument `micro_steps`, it stands for an evaluation
+# In an evaluation, the allocator holds unused memory of this share of the layers' tensors: 8 to
+# 16 % for Llama and Qwen3 shapes on an H200. It also holds 1 % of the logits. The predicted tensors
+# themselves were within 0.1 %.
 EVALUATED_UNUSED = 0.12
 EVALUATION_ERROR = 0.06
-COUNT_ERROR = 0.015  # of a counted peak; the largest of 296 was 0.8 % (`benchmarks/plan.py memory`)
-# The error for an int8 base. Outliers are not counted. Random weights make most inputs of
-# `down_proj` outliers: with them, whole probes of three models on an H200 held up to 9 % more.
+# The error of a counted peak; the largest of 296 errors was 0.8 % (`benchmarks/plan.py memory`).
+COUNT_ERROR = 0.015
+# The error of a count with an int8 base, because a count omits the outliers of activations. Random
+# weights make most inputs of `down_proj` outliers, and probes of three whole models on an H200 then
+# held up to 9 % more.
 INT8_ERROR = 0.09
-# Memory, and time on the reference card, do not depend on the target card. A comparison of cards
-# asks for the same answers repeatedly. The cache holds more than a plan's configurations.
+# The memory, and the time on the reference card, do not depend on the target card, so a comparison
+# of cards computes them repeatedly. This size of their caches exceeds the number of configurations
+# in a plan.
 KEPT_ANSWERS = 2**14
 _BLOCK = 256  # values of 8-bit optimizer state that share a scale of 4 bytes
-# Bytes for each weight, by double_quant: 64 weights share a scale.
+# Bytes of scales for each 4-bit weight, by `double_quant`: 64 weights share a scale.
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}
 # Bytes of each logit during the loss, and during its gradient, with today's transformers and its
 # Trainer.
 LOGIT_BYTES = (10.0, 12.0)
-# TRL's trainers for answers multiply hidden states by the head in tiles of this size: tokens by
+# TRL's trainers for DPO and KTO multiply hidden states by the head in tiles of this size: tokens by
 # words of the vocabulary (`trl/kernels/chunked_logprob.py`). The tiles share one buffer.
 TILE_TOKENS = 4096
 TILE_WORDS = 32768
@@ -59,13 +63,14 @@ TILE_WORDS = 32768
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT = 6
 SCORES_COMPILED = 4
-EVALUATED_SCORES = 10  # in an evaluation: as products, with the mask, in 32 bits and cast back
+EVALUATED_SCORES = 10  # in an evaluation: raw, with the mask, in 32 bits, and cast back
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
 _PHASES = {"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER} | dict.fromkeys(
     ("layer evaluated", "head evaluated"), Phase.EVALUATE
 )
-# Columns that joined adapters add to matrices and their inputs (`trainer.joined_lora`).
+# Joined adapters (`trainer.joined_lora`) add a multiple of this number of columns to matrices and
+# to the inputs of matrices.
 JOINED_MULTIPLE = 64
 # Matrices that share an input
 _SHARED_INPUTS = (
@@ -79,7 +84,7 @@ _SHARED_INPUTS = (
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """Return the table `kept_factors.yaml` for `eager` or `compiled` layers.
 
-    It maps a family and a case to the factors of four sizes.
+    It maps a family, and then a case such as `lora_mixed`, to the factors of four sizes.
     """
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
@@ -92,12 +97,12 @@ class MemoryBreakdown:
         activations: the tensors that layers keep for the backward pass, the inputs of recomputed
             layers, and temporary tensors.
         logits: the head's logits with their gradients.
-        reserved: the allocator's memory beyond allocated memory.
+        reserved: the memory that the allocator holds beyond allocated memory.
         communication: layers gathered from shards, and buffers of gradients, on several GPUs.
         nccl: NCCL's memory outside torch's allocator.
         pools: memory that side streams keep for reuse, and return if it is needed.
         counted: whether a dry probe counted the memory.
-        own_error: an error that replaces the usual one.
+        own_error: a relative error that replaces the usual error, or None.
     """
 
     JSON: ClassVar = "terms()"
@@ -208,7 +213,7 @@ def memory_breakdown(
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
-    """Return the configuration with its micro batch counted in rows, and its trainer's settings.
+    """Return the configuration as the objective's trainer runs it, with a micro batch in rows.
 
     The loss is the objective's own, and TRL trains adapters on a quantised base in 16 bits.
     """
@@ -247,12 +252,12 @@ def _breakdown(
         trained_bytes,
         base_bytes,
         logits,
-        # CUDA graphs keep their buffers of gradients.
+        # CUDA graphs keep their buffers of gradients between steps.
         accumulates=micro_steps > 1 or config.cuda_graphs != "none",
         objective=objective,
     )
     if micro_steps == EVALUATES:
-        # CUDA graphs keep the memory of a step for themselves.
+        # CUDA graphs keep the memory of a training step, which an evaluation cannot use.
         kept = max(moments.values(), key=sum) if config.cuda_graphs != "none" else (0.0, 0.0, 0.0)
         evaluated = evaluation_moments(sizes, config, trained, base_bytes, logits, objective)
         moments = {
@@ -276,7 +281,7 @@ def _breakdown(
         else beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
         own_error=EVALUATION_ERROR if micro_steps == EVALUATES else None,
         phase=_PHASES.get(moment, Phase.BACKWARD),
-        # DDP copies gradients into buckets, because Trainer cannot make views of these.
+        # DDP copies gradients into buckets, because Trainer cannot make gradients views of them.
         communication=gib(trained_bytes) if ddp else 0.0,
     )
 
@@ -347,7 +352,7 @@ def beyond_allocated_gib(
     """
     fragmentation = 0.010 if config.compile == "none" else 0.034
     unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
-    # Graphs are captured on their own stream.
+    # CUDA graphs are captured on their own stream, which has its own workspace.
     unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
@@ -371,7 +376,7 @@ def step_moments(
     """Return the bytes of (gradients, activations, logits) at each possible peak of a step.
 
     `trained` is a number of parameters, and `logits` the number of logits that exist at the same
-    time. The micro batch counts rows.
+    time. The micro batch is counted in rows.
     """
     full = config.method == "full"
     tokens = config.tokens
@@ -381,10 +386,10 @@ def step_moments(
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     body = tokens * ((sizes.layers - recomputed) * keep + recomputed * base_bytes * sizes.hidden)
 
-    # Autocast keeps its casts for a whole forward pass, and the casts that the backward pass needs
-    # for longer. Embeddings have no casts, and a chunked head is cast after the layers. If the
-    # loss is not chunked, a cast of an untied embedding is counted although there is none. This
-    # makes the result at most 0.7 % too high.
+    # Autocast keeps each cast until the forward pass ends, or longer if the backward pass needs it.
+    # Embeddings have no casts, and a chunked head is cast after the layers. If the loss is not
+    # chunked, a cast of an untied embedding is counted although there is none. This makes the
+    # result at most 0.7 % too high.
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
@@ -399,8 +404,9 @@ def step_moments(
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0
-    # The gradient of a tied head waits for the embedding's gradient. At the end the two are added,
-    # and then added to the waiting gradient. In 16 bits, the whole loss makes a separate sum.
+    # The gradient of a tied head waits for the embedding's gradient. At the end the two are summed,
+    # and the sum is added to the gradient of earlier micro batches. With an unchunked loss in 16
+    # bits, the sum is a separate tensor.
     shared = embedding if sizes.tied else 0.0
     final_sum = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
 
@@ -421,9 +427,10 @@ def step_moments(
         "layers": (waiting, body + layer + kept_casts + shared, 0.0),
         # The backward pass ends with the first layer, when all other gradients exist.
         "first": (trained_bytes - embedding, layer + shared, 0.0),
-        # The embedding's gradient is made as a whole, and added to the waiting one.
+        # The embedding's gradient is computed in one tensor, then added to the gradient of earlier
+        # micro batches.
         "inputs": (trained_bytes, embedding + final_sum, 0.0),
-        # torch's own unfused AdamW computes a root of the second moment.
+        # torch's own unfused AdamW allocates the square root of the second moment.
         "optimizer": (trained_bytes, root, 0.0),
     }
 
@@ -438,8 +445,8 @@ def evaluation_moments(
 ) -> dict[str, tuple[float, float, float]]:
     """Return the bytes of (gradients, activations, logits) at each possible peak of an evaluation.
 
-    There are no gradients, and layers keep nothing. The factors are the tensors that are alive at
-    once in a layer of transformers, without compilation. Dry probes counted them.
+    There are no gradients, and layers keep nothing. The factors come from dry probes, which counted
+    the tensors alive at once in an uncompiled layer of transformers.
     """
     tokens = config.tokens
     hidden = base_bytes * sizes.hidden
@@ -447,8 +454,9 @@ def evaluation_moments(
     autocast = config.precision != "bf16_pure"
 
     # Beside the MLP or the attention, four tensors of hidden states are alive: the embeddings'
-    # output, the layer's input, the residual and the norm's output. An adapter's output exists
-    # twice beside the sum. PEFT casts its input, unless the base is quantised.
+    # output, the layer's input, the residual and the norm's output. Beside its sum with the base's
+    # output, an adapter's output exists twice. PEFT casts the adapter's input, unless the base is
+    # quantised.
     widened = bool(adapted & {"gate_proj", "up_proj", "gate_up_proj"})
     is_joint = "gate_up_proj" in sizes.matrices
     of_mlp = (8 + 4 * widened if is_joint else 6 + 2 * widened) * sizes.intermediate
@@ -461,8 +469,8 @@ def evaluation_moments(
     elif config.has_mask and config.attention.startswith("sdpa"):
         of_attention += 2 * config.seq_len + 4 * (sizes.queries - sizes.keys)
 
-    # Autocast keeps the casts of trained parameters until the model returns. Embeddings have none.
-    # A loss in chunks casts the head afterwards.
+    # Autocast keeps the casts of trained parameters until the model returns. Embeddings have no
+    # casts. A chunked loss casts the head afterwards.
     ends = sizes.embedding * (1 if sizes.tied else 2) if config.method == "full" else 0
     of_layers = 2.0 * (trained - ends) if autocast else 0.0
     head_cast = 2.0 * sizes.embedding if autocast and ends else 0.0
@@ -481,10 +489,10 @@ def evaluation_moments(
 
 
 def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float:
-    """Return the bytes of a head that is trained in chunks.
+    """Return the bytes that a trained head needs during a chunked loss.
 
-    They are the sum of its gradients, and a chunk's logits or its own gradient. Under autocast they
-    include the head's cast, and the chunk's gradient in 16 bits.
+    They are the head's summed gradient, plus the larger of a chunk's logits and a chunk's gradient.
+    Under autocast they include the head's cast, and a chunk's gradient is in 16 bits.
     """
     gradient = base_bytes * sizes.embedding
     cast = 2 * sizes.embedding
@@ -498,9 +506,9 @@ def _head_in_tiles(
 ) -> tuple[float, float]:
     """Return the bytes of TRL's head during its forward pass, and during its gradients.
 
-    All tokens count as answers. A tile has 16 bits for each value. Hidden states are copied, and
-    the part of the head in a tile is cast. The gradients of hidden states and of a trained head are
-    summed in 32 bits, and then cast to the dtype of their tensors.
+    All tokens are assumed to be in answers. A tile has 16 bits for each value. Hidden states are
+    copied, and each tile casts its part of the head. The gradients of hidden states and of a
+    trained head are summed in 32 bits, and then cast to the dtype of their tensors.
     """
     hidden = config.tokens * sizes.hidden
 
@@ -538,14 +546,15 @@ def _optimizer_state(
 
 
 def side_workspace(config: TrainConfig) -> float:
-    """Return the bytes of cuBLAS's workspace on the stream for gradients of joined adapters."""
+    """Return the bytes of cuBLAS's workspace on the stream for joined adapters' gradients."""
     return WORKSPACE / 2 if config.lora_kernels == "joined" else 0.0
 
 
 def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes that joined adapters add to the base.
 
-    They are copies of A and B in 16 bits, and other copies inside the widened matrices.
+    Joined adapters share products with the base. They exist as 16-bit copies of A and B, and as
+    other copies inside the base's matrices, which are wider for them.
     """
     total = 0
     for (fan_in, fan_out), rank in _joined_groups(sizes, config):
@@ -555,7 +564,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """Return the (in, out) of joined matrices with a shared input, and the sum of their ranks."""
+    """Return the joint (in, out) of adapted matrices with the same input, and their ranks' sum."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
@@ -583,7 +592,8 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         kept_factors("compiled")[sizes.family] if compiled or config.kernels == "liger" else eager
     )
     of_hidden, of_inner, of_queries, of_keys = table[case]
-    # Liger's norms and MLPs keep the same tensors as compiled ones, and autocast adds the same.
+    # Liger's norms and MLPs keep the same tensors as compiled ones. Autocast adds the same bytes as
+    # in eager layers.
     if config.kernels == "liger" and not pure:
         pure_case = case.replace("mixed", "pure")
         factors = (
@@ -614,7 +624,8 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
             repeated = 0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
             keep += 2 * config.seq_len + repeated
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
-            # Separate values replace that product. The output is copied only if adapters cast it.
+            # A separate tensor of values replaces that product. Attention's output is copied only
+            # if adapters cast it.
             casts = config.method == "lora" and not pure
             keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
 
@@ -629,10 +640,10 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Return the extra bytes for each token if adapters are joined: outputs beside their inputs.
+    """Return the extra bytes for each token if adapters are joined.
 
-    For these outputs, attention's output is copied. The copy is kept, and autocast would make it
-    anyway.
+    The products with A are stored beside the inputs of the base. To make room for them, attention's
+    output is copied, and the copy is kept. Under autocast, such a copy exists anyway.
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
@@ -643,10 +654,10 @@ def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the bytes for each token that matrices without adapters save in a layer.
 
-    The factors assume adapters on every matrix. An adapter keeps its input. Under autocast this is
-    its own cast, unless Inductor makes one cast for all. Otherwise, matrices with the same input
-    share it. Fused attention keeps its output, which is the input of `o_proj` if it is neither cast
-    nor copied.
+    `kept_factors` assumes adapters on every matrix. An adapter keeps its input. Under autocast,
+    each adapter keeps its own cast of the input, unless Inductor makes one cast for all. Without
+    autocast, matrices with the same input share it. Fused attention keeps its output in any case.
+    This output is also the input of `o_proj` if it is neither cast nor copied.
     """
     adapted = sizes.adapted(config)
     compiled = config.compile != "none"
@@ -683,7 +694,7 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     if not pure:
         return masks
 
-    # Fused attention keeps its own output.
+    # Fused attention keeps its output, the input of `o_proj`, in any case.
     kept_anyway = {"o_proj"} if _keeps_output(sizes, config) else set()
     groups = [
         [name for name in names if name in fan_in and name not in kept_anyway]

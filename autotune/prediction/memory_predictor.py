@@ -1,8 +1,8 @@
 """The memory gate: refuse configurations that cannot fit before a probe is launched.
 
-`refused_by` refuses a configuration if its need is at least the need of one that ran out of memory,
-in every knob. `MemoryPredictor` predicts the memory of a configuration from other configurations'
-measurements.
+`refused_by` compares a configuration with others that ran out of memory. It refuses the
+configuration if, in every knob, it needs at least the memory of one of these. `MemoryPredictor`
+predicts the memory of a configuration from other configurations' measurements.
 """
 
 import math
@@ -15,11 +15,12 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# The relative error of the part of a line beyond its points: assumed, and checked by
-# `benchmarks/memory.py gate`.
+# The relative error of a line's change beyond the measured points. It is an assumption, which
+# `benchmarks/memory.py gate` checks.
 LINE_DOUBT = 0.02
 
-# Tokens whose logits a chunked loss holds; equals `CHUNK_TOKENS` of trainer/chunked_loss.
+# A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
+# trainer/chunked_loss.
 HEAD_CHUNK = 1024
 
 
@@ -39,7 +40,7 @@ class KnownOom:
 def refused_by(
     known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int
 ) -> KnownOom | None:
-    """Return the first known OOM with at most the memory of `config` in every knob, or None."""
+    """Return the first known OOM that needs at most as much as `config` in every knob, or None."""
     for known in known_ooms:
         if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config):
             return known
@@ -71,10 +72,10 @@ class Known:
 class MemoryEstimate:
     """The reserved memory of a configuration at full depth.
 
-    It is between `low_gib` and `high_gib`, and probably `gib`. `phase` is the probable place of the
-    peak. `basis` is the number of configurations behind the estimate. `high_gib` is an upper bound
-    only if `bounded`. It is no bound if the basis has steps of two micro batches instead of one, or
-    lacks the paged optimizer state.
+    It is between `low_gib` and `high_gib`, and probably `gib`. The peak is probably in `phase`.
+    `basis` is the number of configurations behind the estimate. `high_gib` is an upper bound only
+    if `bounded`. It is not an upper bound if the basis has steps of two micro batches instead of
+    one, or if no configuration of the basis has the same paged optimizer.
     """
 
     low_gib: float
@@ -87,14 +88,14 @@ class MemoryEstimate:
 
 
 class MemoryPredictor:
-    """Predicts the peak memory of configurations of one model on one device from other ones.
+    """Predicts a configuration's peak memory from other configurations, for one model and device.
 
     The peak of each segment of a step is static memory plus temporary memory. Static memory is
     weights, adapters, gradients and optimizer state. Each term is known separately, because it
-    depends only on the rank, the quantisation or the optimizer. Among configurations with the same
-    `_compute_signature`, temporary memory is affine in the tokens of a micro batch. Neither
-    coefficient is negative: measurements at one number of tokens bound it on both sides, and two or
-    more numbers give a line.
+    depends only on the LoRA rank, the quantisation or the optimizer. Among configurations with the
+    same `_compute_signature`, temporary memory is affine in the tokens of a micro batch. Neither
+    coefficient of this line is negative. So measurements at one number of tokens give an upper and
+    a lower bound at other numbers, and measurements at two or more numbers give the line.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class MemoryPredictor:
     ) -> MemoryEstimate | None:
         """Return the estimate for a configuration, or None if no measurement allows one.
 
-        `available_gib` is the memory for the run with its CUDA context, without the reserve.
+        `available_gib` is the memory for the run, including its CUDA context but not the reserve.
         """
         similar = self._similar(config, micro_steps)
         statics = self._statics(config, micro_steps)
@@ -125,7 +126,7 @@ class MemoryPredictor:
         if not names:
             return None
 
-        # The bounds of the highest segment's temporary memory.
+        # The bounds of the temporary memory, each from the segment with the highest bound
         low = gib = high = 0.0
         largest = Phase.FORWARD.value
         for name in names:
@@ -174,7 +175,7 @@ class MemoryPredictor:
         )
 
     def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
-        """Return the configuration with the same compute signature and the most similar batch."""
+        """Return the configuration with the same compute signature and the most similar tokens."""
 
         def distance(known: Known) -> float:
             return abs(math.log(known.config.tokens / config.tokens))
@@ -184,9 +185,9 @@ class MemoryPredictor:
     def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
         """Return the known configurations with the same compute signature.
 
-        If there are none for a single micro batch in a step, those with two are a lower bound. They
-        differ by the gradients that exist from the start or appear during the backward pass. With
-        adapters, this is little memory.
+        If none is known with a single micro batch in a step, configurations with two give a lower
+        bound. With two, gradients exist from the start; with one, they appear during the backward
+        pass. The gradients of adapters are small, so the bound is close.
         """
 
         def with_steps(steps: int) -> list[Known]:
@@ -212,13 +213,13 @@ class MemoryPredictor:
 
 
 def static_gib(measurement: Measurement, micro_steps: int) -> float:
-    """Return weights, adapters, optimizer state, and gradients that wait for a micro batch."""
+    """Return weights, adapters, optimizer state, and gradients of earlier micro batches, in GiB."""
     static = measurement.model_gib + measurement.adapters_gib + measurement.optimizer_gib
     return static + (measurement.gradients_gib if micro_steps > 1 else 0.0)
 
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
-    """Return a key that determines the bytes which a step needs for each token."""
+    """Return the key of configurations whose steps need the same bytes for each token."""
     # Memory is linear in the length of a row unless attention scores or a mask are stored for each
     # pair of tokens.
     length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len
@@ -260,10 +261,11 @@ def _segments(measurement: Measurement) -> dict[str, float]:
 
 
 def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
-    """Return (low, likely, high) of temporary memory at `tokens`, from other configurations.
+    """Return the (low, likely, high) temporary memory at `tokens`, from other configurations.
 
-    `points` are their (tokens, GiB). The error of the line is the largest distance of a point from
-    it, plus a share of its change outside the points.
+    `points` are the (tokens, GiB) of those configurations. The error of the line through the points
+    is the largest distance of a point from the line, plus a share of the line's change outside the
+    points.
     """
     counts = sorted({count for count, _ in points})
     nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))

@@ -14,16 +14,17 @@ from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
 CALIBRATED_METHOD = ("lora", "none")  # method and quantisation of the training in a calibration
-MAX_DEVIATIONS = 6.0  # observations further from the expected speed, in deviations, are ignored
+MAX_DEVIATIONS = 6.0  # standard deviations beyond which an observation is ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """A measurement that others made of one configuration on one card.
 
-    `tokens_per_s` counts whole rows with padding, because the useful tokens depend on the data.
-    `tokens_per_row` is their mean length, or None if all have seq_len. `model` is a name in the
-    catalogue. It is None for a model that is not there, whose shape `model_digest` describes.
+    `tokens_per_s` includes padding, because the share of useful tokens depends on the data.
+    `tokens_per_row` is the mean length of a padded row, or None if all rows have `seq_len` tokens.
+    `model` is a name in the catalogue. For a model outside the catalogue it is None, and
+    `model_digest` identifies the model's shape.
     """
 
     device: str
@@ -62,7 +63,7 @@ def measured_ratios(
             continue
 
         ratio = _ratio_to_formula(observed)
-        # A larger deviation than between any pair of published cards is a mistake.
+        # No published pair of cards deviates this much, so the observation is a mistake.
         if ratio and abs(math.log(ratio)) <= MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN):
             ratios.append(ratio)
     return ratios
@@ -100,8 +101,8 @@ def observed_transfer(
 ) -> SpeedTransfer | None:
     """Return the speed conversion between two cards, corrected by observations on the target.
 
-    The observations have the same method and base. Either card may be calibrated. The result is
-    None if a rate of either card is unknown.
+    Only observations with the configuration's method and quantization count. Either card may be
+    calibrated. The result is None if a rate of either card is unknown.
     """
     kind = config.method, config.quantization
     return speed_transfer(

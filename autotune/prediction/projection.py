@@ -33,9 +33,10 @@ from autotune.problem.task import Task
 
 
 def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
-    """Add the conversion from the card that probes to the device, if these are different cards.
+    """Add the speed conversion from the card that runs the probes to the device, if they differ.
 
-    If the spec names a calibration of the device, this machine's calibration adds the hosts' ratio.
+    If the spec names a calibration of the device, the conversion includes the ratio of both hosts'
+    speeds, from that calibration and this machine's.
     """
     task = setup.task
     if task.measured_on is None:
@@ -73,16 +74,16 @@ def run_performance(
 
 
 def projected(speed: Performance, error: float) -> Performance:
-    """Add a conversion's error to the spread of a performance.
+    """Widen the spread of a performance by the error of its speed conversion.
 
-    The error is a standard deviation of the logarithm.
+    The error is the standard deviation of the speed's logarithm.
     """
     less, more = interval(1.0, error)
     return replace(speed.widened(less - 1, more - 1), mfu=None, own_spread=speed.spread)
 
 
 def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
-    """Return the full run's useful tokens per second on the device, or None without a result."""
+    """Return the full run's useful tokens per second on the device, or None for a failed probe."""
     if result.measurement is not None:
         result = replace(result, measurement=_on_device(task, result.config, result.measurement)[0])
     return tokens_per_s(result, task.workload)
@@ -120,7 +121,7 @@ def _on_device(
 
 
 def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
-    """Add the wait for the rank with the longest rows; in a probe, all ranks have equal rows."""
+    """Add the wait for the rank with the longest rows; a probe's ranks have equally long rows."""
     share = task.workload.waiting_share(config)
     longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
     return replace(measurement, micro_step_s=longer) if share else measurement
@@ -140,9 +141,10 @@ def _with_communication(task: Task, config: TrainConfig, measurement: Measuremen
 def _link_error(
     task: Task, config: TrainConfig, step_s: float, simulated: Measurement
 ) -> tuple[float, float]:
-    """Return the range of a step relative to `step_s`.
+    """Return the range of the step time, relative to `step_s`, that the uncertain link causes.
 
-    At one end all communication is hidden. At the other it is fully exposed on a slow link.
+    At the fast end, all communication is hidden. At the slow end, all of it is exposed, and the
+    link is slow.
     """
     sent, link = _sent(task, config, simulated)
     accumulation = task.workload.run_shape(config).accumulation
@@ -161,5 +163,5 @@ def _sent(task: Task, config: TrainConfig, measurement: Measurement) -> tuple[Tr
     sent = traffic(task.model, config, parallelism)
     link = task.link_gb_s(parallelism)
     if link is None:
-        raise ValueError("a rank is played only where the link is known")
+        raise ValueError("the link's bandwidth is unknown, so a simulated rank has no speed")
     return sent or counted_traffic(task.model, config, measurement), link

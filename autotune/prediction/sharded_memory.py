@@ -1,10 +1,10 @@
-"""The memory of one of several GPUs, by formula: `memory_formula` divided as the strategy does.
+"""The memory of one of several GPUs, by formula: the strategy divides terms of `memory_formula`.
 
 With accelerate's settings, FSDP2 has one unit for each layer, one for the embedding, and one for
-the final norm and the head. The last one is not resharded after the forward pass. The live buffers
-at each moment come from torch's `fully_shard`. They were counted there with a training step's
-operations on the meta device. DeepSpeed's stages follow the ZeRO paper, with the settings of the
-exported script or of a file that `check` reads.
+the final norm and the head. The last unit is not resharded after the forward pass. The buffers
+alive at each moment were counted in a training step of torch's `fully_shard` on the meta device.
+DeepSpeed's stages follow the ZeRO paper, with the settings of the exported script or of a file that
+`check` reads.
 """
 
 import functools
@@ -39,7 +39,7 @@ RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, by DeepSpeed's default
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
-# Moments at which gradients are shards.
+# Moments of a step after gradients were scattered, so that they are shards
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step
@@ -68,8 +68,8 @@ EXPORTED = DeepSpeedBuffers()
 class Shares:
     """The parameters of a model that several GPUs divide and exchange.
 
-    `base` counts the model's parameters, and `adapters` the adapters'. `layer` counts both in one
-    layer.
+    Each field is a number of parameters: `base` of the base model, `adapters` of all adapters, and
+    `layer` of one layer with its adapters.
     """
 
     base: int
@@ -127,7 +127,7 @@ def rank_breakdown(
     """Return the memory of one rank at the peak of a step, in GiB, or None without a formula.
 
     `micro_steps` is the number of micro batches in a step of each GPU. With 1, gradients do not
-    wait for a later one. Raises ValueError if the strategy cannot train the configuration.
+    wait for a later micro batch. Raises ValueError if the strategy cannot train the configuration.
     """
     reason = parallelism.refusal(config)
     if reason is not None:
@@ -178,7 +178,8 @@ def _sharded_breakdown(
     phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
     phases |= dict.fromkeys(IN_FORWARD, Phase.FORWARD) | dict.fromkeys(EVALUATED, Phase.EVALUATE)
 
-    # Each stream's pool keeps its own peak: the side streams' pools, and the main stream's.
+    # Each stream's pool keeps the memory of its own peak, so the peaks of side streams and of the
+    # main stream add up.
     side_pools = _pools(sizes, config, shares, parallelism)
     scattered = _scattered_bytes(config, shares, parallelism)
     in_side_pools = {
@@ -208,7 +209,8 @@ def _evaluation(
 ) -> dict[str, Moment]:
     """Return the moments of an evaluation, from the moments of a step.
 
-    It gathers as much as the step's forward pass. ZeRO 3 has memory for gradients at any time.
+    An evaluation gathers the parameters that the step's forward pass gathers. ZeRO 3 always has
+    memory for gradients.
     """
     gathered = max(step[name][3] for name in IN_FORWARD if name in step)
     gradients = step["forward"][0]
@@ -221,7 +223,7 @@ def _evaluation(
 def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
     """Return the bytes in the pools of side streams.
 
-    They are two gathered layers, the embedding and the head, and scattered gradients.
+    The pools hold two gathered layers, the embedding, the head and scattered gradients.
     """
     trained_end = 2.0 * shares.embedding if config.method == "full" else 0.0
     trained_bytes = max(2.0 * shares.trained_layer, trained_end)
@@ -264,10 +266,11 @@ def _held_gradients(
 ) -> dict[str, float]:
     """Return the bytes of gradients that FSDP2 holds at the moments of a step.
 
-    The unit in computation is left out. Before the last micro batch of a step, gradients wait
-    unsharded, unless each micro batch scatters them. The last micro batch scatters them layer by
-    layer in fp32: 2 / gpus of an unsharded layer's bytes. The gradients of a tied head wait for the
-    end. Until the pass ends, the sums between copies of the shards are also held in bf16.
+    The unit that is being computed is left out. Before the last micro batch of a step, gradients
+    wait unsharded, unless each micro batch scatters them. The last micro batch scatters gradients
+    layer by layer in fp32: a shard takes 2 / gpus of the unsharded layer's bytes. The gradients of
+    a tied head wait until the pass ends. With several copies of the model, the sums over all copies
+    are also held in bf16 until then.
     """
     gpus = parallelism.num_shards
     whole = accumulates and not parallelism.sync_each_batch
@@ -276,7 +279,8 @@ def _held_gradients(
     scattered = _scattered_bytes(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
     of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
-    # Shards that do not exist yet. If others wait as shards, new ones are added to these.
+    # Shards that do not exist yet. If shards of earlier micro batches wait, new shards are added to
+    # them in place.
     missing_layer, missing_end = (
         each if whole or not accumulates else 0.0 for each in (of_layer, of_end)
     )
@@ -355,7 +359,8 @@ def _fsdp2_moments(
         ),
         "first": (held["first"], of_layer + growth, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
-        # Unsharded, as the scattering's input, and as its output in bf16 and fp32
+        # The last gradient exists unsharded, as the scattering's input, and as its output in bf16
+        # and fp32
         "scattering": (
             scattered,
             trained_end,
@@ -391,7 +396,7 @@ def _zero_moments(
     """Return the moments of a step under DeepSpeed.
 
     Gradients are in bf16, sharded from stage 2 on, and in fp32 for the optimizer step. Stage 3
-    always has memory for its shard of them.
+    always has memory for its shard of the gradients.
     """
     gpus = parallelism.num_gpus
     stage = parallelism.strategy

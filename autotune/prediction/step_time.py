@@ -1,10 +1,10 @@
-"""The time of a micro batch, by formula: matrix products, and bytes at the memory's bandwidth.
+"""The time of a micro batch, by formula: the time of matrix products plus the time to move bytes.
 
-Products run at the rate of large ones. The constants were measured on an H200
-(`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). `transfer` converts both parts
-to other cards. The host's time to issue the work is a separate lower bound, which does not depend
-on the card. It is the least certain number: hosts differ by a factor of two, unless a calibration
-measured this one.
+All products are assumed to run at the rate of large products, and bytes to move at the memory's
+bandwidth. The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`,
+`benchmarks/search.py replay`). `transfer` converts both times to other cards. The host's time to
+issue the work is a separate lower bound, which does not depend on the card. The host's time is the
+least certain number: hosts differ by a factor of two, unless a calibration measured this host.
 """
 
 import functools
@@ -33,52 +33,54 @@ from autotune.problem.speed_transfer import SpeedTransfer
 # How many times faster an fp8 matrix multiplication is than a bf16 one, including the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
-# Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; and for each
-# byte of a 4-bit base.
+# Bytes moved, including temporary tensors: for each byte that a layer keeps for its backward pass,
+# for each logit, and for each weight of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
-FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
-# The host's time for a layer and micro batch, with adapters
+FULL = 0.7  # share of the layers' bytes that remains in full fine-tuning, without adapters
+# The host's milliseconds for one layer with adapters, in one micro batch
 HOST_MS = {"eager": 6.0, "compiled": 3.5}
-NF4_MS = 2.0  # the extra time to unpack a 4-bit base
-FULL_MS = 2.5  # the same time without adapters
-AGAIN = 0.7  # share of the host's time that recomputing the layer adds
-# Bytes of each logit in TRL's tiles. A forward pass writes and reads them in 16 bits. The backward
-# pass does it twice, and adds the gradient.
+NF4_MS = 2.0  # extra for a 4-bit base, which the host has to unpack
+FULL_MS = 2.5  # for a layer without adapters
+AGAIN = 0.7  # a recomputed layer adds this share of its host time
+# Bytes moved for each logit in TRL's tiles. A forward pass writes and reads each logit in 16 bits.
+# The backward pass does both twice, and moves the gradient once.
 TILE_FORWARD = 4.0
 TILE_BACKWARD = 10.0
-# With these tiles instead of the usual logits, the layers' constants above are multiplied by this
-# factor. The constants for logits include some of the layers' bytes. Dry probes of
-# five families with adapters counted 1.3 to 1.6.
+# With TRL's tiles, the bytes that layers move are multiplied by this factor, because the constants
+# for the usual logits include some of these bytes. Dry probes of five families with adapters
+# counted 1.3 to 1.6.
 LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
-# Factors between a dry probe's counts and the kernels of profiled micro batches, from three models
-# on an H200 (`benchmarks/counts.py speed`).
-THICK = 1.14  # speed of products that are not thin, relative to all products together
-MOVED_SHARE = 0.665  # share of the memory's bandwidth in kernels that move bytes
-THIN_SHARE = 0.73  # the same share in thin products
-BY_POSITION = 2.2  # time of attention by positions, relative to all products together
-OPERATION_US = 23.0  # the host's time for an operation
-# Time of a strided or indexed byte, relative to other bytes. Profiles of 11 other models on an H100
-# showed these factors and the next four. One model had unaligned rows, two had wide heads.
+# Factors that convert the counts of a dry probe to the times of kernels, from profiles of three
+# models on an H200 (`benchmarks/counts.py speed`). A thin product, such as one with an adapter, is
+# bound by bandwidth.
+THICK = 1.14  # speed of other products, relative to the mean of all products
+MOVED_SHARE = 0.665  # share of the memory's bandwidth that kernels which only move bytes reach
+THIN_SHARE = 0.73  # share of the memory's bandwidth that thin products reach
+BY_POSITION = 2.2  # time per FLOP of memory-efficient attention, relative to all products
+OPERATION_US = 23.0  # the host's time to issue an operation
+# Time to move a byte of strided or indexed tensors, relative to other bytes. These two factors and
+# the next four come from profiles of 11 other models on an H100. One of these models had unaligned
+# rows, and two had wide heads.
 STRIDED = 2.0
 INDEXED = 3.0
-# Time of an operation, relative to all products together.
-NOT_ALIGNED = 5.5  # a product with unaligned rows
-FLASH = 1.4  # flash attention, if cuDNN's is left out
+# Time per FLOP, relative to the mean of all products
+NOT_ALIGNED = 5.5  # a product of matrices with unaligned rows
+FLASH = 1.4  # flash attention, if it replaces cuDNN's attention
 WIDE_FORWARD = 5.4  # memory-efficient attention of wide heads
 WIDE_BACKWARD = 20.0
-# Like DEVICE_ERROR, for a counted step. Its interval held 27 of the 30 rows of those 11 models
-# before they revealed the errors. Since then their median error is 4.3 %, but the next family may
-# have kernels that these models lack.
+# DEVICE_ERROR for a counted step. The 80 % interval contained 27 of 30 measurements of those 11
+# models before the factors above were taken from them. With these factors, their median error is
+# 4.3 %, but another family may have kernels that these models lack.
 COUNTED_ERROR = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The host's time to issue work, relative to the measurements' hosts.
+    """The host's time to issue work, relative to the hosts on which the constants were measured.
 
-    `error` is the standard deviation of its logarithm.
+    `error` is the standard deviation of the logarithm of `scale`.
     """
 
     scale: float
@@ -86,16 +88,16 @@ class Host:
 
 
 MEASURED_HOST = Host(scale=1.0, error=0.25)
-# In published runs with small micro batches on A100s, hosts take half the time of the measurements'
-# hosts.
+# In published runs with small micro batches on A100s, hosts take half the time of the hosts on
+# which the constants were measured.
 UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 
 
 def host_of(calibration: Calibration | None) -> Host:
-    """Return a calibration's host with a measured host's error, or an unknown host without one.
+    """Return the calibrated host, or an unknown host without a calibration.
 
-    A host that was calibrated with only a CPU also computed its work. It is as uncertain as an
-    unknown host.
+    The calibrated host has the error of a measured host. A calibration without a GPU also timed the
+    computation itself, so its host is as uncertain as an unknown host.
     """
     if calibration is None:
         return UNKNOWN_HOST
@@ -107,12 +109,12 @@ def host_of(calibration: Calibration | None) -> Host:
 class StepTimeEstimate:
     """Seconds of a micro batch, by device and host, and of the rest of a step.
 
-    `rest_s` is the time after the last micro batch: clipping and the optimizer. The device
-    multiplies matrices and moves bytes. With `profiled`, a profile divided its time, and shows
-    8-bit products separately (`fp8_s`). Errors are standard deviations of the logarithms. `side` is
-    the side of square matrices whose product has the layers' mean number of multiply-adds, or None
-    if unknown. `num_observations` is the number of measurements by others behind a conversion to
-    another card.
+    `rest_s` is the time after the last micro batch: clipping and the optimizer. The device's time
+    consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled`, a
+    profile divided this time, and 8-bit products are separate (`fp8_s`). Errors are standard
+    deviations of the logarithms. `side` is the side of square matrices whose product has the
+    layers' mean number of multiply-adds, or None if unknown. `num_observations` is the number of
+    measurements by others that a conversion to another card rests on.
     """
 
     products_s: float
@@ -152,7 +154,7 @@ class StepTimeEstimate:
         return self.device_error + (self.host_error - self.device_error) * self.host_share
 
     def longer(self, factor: float, rest: float = 1.0) -> "StepTimeEstimate":
-        """Multiply the micro batches' time, on device and host, and the rest of a step."""
+        """Multiply the micro batch times by `factor`, and the rest of a step by `rest`."""
         return replace(
             self,
             products_s=factor * self.products_s,
@@ -163,7 +165,7 @@ class StepTimeEstimate:
         )
 
     def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
-        """Convert the device's parts to another card, and the host's part if it is known."""
+        """Convert the device's parts to another card, and the host's part if its ratio is known."""
         error = transfer.profiled_error if self.profiled else None
         return replace(
             self,
@@ -183,9 +185,10 @@ def counted_step_time(
 ) -> StepTimeEstimate | None:
     """Return the time of a step on the reference card, from the counted work of the whole model.
 
-    The result is None if only memory was counted, or if checkpoints wait in host memory. It is None
-    with CUDA graphs, whose time is unmeasured. It is also None unless products are in 16 bits.
-    Bases in int8 or fp8 multiply in 8 bits, and experts use 16 bits only in bf16.
+    The result is None if only memory was counted, if activation checkpoints are offloaded to the
+    host, or with CUDA graphs, whose time is unmeasured. It is also None unless all products are in
+    16 bits: bases in int8 or fp8 multiply in 8 bits, and experts multiply in 16 bits only if they
+    are in bf16.
     """
     in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
@@ -203,7 +206,7 @@ def counted_step_time(
         + INDEXED * moved.get("indexed", 0)
     )
     weights = count.model_gib if config.method == "full" else count.adapters_gib
-    # As in the formula; gradients are as large as weights.
+    # As in `_step_time`; gradients are as large as weights.
     step_bytes = (5 * weights + 2 * count.optimizer_gib) * GIB
     products = sum(flops * _slowness(name, config) for name, flops in count.flops.items())
     return StepTimeEstimate(
@@ -217,7 +220,7 @@ def counted_step_time(
 
 
 def _slowness(name: str, config: TrainConfig) -> float:
-    """Return the time of an operation of this kind, relative to all products together."""
+    """Return the time per FLOP of this operation, relative to the mean of all products."""
     if "attention" not in name:
         return NOT_ALIGNED if name.endswith(UNALIGNED) else 1 / THICK
     if name.endswith(WIDE):
@@ -230,9 +233,9 @@ def _slowness(name: str, config: TrainConfig) -> float:
 def divide_step_time(
     measurement: Measurement, by_formula: StepTimeEstimate | None
 ) -> StepTimeEstimate:
-    """Divide a measured time into its parts, by its profile or by its card's formula.
+    """Divide a measured time into its parts, by its profile or else by the formula of its card.
 
-    The measurement's own error does not count. The host's part is uncertain on another host.
+    The errors exclude the measurement's own error. The host's part is uncertain on another host.
     """
     micro_s = statistics.median(measurement.micro_step_s)
     kernels = measurement.kernels
@@ -268,7 +271,7 @@ def divide_step_time(
 
 
 def _other_part(micro_s: float, part_s: float) -> float:
-    """Return the device's or the host's time that makes `micro_s` with the other one's time."""
+    """Return the device's time if `part_s` is the host's, or the host's if it is the device's."""
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
@@ -280,8 +283,7 @@ def estimate_step_time(
 ) -> StepTimeEstimate | None:
     """Return the time of a step on the reference card, or None without a formula or measurement.
 
-    Unmeasured are fp8 without compilation, and CUDA graphs. All tokens are assumed to be trained
-    on.
+    CUDA graphs and uncompiled fp8 are unmeasured. All tokens are assumed to count in the loss.
     """
     sizes = supported(model, config)
     if sizes is None or config.cuda_graphs != "none":
@@ -323,7 +325,8 @@ def _step_time(
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (recomputed + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
 
-    # Joined adapters do not read outputs again to add to them. Their remaining bytes do not count.
+    # Joined adapters, unlike PEFT's, do not read outputs again to add to them. The other bytes of
+    # joined adapters are ignored.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
     weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
     moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes

@@ -2,16 +2,17 @@
 
 Memory is the same on every card, and speed is not. The speed of matrix products is proportional to
 the 0.7th power of the dense peak and the 0.3rd power of the power limit. Training cannot use all of
-a newer card's peak, and a card with little power cannot keep its clocks. The speed of moving bytes
-is proportional to the bandwidth. Between cards that differ only in their memory, a lower power of
-the bandwidth applies. The host's time to issue work stays the same, unless both hosts were
-calibrated.
+a newer card's peak, and a card with a low power limit cannot keep its clock rate. The speed of
+moving bytes is proportional to the bandwidth. Between cards that differ only in their memory, the
+exponent of the bandwidth is OF_MEMORY instead of 1. The host's time to issue work stays the same,
+unless both hosts were calibrated.
 
 The exponents were fitted on 574 published pairs (`benchmarks/transfer.py pairs`). The exponent for
-memory alone was fitted on one model on an H100 and an H200 (`benchmarks/transfer.py compare`).
-Between two cards, a method deviates from the fit by about `BETWEEN`. The deviation is the same for
-all configurations of the method, so one measurement on the target helps. `WITHIN` is the remaining
-scatter. A calibration's rates replace the card's data sheet.
+memory alone was fitted on one model on an H100 and an H200 (`benchmarks/transfer.py compare`). For
+a pair of cards and a training method, the speed ratio deviates from the fit by about `BETWEEN`. All
+configurations of the method share this deviation, so one measurement on the target reveals most of
+it. `WITHIN` is the scatter that remains between configurations. A calibration's rates replace the
+card's data sheet.
 """
 
 import math
@@ -25,38 +26,42 @@ from autotune.problem.speed_transfer import SpeedTransfer
 REFERENCE = "h200-sxm"  # the formulas were fitted on this card
 PEAK = 989.4  # its dense TFLOP/s
 POWER_W = 700.0
-REACHED = 0.67  # the share of its dense peak that products reach
+REACHED = 0.67  # the share of its dense peak that matrix products reach
 # Exponents
 OF_PEAK = 0.7
 OF_POWER = 0.3
-# The exponent of the bandwidth for moving bytes between two cards with the same chip. Such kernels
-# also wait for the chip, which is equally fast: on an H200 they were 1.24 times as fast as on an
-# H100, with 1.43 times the bandwidth. The 103 published pairs with the same chip are off by 8 %
-# with it, and by 11 % without. Between generations, the chip grows with its memory. There this
-# exponent would make the published pairs off by 17 % instead of 15 %.
+# The exponent of the bandwidth between two cards with the same chip, for kernels that move bytes.
+# These kernels also wait for the chip, which is equally fast: on an H200 they were 1.24 times as
+# fast as on an H100, with 1.43 times the bandwidth. With this exponent, the 103 published pairs
+# with the same chip are off by 8 %; with an exponent of 1, by 11 %. In a newer generation, the chip
+# is faster too, and the exponent is 1. There, 0.61 would put the published pairs off by 17 %
+# instead of 15 %.
 OF_MEMORY = 0.61
-# The share for a card of unknown power: the middle of the catalogue's range, 0.58 to 0.95.
+# The share of its peak that a card of unknown power reaches: the middle of the catalogue's range,
+# 0.58 to 0.95.
 WITHOUT_POWER = 0.75
 CEILING = 0.95  # the largest share of its dense peak that a card is assumed to reach
-# The share of products in the time of the published pairs on an H200; used without a formula.
+# The share of an H200's time that matrix products take in the published pairs. It is used for
+# configurations without a formula.
 USUAL_SHARE = 0.3
-# Standard deviations of the logarithm of a ratio
+# Standard deviations of the logarithm of a speed ratio
 BETWEEN = 0.14
 WITHIN = 0.09
-# The generations of cards in the published pairs. Other generations have only data sheets, and are
-# twice as uncertain.
+# The generations of cards in the published pairs. For other generations there are only data sheets,
+# and their speeds are twice as uncertain (UNMEASURED).
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
-# Both deviations together for two cards with the same chip and a profile of the device's work. They
-# are 2.7 % between an H100 and an H200, for one model and micro batches with a host share below a
-# fifth.
+# The total standard deviation between two cards with the same chip, if a profile divides the
+# device's time. It was 2.7 % between an H100 and an H200, for one model and micro batches with a
+# host share below a fifth.
 PROFILED = 0.03
-# IN_TRAINING is the speed of products in training, relative to products alone. COPIED is the share
-# of the data sheet's bandwidth, the unit of the formula of step time, that a copy reaches. Both are
-# assumed. Alone, products reach 0.72 of an H200's peak, in the middle of the range that cards keep
-# under their power cap, and copies reach 0.88 of its bandwidth. Since then, calibrations of an H100
-# and an H200 reached 0.67 and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the
-# bandwidth. The training in a calibration corrects the errors of both together.
+# These factors convert a calibration's rates to the rates of the step time formula. IN_TRAINING is
+# the speed of matrix products in training, relative to products that run alone. COPIED is the share
+# of the data sheet's bandwidth that a copy reaches. Both assume an H200 on which products alone
+# reach 0.72 of the peak (the middle of the range that cards keep under their power cap) and copies
+# 0.88 of the bandwidth. Later, calibrations of an H100 and an H200 measured 0.67 and 0.66 of the
+# peak with the largest products, and 0.89 and 0.88 of the bandwidth. The training in a calibration
+# corrects the combined error of both factors.
 IN_TRAINING = REACHED / 0.72
 COPIED = 0.88
 
@@ -74,9 +79,9 @@ def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
 
 
 def is_measured_kind(device: DeviceSpec) -> bool:
-    """Return whether published speeds exist for cards of this generation.
+    """Return whether published speeds tell how fast a card of this generation trains.
 
-    They say little about a card with unknown power.
+    They do not if the card's power is unknown.
     """
     return device.arch in MEASURED_KINDS and device.tdp_w is not None
 
@@ -93,8 +98,8 @@ def interval(value: float, error: float) -> tuple[float, float]:
 def calibrates(calibration: Calibration | None, device: DeviceSpec) -> bool:
     """Return whether a calibration replaces the data sheet of a card.
 
-    It does not for the reference card, because the fit of the formulas is better than one training.
-    A CPU has no formula.
+    It never replaces the reference card's, because the formulas were fitted on that card with more
+    than one training. A CPU has no formula that could use a calibration.
     """
     return (
         calibration is not None
@@ -129,12 +134,13 @@ def speed_transfer(
         source: the card with the known speed.
         target: the other card.
         known: measured speeds on the target with the same method, divided by the expected speeds.
-            They do not count if the target is calibrated, because its calibration has a training.
+            They are ignored if the target is calibrated, because the calibration includes a
+            training.
         precision: the precision of the products: bf16, fp16 or fp8.
         calibration: a calibration of either card.
-        side: the size of the products, as in `Calibration.products_tflops`.
-        alike: whether the calibration's training has the same method. Then it counts as one
-            measurement.
+        side: the side of the multiplied matrices, as in `Calibration.products_tflops`.
+        alike: whether the calibration's training has the same method. If so, this training counts
+            as one measurement.
     """
     if source.name == target.name:
         return SpeedTransfer(products=1.0, bytes=1.0, error=0.0, fp8=1.0, profiled_error=0.0)
@@ -175,7 +181,7 @@ def speed_transfer(
 
 
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
-    """Return the target host's speed relative to the source's, or None unless both had a GPU."""
+    """Return the target host's speed relative to the source's, or None unless both have a GPU."""
     if source is None or target is None or not (source.on_gpu and target.on_gpu):
         return None
     return source.layer_ms / target.layer_ms
@@ -184,7 +190,7 @@ def host_transfer(source: Calibration | None, target: Calibration | None) -> flo
 def card_rates(
     device: DeviceSpec, precision: str, calibration: Calibration | None, side: float | None = None
 ) -> tuple[float, float] | None:
-    """Return a card's TFLOP/s of products and GB/s in training, or None if unknown.
+    """Return a card's TFLOP/s of matrix products and its GB/s in training, or None if unknown.
 
     The rates come from a calibration or from the data sheet.
     """
@@ -207,7 +213,7 @@ def card_rates(
 
 
 def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:
-    """Return the TFLOP/s of a training step's products, or None if the peak is unknown."""
+    """Return the TFLOP/s of a training step's matrix products, or None if the peak is unknown."""
     peak = peak_tflops(device, precision)
     power_w = device.tdp_w
     if peak is None or power_w is None:
