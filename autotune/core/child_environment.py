@@ -1,6 +1,6 @@
 """The environment variables of a child process.
 
-The list has only variables that a child needs, so no database or cloud secret reaches it.
+Children get only the variables that they need, so they get no database or cloud secrets.
 """
 
 import re
@@ -10,10 +10,11 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.trainer.cache_folders import compile_caches
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
-# On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and return to it
-# at once. Threads that spin long while they wait make a step twenty times slower if another process
-# needs a core. Threads that sleep at once make a step up to a seventh slower than in the full run,
-# whose threads spin. Spinning for about 10 microseconds is enough.
+# On a CPU, memory peaks repeat within 1 % only if malloc gets large blocks directly from the kernel
+# and returns them at once. OpenMP threads that spin for long while they wait make a step twenty
+# times slower if another process needs a core. Threads that sleep at once make a step up to a
+# seventh slower than in the full run, whose threads spin. Spinning for about 10 microseconds avoids
+# both.
 ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -65,7 +66,7 @@ SECRET_VALUE = re.compile(r"://\S*@")  # a URL with a password
 def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
     """Return the parent's variables that a training process needs, and the variables in `named`.
 
-    Variables that look like secrets are left out, unless they are named.
+    Variables that look like secrets are left out, unless `named` has them.
     """
     needed = {
         name

@@ -1,4 +1,4 @@
-"""Measures how much processor time others take from this process and the processes it started.
+"""Measures how many cores are used by processes other than this one and its descendants.
 
 It reads Linux's /proc and imports no torch. On a virtual machine, time that the hypervisor gives to
 other machines counts too.
@@ -17,7 +17,7 @@ IDLE = ("idle", "iowait")
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """The processor seconds until a moment: of all processes on the usable cores, and our own."""
+    """The processor time used so far: by all processes on the usable cores, and by our own tree."""
 
     at_s: float
     all_s: float
@@ -32,7 +32,10 @@ class CoreUse:
             return None
 
     def others_since(self, before: "CoreUse") -> float | None:
-        """Return the mean number of cores that others used, or None without time in between."""
+        """Return the mean number of cores that other processes used since `before`.
+
+        The result is None if no time has passed.
+        """
         took_s = self.at_s - before.at_s
         if took_s <= 0:
             return None
@@ -58,7 +61,7 @@ def _own_s() -> float:
     for process in _tree(os.getpid()):
         try:
             text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it has just ended; its parent will have its time
+        except OSError:  # the process has just ended; its parent's counters will have its time
             continue
         # The name in parentheses may contain spaces. Fields 14 to 17 follow it.
         fields = text.rpartition(")")[2].split()

@@ -66,7 +66,7 @@ class StorageError(AutotuneError):
 
     exit_code = 6
     explained = "storage"
-    lost = False  # the connection broke, so the operation may or may not have happened
+    lost = False  # True if the connection broke: the operation may or may not have happened
 
 
 class BudgetTooShort(AutotuneError):

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="BaseModel")
 
 MAX_BYTES = 2**20  # of a configuration file
-# The values in a user's file, with aliases expanded. Shipped files have fewer than a hundred.
+# The most values in a user's file, with aliases expanded. Shipped files have fewer than a hundred.
 MAX_VALUES = 10_000
 
 
 def load_yaml(text: str) -> Any:
     """Load one YAML document safely, with libyaml's parser if it is built in (ten times faster).
 
-    Raises yaml.YAMLError, RecursionError, and ValueError for an impossible number or date.
+    Raises yaml.YAMLError or RecursionError. An impossible number or date raises ValueError.
     """
     import yaml
 
@@ -34,7 +34,7 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     except (AttributeError, IndexError, KeyError, TypeError):
         # PyYAML raises these for tags such as `!!bool maybe`.
-        raise yaml.YAMLError("a value is not of its tag") from None
+        raise yaml.YAMLError("a value does not match its YAML tag") from None
 
 
 @functools.cache
@@ -49,8 +49,8 @@ def load_data(package: str, name: str) -> Any:
 def shipped_files(inside: str, beside: str) -> dict[str, Path]:
     """Return name -> path of the YAML files in a shipped folder, which a user may copy.
 
-    A wheel has the folder as `inside` within the package; a checkout has it as `beside` next to the
-    package.
+    In a wheel, the folder is `inside`, within the package. In a checkout, it is `beside`, next to
+    the package.
     """
     package = Path(str(files("autotune")))
     folder = package / inside
@@ -109,7 +109,7 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None and _num_values(node, {}) > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES:,} values, with its aliases written out")
+            raise ValueError(f"more than {MAX_VALUES:,} values after its aliases are expanded")
         data = load_yaml(text)
     except RecursionError:
         raise UsageError(
@@ -135,7 +135,7 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
         problems = []
         for item in error.errors()[:5]:
             message = item["msg"].removeprefix("Value error, ")
-            # A check of the whole file names the wrong key at the start of its message.
+            # An error about the whole file has no location; its message starts with the wrong key.
             line = _line_of(node, item["loc"] or (message.partition(" ")[0],))
             where = ".".join(str(part) for part in item["loc"]) or "the file"
             problems.append(f"{path}:{line}: {where}: {message}")
@@ -160,7 +160,7 @@ def _num_values(node: Any, known: dict[int, int]) -> int:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if (key.tag, key.value) in names:
                     raise yaml.MarkedYAMLError(
-                        problem=f"{key.value!r} stands twice", problem_mark=key.start_mark
+                        problem=f"{key.value!r} occurs twice", problem_mark=key.start_mark
                     )
                 names.add((key.tag, key.value))
             children += [key, value]
@@ -200,21 +200,20 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}",
-            remedy="choose a place that can be written, with --out or --storage,"
-            " or free some space",
+            remedy="choose a writable path with --out or --storage, or free disk space",
         ) from None
 
 
 def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
     """Write `text` to `path` by rename.
 
-    A reader, a crash or a power cut never leaves half a file. A device or a pipe is written to and
-    stays: root could replace /dev/null.
+    A reader, a crash or a power cut never leaves half a file. A device or a pipe is opened and
+    written, because a rename by root could replace /dev/null.
     """
     mode = 0o777 if executable else 0o666  # less the umask
 
     with write_errors(path):
-        is_device = path.is_relative_to("/dev")  # or a link to the redirected stdout
+        is_device = path.is_relative_to("/dev")  # such as /dev/stdout, a link to a file
         if is_device or (path.exists() and not path.is_file()):
             path.write_text(text, encoding="utf-8")  # raises OSError for a folder
             return
@@ -239,7 +238,7 @@ def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names of a directory's files are on disk, if the file system supports it."""
+    """Wait until the entries of a directory are on disk, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -11,5 +11,5 @@ def fp16_warning(model_type: str) -> str | None:
         return None
     return (
         f"{model_type} models are known to overflow in fp16 ({source}): the loss may become NaN; "
-        "train in bf16, on a card that has it"
+        "train in bf16, on a GPU that supports it"
     )

@@ -1,7 +1,7 @@
 """Computes how a model's processor represents an image: pixels for the vision tower, and tokens.
 
-The rules are the ones of transformers' processors, with the values published with the models. No
-image is read.
+The rules follow transformers' image processors, with the values published for each model. No image
+is read.
 """
 
 import math
@@ -11,21 +11,23 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 
-# The limits for the pixels of an image, in Qwen2.5-VL's preprocessor_config.json.
+# The least and the greatest number of pixels of an image, from Qwen2.5-VL's
+# preprocessor_config.json.
 QWEN_PIXELS = (56 * 56, 16384 * 28 * 28)
 TILES_A_SIDE = 4  # tiles along the longest edge, for SmolVLM and Idefics 3
 MOST_SIDE = 4096  # the largest side in pixels before an image is cut into tiles
 MOST_RATIO = 200  # the largest ratio of the sides of an image, for Qwen2.5-VL
-TEXT_TAG = 7  # tokens of a tag such as <row_1_col_1> if it is text, from SmolVLM's authors
+TEXT_TAG = 7  # tokens of a tag such as <row_1_col_1> split as text (SmolVLM's authors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image in the form that a model gets.
+    """An image as a model gets it.
 
-    `tokens` placeholders represent it in a row, with `beside` tokens around and between them.
-    `pixels` is the shape of its values: (images or tiles, channels, height, width). If the model
-    also gets a `grid` of patches, (frames, rows, columns), it is (patches, values of a patch).
+    In a row of tokens, `tokens` placeholders represent the image, with `beside` other tokens around
+    and between them. `pixels` is the shape of the pixel values: (images or tiles, channels, height,
+    width). For a model that cuts images into patches, it is (patches, values per patch), and `grid`
+    is the number of patches: (frames, rows, columns).
     """
 
     tokens: int
@@ -35,12 +37,12 @@ class Picture:
 
     @property
     def length(self) -> int:
-        """The number of tokens that the image takes in a row."""
+        """The number of tokens that represent the image, including the other tokens."""
         return self.tokens + self.beside
 
 
 def sees_images(config: Mapping[str, Any]) -> bool:
-    """Return whether images can be computed for a model with this transformers config."""
+    """Return whether this module has image rules for a model with this transformers config."""
     return str(config.get("model_type")) in _RULES
 
 
@@ -53,8 +55,8 @@ def parse_size(text: str) -> tuple[int, int]:
     is_number = width.isdecimal() and height.isdecimal()
     if not (is_number and 0 < int(width) < 10**5 and 0 < int(height) < 10**5):
         raise UsageError(
-            f"an image of {text!r} is not possible",
-            remedy="give width and height in pixels, as 896x672",
+            f"the image size {text!r} is invalid",
+            remedy="give width and height in pixels, such as 896x672",
         )
     return int(width), int(height)
 
@@ -70,8 +72,8 @@ def picture_of(
     """
     if not sees_images(config):
         raise UsageError(
-            f"images of {config.get('model_type')} models cannot be computed",
-            remedy=f"take {', '.join(IMAGE_FAMILIES)}",
+            f"images of {config.get('model_type')} models are not supported",
+            remedy=f"use a model of type {', '.join(IMAGE_FAMILIES)}",
         )
     try:
         return _RULES[config["model_type"]](config, width, height, processor or {})
@@ -87,7 +89,7 @@ def _patches(
 ) -> Picture:
     """Cut an image into patches, for Qwen2.5-VL.
 
-    Each side is scaled to a multiple of a merged patch, and the number of pixels to its limits.
+    Each side is scaled to a multiple of a merged patch's side, within the limits for the pixels.
     """
     vision = config["vision_config"]
     patch = vision.get("patch_size", 14)
@@ -99,7 +101,7 @@ def _patches(
     if max(width, height) > MOST_RATIO * min(width, height):
         raise UsageError(
             f"an image of {width}x{height} is refused by the processor",
-            remedy=f"its longer side may be {MOST_RATIO} times the shorter one",
+            remedy=f"the longer side may be at most {MOST_RATIO} times the shorter side",
         )
 
     side = patch * merge
@@ -124,11 +126,11 @@ def _square(
 ) -> Picture:
     """Scale every image to one square, for Gemma 3.
 
-    A line break and a mark stand at either end of its tokens.
+    Two tokens stand on each side of the image's tokens: a line break and a marker.
     """
     if processor.get("do_pan_and_scan"):
         raise UsageError(
-            "do_pan_and_scan is not computed", remedy="set it to false in preprocessor_config.json"
+            "do_pan_and_scan is not supported", remedy="set it to false in preprocessor_config.json"
         )
     vision = config["vision_config"]
     side = vision["image_size"]
@@ -141,7 +143,7 @@ def _tiles(
 ) -> Picture:
     """Cut the scaled image into square tiles, row by row, for SmolVLM and Idefics 3.
 
-    One more tile at the end has the whole image.
+    One more tile at the end shows the whole image.
     """
     vision = config["vision_config"]
     tile = (processor.get("max_image_size") or {}).get("longest_edge") or vision["image_size"]
@@ -170,7 +172,8 @@ def _tiles(
     text = config.get("text_config") or {}
     has_tags = (text.get("vocab_size") or 0) - config.get("image_token_id", 0) > 2
     tag = 1 if has_tags else TEXT_TAG
-    # Each tile has a mark and a tag before it, each row a line break, and the end has a mark.
+    # A marker and a tag precede each tile, a line break ends each row of tiles, and a marker ends
+    # the image.
     beside = number * (1 + tag) + rows + 1
     pixels = (number, vision.get("num_channels", 3), tile, tile)
     return Picture(tokens=number * each, beside=beside, pixels=pixels)
@@ -181,4 +184,4 @@ def _even(side: int) -> int:
 
 
 _RULES = {"qwen2_5_vl": _patches, "gemma3": _square, "idefics3": _tiles, "smolvlm": _tiles}
-IMAGE_FAMILIES = tuple(_RULES)  # the types of models whose images can be computed
+IMAGE_FAMILIES = tuple(_RULES)  # the model types with image rules

@@ -3,7 +3,8 @@
 Each key is therefore defined once. A dataclass becomes an object with all of its fields, or with
 the keys in its `JSON` attribute. Such a key refers to a field, a property or a method without
 arguments by its path from the value ("task.model.name", "config.label()"). If a part of the path is
-None, the result is None. If `JSON` is one path, the data at its end replaces the whole value.
+None, the result is None. If `JSON` is a single path, the data at the end of the path replaces the
+whole value.
 """
 
 import types
@@ -20,35 +21,35 @@ from autotune.core.serialization import to_data
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A path to a value in its stored form, with all fields (`serialization.to_data`)."""
+    """A path to a value that is shown in its stored form, with all fields (`to_data`)."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A path to a value or a sequence of values, shown with their own keys."""
+    """A path to a value, or to a sequence of values, that is shown with `keys`."""
 
     path: str
     keys: dict[str, Any]
 
 
 ALL = "*"
-Keys = dict[str, Any]  # by key: a path or None (the key itself), Native, View, or Keys
+Keys = dict[str, Any]  # the shown key -> a path, None (the key is the path), Native, View or Keys
 
 
 def keys(*names: str, **renamed: Any) -> Keys:
-    """Return keys for `names`, each its own path, and for `renamed`, written as key=path."""
+    """Return keys for `names`, each its own path, and for `renamed`, given as key=path."""
     return dict.fromkeys(names, None) | renamed
 
 
 def also(*names: str, **renamed: Any) -> Keys:
-    """Return keys for all fields of the dataclass, and these keys."""
+    """Return keys for all fields of the dataclass, and the given keys."""
     return {ALL: None} | keys(*names, **renamed)
 
 
 def also_native(*names: str, **renamed: Any) -> Keys:
-    """Return keys for all fields of the dataclass in their stored form, and these keys."""
+    """Return keys for all fields of the dataclass in their stored form, and the given keys."""
     return {ALL: Native(ALL)} | keys(*names, **renamed)
 
 

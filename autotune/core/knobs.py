@@ -22,7 +22,7 @@ MAX_INTEGER = 2**24
 # pass as a module name otherwise.
 _MODULE = re.compile(r"\w{1,80}(?:\.\w{1,80}){0,8}")
 _SINGLE = re.compile(r".*[_.].*")
-# The share of its activations that a compiled layer may keep, by the value of checkpointing.
+# The share of its activations that a compiled layer may keep, for each value of `checkpointing`.
 SELECTIVE = {"selective_80": 0.8, "selective_50": 0.5, "selective_30": 0.3}
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
@@ -35,10 +35,10 @@ class KnobSpec:
         name: The field of `TrainConfig`.
         label: A few plain words for tables and headings; by default, the words of the name.
         description: One sentence on the knob's effect.
-        form: The check of values. A choice has `choices`. An integer is 1 to `MAX_INTEGER`. Modules
-            have `choices`, or module names separated by commas.
-        default: The value of a configuration that does not name the knob; by default, the first
-            choice or false. If it is not a choice, an active knob takes the first choice instead.
+        form: The kind of values. A choice is one of `choices`. An integer is 1 to `MAX_INTEGER`.
+            Modules are one of `choices`, or module names separated by commas.
+        default: The value if a configuration does not set the knob; if omitted, the first choice or
+            false. If the default is not a choice, an active knob takes the first choice instead.
         affects: The quantities that the knob changes. `weights` is the size of the base model or of
             its adapters, apart from their rank. `micro_time` is the time of a micro batch, and
             `rest_of_step` the time of the optimizer step after the micro batches. `depth_error` is
@@ -46,24 +46,25 @@ class KnobSpec:
         active_when: The value, or list of values, that each of these other knobs must have for this
             knob to have an effect.
         never_with: Values of other knobs that make this knob ineffective.
-        inactive: The value of the knob while it has no effect; by default, its default.
+        inactive: The value of the knob while it has no effect; if omitted, `default`.
         impossible_with: For each value, the values of other knobs that exclude it. The next choice
             then takes its place.
-        listed_at_default: Whether the data form of a configuration has the knob at its default. It
-            is false for knobs added later, so that digests stay the same.
-        listed_when_inactive: Whether the data form of a configuration has the knob although it has
-            no effect. Changing this flag changes digests, and stored probes would not be found.
+        listed_at_default: Whether a configuration's data (`as_dict`) includes the knob at its
+            default. False for knobs added later, so that older configurations keep their digests.
+        listed_when_inactive: Whether a configuration's data includes the knob while it has no
+            effect. Changing this flag changes digests, so stored probes would not be found.
         required: The message if the knob is active and its value is None.
         choices: The possible values of a choice; a boolean has true and false.
-        fastest_first: The values by speed, if they differ in it.
-        leanest_first: The values by memory. Without it, numbers and booleans keep their own order.
+        fastest_first: The values from fastest to slowest, if they differ in speed.
+        leanest_first: The values from least to most memory. If omitted, larger numbers need more,
+            and true needs more than false.
         capability_priority: The rank of the knob when comparing how much two configurations can
             learn; rank 1 is compared first.
-        least_capable_first: Groups of equally capable values. Without it, numbers and booleans keep
-            their own order.
-        surely_leanest_first: Groups of values. A value surely needs at least the memory of all
-            values in its own group and in earlier groups. Values outside the groups are comparable
-            only with themselves.
+        least_capable_first: Groups of equally capable values. If omitted, larger numbers are more
+            capable, and true is more capable than false.
+        surely_leanest_first: Groups of values, least memory first. A value surely needs at least
+            the memory of all values in its own group and in earlier groups. Values outside the
+            groups are comparable only with themselves.
         separates_results: Whether reports list the best configuration of each value separately.
         distance_weight: The weight of a change of the knob in the distance of two configurations;
             for an integer, the weight of each doubling. Learning knobs weigh more, because their
@@ -107,7 +108,7 @@ class KnobSpec:
 
     @property
     def default_stays(self) -> bool:
-        """Whether no value of another knob changes this one from its default."""
+        """Whether the knob keeps its default for all values of the other knobs."""
         always_possible = self.default not in (None, *self.impossible_with)
         return always_possible and self.inactive is None and not self.required
 
@@ -154,7 +155,7 @@ class KnobSpec:
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
         """Whether the knob has an effect with these values of all knobs."""
-        # Most knobs have no conditions, and this is called for thousands of configurations.
+        # Most knobs have no conditions. This method runs for thousands of configurations.
         if not self.never_with and not self.active_when:
             return True
         if any(values[name] == excluded for name, excluded in self.never_with.items()):
@@ -168,7 +169,7 @@ class KnobSpec:
         """
         if self.form == "modules":
             return ",".join(sorted(set(_names_in(value))))
-        # Most knobs have no impossible values, and this is called for thousands of configurations.
+        # Most knobs have no impossible values. This method runs for thousands of configurations.
         while self.impossible_with and any(
             _is_among(values[name], excluded)
             for name, excluded in self.impossible_with.get(value, {}).items()
@@ -177,7 +178,7 @@ class KnobSpec:
         return value
 
     def is_listed(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the data form of a configuration with these values has this knob."""
+        """Return whether the data of a configuration with these values includes this knob."""
         if not (self.listed_at_default or values[self.name] != self.default):
             return False
         return self.listed_when_inactive or self.is_active(values)
@@ -209,7 +210,7 @@ class KnobSpec:
         return float(value or 0)
 
     def surely_needs_at_least(self, value: Any, other: Any) -> bool:
-        """Return whether `value` surely needs at least the memory of `other`.
+        """Return whether `value` surely needs at least as much memory as `other`.
 
         False if they cannot be compared.
         """

@@ -5,10 +5,10 @@ from typing import Any
 
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """Return the (prefix, period) of a sequence with the smallest sum.
+    """Return the prefix and the period of a sequence, with the smallest sum of the two.
 
     After `prefix` items, the next `period` items repeat until the end of the sequence. The period
-    is None unless they occur at least twice.
+    is None unless its items occur at least twice.
     """
     length = len(kinds)
     for total in range(1, length):

@@ -1,8 +1,8 @@
 """Common learning rates, for users without the weights or examples that `autotune learn` needs.
 
-They hold for any rank: adapters are scaled by a constant over the rank (`TrainConfig.lora_alpha`).
-With that scale, the best rate hardly depends on the rank (Schulman et al., LoRA Without Regret,
-2025).
+The rates hold for any rank, because adapters are scaled by a constant divided by the rank
+(`TrainConfig.lora_alpha`). With that scale, the best rate hardly depends on the rank (Schulman et
+al., LoRA Without Regret, 2025).
 """
 
 from autotune.core.objective import Objective
@@ -10,7 +10,8 @@ from autotune.core.objective import Objective
 # QLoRA (Dettmers et al., 2023, table 9) halves the usual rate for 33B and 65B, at every rank.
 LARGE = 20e9  # parameters
 _USUAL = {"lora": 2e-4, "full": 1e-5}
-# From the heads of TRL 1.16's scripts. KTO has one rate for both methods there.
+# From the example commands in TRL 1.16's scripts. The script for KTO uses one rate for both
+# methods.
 _BY_TRL = {
     (Objective.DPO, "lora"): 5e-6,
     (Objective.DPO, "full"): 5e-7,
@@ -23,7 +24,7 @@ _BY_TRL = {
 def default_learning_rate(
     method: str, objective: Objective = Objective.SFT, params: int | None = None
 ) -> float:
-    """Return the usual rate of a method, lora or full; `params` is the model's size, if known."""
+    """Return the usual rate of a method, lora or full, for a model with `params` parameters."""
     if (rate := _BY_TRL.get((objective, method))) is not None:
         return rate
     if method == "lora" and (params or 0) >= LARGE:

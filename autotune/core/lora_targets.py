@@ -1,4 +1,4 @@
-"""The names of the modules that get adapters, and of the modules trained in full beside them."""
+"""The names of the modules that get adapters, and of the modules that are trained in full."""
 
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS

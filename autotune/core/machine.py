@@ -8,15 +8,16 @@ from tempfile import TemporaryFile
 
 from autotune.core.units import MIB, gib
 
-CGROUP = Path("/sys/fs/cgroup")  # version 2; within a container, the limits of the container
+CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2; in a container, it has the container's limits
 CHUNK_BYTES = 8 * MIB
-# The file for the write test has this size, and less on a disk that takes longer than this time.
+# The write test writes this many bytes, or fewer if the disk takes longer than AT_MOST_S.
 WRITTEN_BYTES = 256 * MIB
 AT_MOST_S = 3.0
 CPUINFO = Path("/proc/cpuinfo")
-# Any of these sets is enough for oneDNN, torch's library for bf16 products. Without them, a bf16
-# product takes about 200 times as long as in fp32. On two cores of an AMD EPYC with AVX2, a product
-# of 256 x 1024 by 1024 x 4096 took 6.8 s instead of 0.03 s.
+# oneDNN, torch's library for matrix products on a CPU, needs one of these sets of processor
+# features for fast bf16. Without them, a bf16 product takes about 200 times as long as an fp32
+# product. On two cores of an AMD EPYC with AVX2, a product of 256 x 1024 by 1024 x 4096 took 6.8 s
+# instead of 0.03 s.
 BF16_FEATURES = ({"avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"}, {"bf16"})
 
 
@@ -29,15 +30,15 @@ def processor_name(path: Path = CPUINFO) -> str:
 def multiplies_bf16(path: Path = CPUINFO) -> bool:
     """Return whether the processor multiplies bf16 about as fast as fp32.
 
-    The answer follows from its listed features; it is false without a list.
+    The answer follows from the features that /proc/cpuinfo lists, and is false without a list.
     """
-    # x86 has flags, Arm has features.
+    # On x86 the list is called flags, on Arm features.
     features = set((_cpuinfo(path, "flags") or _cpuinfo(path, "features")).split())
     return any(needed <= features for needed in BF16_FEATURES)
 
 
 def num_cores(cgroup: Path = CGROUP) -> float:
-    """Return the processors that this process may use: 0.5 in a container with half a processor."""
+    """Return the number of processors that this process may use; in a container, it may be 0.5."""
     cores = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit(cgroup / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
@@ -73,7 +74,7 @@ def disk_mb_s(directory: Path) -> float | None:
 
 
 def _cpuinfo(path: Path, key: str) -> str:
-    """Return the first value of a key in any case, or an empty text if the key is missing."""
+    """Return the first value of a key, in upper or lower case, or "" if the key is missing."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in pairs if name.strip().lower() == key), "")

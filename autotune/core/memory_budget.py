@@ -1,4 +1,4 @@
-"""Formulas for the memory that a run may use on a device, and for NCCL's part. Sizes are in GiB."""
+"""Formulas for the memory that a run may use on a device, and for NCCL's memory, in GiB."""
 
 from autotune.core.parallelism import Parallelism
 
@@ -9,15 +9,19 @@ NCCL_GIB = 1.0
 
 
 def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: float = 0.0) -> float:
-    """Return the memory for tensors: the cap less the reserve and `taken_gib`.
+    """Return the memory for tensors: the cap, less its reserved fraction and `taken_gib`.
 
-    `taken_gib` is the CUDA context and managed memory. The limit is negative if it exceeds the cap.
+    `taken_gib` is the CUDA context and managed memory. The result may be negative.
     """
     return cap_gib * (1 - reserve_fraction) - taken_gib
 
 
 def nccl_of(parallelism: Parallelism) -> float:
-    """Return NCCL's memory on each GPU, for the group of a copy and the group of equal shards."""
+    """Return NCCL's memory on each GPU.
+
+    Each GPU is in a group with the other shards of its copy, and in a group with the same shard of
+    the other copies.
+    """
     return sum(
         nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1
     )

@@ -1,6 +1,6 @@
 """The profile of one micro batch: the device's time by kernel class and by part of the model.
 
-It crosses the process boundary as JSON. Seconds are the device's own; an unknown value is None.
+Processes exchange the profile as JSON. Times are seconds on the device; an unknown value is None.
 """
 
 from dataclasses import dataclass
@@ -80,9 +80,10 @@ class MicroBatchProfile:
     """One micro batch of `rows` rows of `length` tokens, and the optimizer step after it.
 
     `micro_s` is the time of the micro batch without profiling, and `profiled_s` with profiling.
-    `busy_s` is the part of the micro batch during which a GPU ran any kernel. On a CPU (`on_gpu` is
-    false), it is the time of all operators. `longest` has the kernel names with the longest times.
-    `loader_rows_per_s` is the speed at which the loader makes rows of tokenised examples.
+    `busy_s` is the time within the micro batch during which a GPU ran any kernel. On a CPU
+    (`on_gpu` is false), it is the total time of all operators. `longest` has the kernel names with
+    the longest times. `loader_rows_per_s` is the number of rows per second that the data loader
+    makes from tokenised examples.
     """
 
     on_gpu: bool

@@ -1,7 +1,7 @@
 """Reads the NVIDIA GPUs of this machine through NVML, without torch.
 
-The values are memory and its holders, clocks, power and throttling. No setting of a card is ever
-changed. A value that the driver does not report is None.
+The values are memory, the processes that use it, clocks, power and throttling. No setting of a card
+is ever changed. A value that the driver does not report is None.
 """
 
 import os
@@ -15,7 +15,8 @@ from autotune.core.units import gib
 
 T = TypeVar("T")
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons. Only a power cap is normal, on small cards.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons. A power cap is normal on small cards; the other
+# reasons are faults.
 THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slow-down",
@@ -84,7 +85,7 @@ class Nvml:
         """Return the card's name, memory and processes; `index` is only copied to the result."""
         import pynvml
 
-        # Version 2 of this call does not count the memory that the driver reserves as used.
+        # In version 2 of this call, the used memory excludes the memory that the driver reserves.
         memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
         capability = _quiet(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(self._handle))
         return GpuInfo(
@@ -105,7 +106,7 @@ class Nvml:
     def used_by_process_gib(self, pid: int) -> float | None:
         """Return the memory of one process, or None if the driver hides it.
 
-        The driver hides it from containers with their own process numbers.
+        The driver hides the memory from containers that have their own process ids.
         """
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)
 
@@ -120,7 +121,7 @@ class Nvml:
         return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
     def sample(self) -> Telemetry:
-        """Read all sensors; energy counts from the start of the driver."""
+        """Read all sensors; energy is counted from the moment at which the driver was loaded."""
         import pynvml
 
         handle = self._handle

@@ -1,6 +1,6 @@
 """The objective of a training run.
 
-It determines the head of the model, the rows of an example, and the training loop.
+It determines the model's head, the number of rows per example, and the training loop.
 """
 
 from enum import StrEnum
@@ -18,7 +18,7 @@ NOT_OFFERED = {
 class Objective(StrEnum):
     """The goal of a training run.
 
-    Each is probed with its usual trainer: TRL's, or transformers' for classification.
+    Each objective is probed with its usual trainer: TRL's, or transformers' for classification.
     """
 
     SFT = "sft"  # predicts the next token
@@ -43,24 +43,25 @@ class Objective(StrEnum):
 
     @property
     def num_labels(self) -> int | None:
-        """The number of values that a head gives for a row.
+        """The number of values that the head computes for a row.
 
-        It is None if the head gives a value for each token of the vocabulary. Two labels stand for
-        any number of classes, because all are small next to the hidden size.
+        It is None if the head computes a value for each token of the vocabulary. Two labels stand
+        for any number of classes, because every such head is small compared with the hidden size.
         """
         return {Objective.REWARD: 1, Objective.CLASSIFICATION: 2}.get(self)
 
     @property
     def has_reference(self) -> bool:
-        """Whether the untrained model computes too.
+        """Whether each step also evaluates the untrained model.
 
-        It is a copy in full fine-tuning, otherwise the model without its adapters.
+        In full fine-tuning, the untrained model is a copy; with LoRA, it is the model without its
+        adapters.
         """
         return self in (Objective.DPO, Objective.KTO)
 
     @property
     def passes(self) -> tuple[int, int]:
-        """Forward passes without gradients in each micro batch, of the trained and untrained model.
+        """The forward passes without gradients per micro batch: (trained model, untrained model).
 
         KTO evaluates both models on the answers to other prompts too.
         """

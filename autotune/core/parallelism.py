@@ -8,14 +8,14 @@ from autotune.core.untested import untested_in
 
 # `none` is one GPU; `ddp` keeps the whole model on each GPU. fsdp2 shards weights, gradients and
 # optimizer state with torch's fully_shard. fsdp2_keep does the same, but does not reshard after the
-# forward pass. zero1 to zero3 are DeepSpeed's stages.
+# forward pass. zero1 to zero3 are DeepSpeed's ZeRO stages.
 FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
 PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
 # FSDP2 (as accelerate configures it) and DeepSpeed compute in bf16 without autocast, with fp32
-# master weights for all trained parameters. bf16_mixed has larger activations, and bf16_pure has no
-# master weights.
+# master weights for all trained parameters. Neither bf16_mixed, with larger activations, nor
+# bf16_pure, without master weights, describes this precision.
 SHARDED_PRECISION = "bf16_sharded"
 OF_ONE_GPU = tuple(knob for knob in KNOBS.values() if knob.active_when.get("num_gpus") == 1)
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
@@ -50,19 +50,19 @@ class Parallelism:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
         if (self.num_gpus == 1) is not (self.strategy == "none"):
             raise ValueError(
-                f"strategy {self.strategy} is not for {self.num_gpus} GPUs:"
-                " one GPU has none, several have"
+                f"strategy {self.strategy} does not match num_gpus {self.num_gpus}:"
+                " none is for one GPU, the other strategies are for several"
             )
 
         if self.strategy not in FSDP2 and (self.sync_each_batch or self.offload or self.copies > 1):
             raise ValueError(
-                f"{self.strategy} divides no gradients after each micro batch,"
-                " offloads and copies no shards"
+                f"{self.strategy} does not support sync_each_batch, offload or several copies;"
+                " fsdp2 and fsdp2_keep do"
             )
         if self.copies < 1 or self.num_gpus % self.copies or self.num_gpus == self.copies > 1:
             raise ValueError(
-                f"{self.copies} copies of the shards are not on equally many of"
-                f" {self.num_gpus} GPUs, or two"
+                f"{self.copies} copies of the model cannot divide"
+                f" {self.num_gpus} GPUs into equal groups of two or more"
             )
 
     @classmethod

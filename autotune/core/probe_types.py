@@ -1,7 +1,7 @@
 """The requests and results of probes, which cross the process boundary and are stored as JSON.
 
-A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds,
-and an unknown value is None.
+A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall time or the device's
+event time, and an unknown value is None.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-# Raised when probes measure something different; stored results are then measured again.
+# Increased when probes measure something different; stored results are then measured again.
 PROBE_VERSION = 9
 
 
@@ -28,13 +28,14 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # predicted not to fit, so it was not launched
     SLOW = "slow"  # pruned: cannot become the best
     TIMEOUT = "timeout"
-    # The loss is not finite, or exactly 0; with real weights, it is too far from the reference's.
+    # The loss is not finite, or exactly 0; with real weights, it is too far from the loss of the
+    # reference.
     NUMERICS = "numerics"
     CRASH = "crash"
 
 
 class Rung(StrEnum):
-    """The amount that a probe measures, and its purpose."""
+    """The amount that a probe measures, and the probe's purpose."""
 
     GATE = "gate"
     SHALLOW = "shallow"
@@ -45,7 +46,7 @@ class Rung(StrEnum):
 
 
 class World(StrEnum):
-    """The origin of the ranks of a probe on several GPUs; a rank is one process of the training."""
+    """Whether the ranks (training processes) of a probe on several GPUs are simulated or real."""
 
     # One process simulates rank 0: its memory and computation, without communication. The losses
     # are wrong.
@@ -88,8 +89,8 @@ class ModelShape:
         period: The number of layers that repeat after the prefix, or None without repetition.
         unquantized: The share of all parameters that are in the layers but not in a linear module,
             such as the fused experts of a mixture. Quantisation does not change them.
-        untrained: The part of `unquantized` that adapters on every linear layer leave out. PEFT
-            reaches the rest through `parametrized` weights.
+        untrained: The part of `unquantized` that gets no adapter if adapters are on every linear
+            layer. The rest gets adapters through parametrized weights (`parametrized`).
         parametrized: Whether PEFT parametrizes weights, which cannot be compiled.
         plain_head: Whether the logits are neither capped nor scaled after the head.
         liger: Whether Liger has kernels for the model.
@@ -124,7 +125,8 @@ class MicroBatch:
     `rows` has the lengths of the examples in each row, and each row is padded to `length` tokens.
     `share` is the kind's share of the run's micro batches. A kind with share 0 is not timed: it is
     the longest possible micro batch, which determines the peak memory. `images` has the images of
-    each row, whose lengths include them; it is empty if rows contain only text.
+    each row, and is empty if rows contain only text. The lengths in `rows` include the tokens of
+    images.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -134,7 +136,7 @@ class MicroBatch:
 
     @property
     def digested(self) -> tuple[Any, ...]:
-        """The part of the kind that enters a probe's digest."""
+        """The values of the micro batch that enter a probe's digest."""
         if not self.images:
             return (self.rows, self.length, round(self.share, 6))
         images = [[(one.tokens, one.pixels) for one in row] for row in self.images]
@@ -151,16 +153,16 @@ class ProbeRequest:
         weights: A local directory with safetensors, or None for random weights.
         device: "cuda" or "cpu".
         micro_steps: The number of micro batches in each probed optimizer step, for each GPU. It is
-            2 if the full run accumulates at all, because live gradients raise the peak of the
+            2 if the full run accumulates gradients, because live gradients raise the peak of the
             second micro batch.
         memory_gib: The memory that the run may use.
-        headroom: The share of that memory that must stay free.
+        headroom: The share of `memory_gib` that must stay free.
         rung: The amount to measure.
         depth: The number of layers, or None for the whole model.
         trainer: The trainer to probe.
         objective: The objective of the training run.
         vision: "frozen", or "trained" if a vision tower is trained too.
-        world: The origin of the ranks, if the configuration has several GPUs.
+        world: Whether the ranks are simulated or real, if the configuration has several GPUs.
         min_timed_micros: The least number of micro batches to time. Whole steps are timed.
         max_timed_steps: The greatest number of steps to time.
         min_timed_s: The least total time of the timed steps.
@@ -168,15 +170,15 @@ class ProbeRequest:
             because full runs fail there.
         seed: The seed of all random numbers.
         micro_batches: The kinds of micro batch that represent the run, for each GPU, ordered so
-            that neighbours differ much. Without them, all rows are full.
-        trained_share: The share of the tokens that are trained on, at the end of each example.
+            that consecutive kinds differ much. If empty, all rows are full.
+        trained_share: The share of an example's tokens that enter the loss; they are at its end.
         profile: Whether to time the kernels of one micro batch, after all other measurements. A
             whole model is not profiled, because its micro batches take long.
-        new_lengths: Whether to time a few micro batches of new lengths, if attention makes a plan
-            for each length.
+        new_lengths: Whether to time a few micro batches of new lengths, if the attention kernel
+            must be planned for each length.
         flash: Whether torch's own attention may choose FlashAttention or cuDNN. It is false if the
             card of the run is too old for them.
-        patience_s: The time before which no phase is taken to hang.
+        patience_s: The least time that any phase may take before the probe counts as hanging.
     """
 
     config: TrainConfig
@@ -247,8 +249,8 @@ class ProbeRequest:
     def plans_by_length(self) -> bool:
         """Whether torch may choose an attention that makes a plan for each micro batch length.
 
-        It may if the run has many lengths, and it or TRL makes a mask. In other cases such
-        attention is excluded (`trainer.patches`).
+        Torch may choose it if the run has many lengths, and the run or TRL makes a mask. Otherwise
+        `trainer.patches` excludes such attention.
         """
         masked = self.config.padding == "masked" or (
             self.trainer == "trl" and self.config.has_any_length
@@ -259,7 +261,7 @@ class ProbeRequest:
     def digest(self) -> str:
         """Twelve hex digits, equal for all requests that one stored result answers.
 
-        The fingerprints must be equal too.
+        The result answers a request only if the fingerprints are equal too.
         """
         return digest_of(
             {
@@ -290,8 +292,8 @@ class ProbeRequest:
 class RankAddress:
     """The address of a process among real ranks.
 
-    It has the rank's number, and the path of a file that does not exist yet, at which the ranks
-    meet.
+    `number` is the rank's number. `meeting` is the path of a file through which the ranks find each
+    other; the file does not exist yet.
     """
 
     number: int
@@ -385,7 +387,7 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRates:
-    """The bus bandwidths of `num_gpus` GPUs of a host: GB/s on the wire of each GPU.
+    """The bus bandwidths of collectives among `num_gpus` GPUs of a host, in GB/s for each GPU.
 
     FSDP2 gathers the weights of a layer, and scatters the sum of its gradients. DDP adds up
     gradients in buckets.
@@ -403,8 +405,8 @@ class KernelTimes:
 
     Kernels multiply matrices, with 8-bit factors (`fp8_s`) or larger ones (`products_s`), compute
     fused attention, or move bytes. `busy_s` is the time during which any kernel ran. `micro_s` is
-    the time of the same micro batch without profiling. In the difference, the device waits for the
-    host or between two kernels.
+    the time of the same micro batch without profiling. In the rest of `micro_s`, the device waits
+    for the host or between two kernels.
     """
 
     products_s: float
@@ -416,7 +418,7 @@ class KernelTimes:
     num_kernels: int
 
 
-# A micro batch is CPU-bound if the host takes at least this share of its time to issue it.
+# A micro batch is CPU-bound if issuing its kernels takes at least this share of its time.
 HOST_SHARE = 0.8
 
 
@@ -427,32 +429,34 @@ class Measurement:
     Attributes:
         step_s: The time of each whole probed optimizer step, from start to start. With several
             kinds of micro batch, it is the time of a step of average micro batches.
-        micro_step_s: The time of each micro batch; with only one in a step, of the whole step. With
-            several kinds, the values are means over all kinds, weighted by their shares.
+        micro_step_s: The time of each micro batch, or of the whole step if it has only one micro
+            batch. With several kinds, the values are means over all kinds, weighted by their
+            shares.
         rest_s: The time of each step outside its micro batches: clipping, optimizer, logging.
         micro_steps: The number of micro batches in a step.
         phase_s: The time of a step in each phase.
         phase_peak_gib: The peak memory in each phase.
-        segment_peak_gib: The peak memory in finer parts. Both passes are divided if their peak
-            may move to another part as depth grows.
-        kind_s: The share and the seconds of each kind, in the order of the request.
+        segment_peak_gib: The peak memory in finer parts of a step. The forward and backward passes
+            are divided if their peak may move to another part in a deeper model.
+        kind_s: The share and the seconds of each kind of micro batch, in the order of the request.
         host_micro_s: The time that the host takes to issue a micro batch. With many layers the
             device's queue fills, and the time includes waiting. It is None on a CPU and if
             `host_waits`.
-        host_share: The share of a micro batch's time that the host itself needs. It is
-            measured on truncated models, which do not fill the device's queue; otherwise unknown.
+        host_share: The share of a micro batch's time that the host itself needs. It is measured on
+            truncated models, which do not fill the device's queue; otherwise unknown.
         host_waits: Whether the host waits for the device within a micro batch, as with images.
         kernels: The kernel times of a micro batch, from truncated models, or None.
         time_error: The possible relative error of extrapolated times; 0 for measured times.
         warm_s: The time of the steps before the timed ones, without loading and compilation.
-        new_length_s: The extra time of the first micro batch of each length in a process,
-            because libraries then plan their kernels. Unknown if it was not measured.
+        new_length_s: The extra time of the first micro batch of each length in a process, because
+            libraries then plan their kernels. Unknown if it was not measured.
         row_length: The tokens of the longest rows, including padding.
         evaluation_s: The mean time of a micro batch in an evaluation; unknown if not measured.
         checkpoint_s: The time to write a checkpoint; unknown if it was not measured.
-        model_gib: The resident base weights.
+        model_gib: The memory of the base weights on the device.
         gradients_gib: The largest gradients of one micro batch that are alive at once.
-        peak_reserved_gib: The peak that must fit under `limit_gib`.
+        peak_reserved_gib: The peak memory that the allocator reserves. It must fit under
+            `limit_gib`.
         limit_gib: The usable memory less context, headroom and managed memory.
         context_gib: CUDA context, kernels and libraries; unknown if the driver does not show it.
         managed_gib: Paged optimizer state, which torch does not count.
@@ -531,8 +535,8 @@ class Measurement:
         return terms | {"activations": max(peak_gib - sum(terms.values()), 0.0)}
 
 
-# Suffixes of operation names. The rows of an unaligned product begin at addresses that fast kernels
-# cannot load from. The heads of a wide attention do not fit in registers.
+# Suffixes of operation names. In an unaligned product, rows of a matrix begin at addresses from
+# which fast kernels cannot load. In a wide attention, a head does not fit in registers.
 UNALIGNED = "unaligned"
 WIDE = "wide"
 
@@ -563,7 +567,7 @@ class DryCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomDetail:
-    """The place where memory ran out, and its contents: `terms_gib` sums to `allocated_gib`."""
+    """The failure of an allocation. `terms_gib` divides the memory in use, `allocated_gib`."""
 
     phase: Phase
     requested_gib: float | None
@@ -579,7 +583,7 @@ class OomDetail:
 
     @property
     def margin(self) -> float:
-        """Need / limit - 1, always positive."""
+        """The excess of `need_gib` over `limit_gib` as a share of the limit, at least 0.001."""
         if self.limit_gib <= 0:  # the context alone exceeds the allowed memory
             return 1.0
         return max(self.need_gib / self.limit_gib - 1.0, 1e-3)
@@ -589,9 +593,9 @@ class OomDetail:
 class ProbeResult:
     """The answer to one request.
 
-    `seconds` divides its wall time: load, first_step, steady, cleanup, total. `turn` is the wait
-    for other processes that compile ahead on the same device. `compile` is the compilation time
-    within the total.
+    `seconds` has the wall time of load, first_step, steady and cleanup, and the total. `turn` is
+    the time spent waiting for processes that compile later probes on the same device. `compile` is
+    the compilation time within the total.
     """
 
     request_digest: str
@@ -609,6 +613,6 @@ class ProbeResult:
     notes: tuple[str, ...] = ()
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
-    # host:pid:ticks of the process that requested it; earlier versions did not store it
+    # host:pid:ticks of the process that requested the probe; earlier versions did not store them
     node: str | None = None
     schema_version: int = SCHEMA_VERSION

@@ -28,9 +28,9 @@ def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) 
 def take_group_along(*handles: int, scratch: str) -> None:
     """Fork a watchdog that kills this process group when this process dies.
 
-    Without it, the processes that a worker starts (loaders, compilers) and its directory `scratch`
-    would outlive a worker whose parent was killed. The watchdog closes its copies of the file
-    descriptors `handles`.
+    Without the watchdog, the processes that a worker starts (loaders, compilers) and its directory
+    `scratch` would outlive a worker whose parent was killed. The watchdog closes its copies of the
+    file descriptors `handles`.
     """
     worker = os.getpid()
     if os.fork():
@@ -62,8 +62,9 @@ def module_command(module: str) -> list[str]:
 def loading() -> Iterator[None]:
     """Suspend garbage collection while large libraries are imported inside the block.
 
-    Collections among their million objects take a fifth of the import time. Later collections, and
-    the one at the end of the process, skip the objects made inside the block.
+    The libraries create a million objects, and collections would take a fifth of the import time.
+    Later collections, and the one at the end of the process, skip the objects made inside the
+    block.
     """
     gc.disable()
     try:
@@ -76,7 +77,7 @@ def loading() -> Iterator[None]:
 class StopToken:
     """The user's request to stop.
 
-    Long operations call it between their steps; any thread may request a stop.
+    Long operations call the token between their steps; any thread may request a stop.
     """
 
     def __init__(self) -> None:

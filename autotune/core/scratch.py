@@ -16,7 +16,7 @@ def scratch_directory() -> Iterator[str]:
     """Create a directory, and remove it at the end of the block.
 
     If this process is killed, the next caller removes the directory. A shared lock shows that a
-    process uses it; an exclusive lock is the permission to remove it.
+    process uses the directory; an exclusive lock is the permission to remove it.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{NAME}*"):
         # Skips a directory in use, or of another user.
@@ -26,10 +26,10 @@ def scratch_directory() -> Iterator[str]:
 
     new = tempfile.mkdtemp(prefix="autotune-new-")
     with _open_directory(new) as handle:
-        with suppress(OSError):  # file systems without locks: their directories are never removed
+        with suppress(OSError):  # on a file system without locks, leftover directories stay
             fcntl.flock(handle, fcntl.LOCK_SH)
 
-        # Another process could remove the directory if it had this name before the lock.
+        # Another process could remove the directory if it got its final name before it was locked.
         path = new.replace("autotune-new-", NAME)
         os.rename(new, path)
         try:

@@ -1,4 +1,4 @@
-"""Converts dataclasses to plain JSON data and back. Pydantic checks them; its import is lazy."""
+"""Converts dataclasses to plain JSON data and back. Pydantic, imported lazily, checks the data."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from autotune.core.errors import StorageError
 
 T = TypeVar("T")
-_adapters: dict[Any, Any] = {}  # making one takes milliseconds
+_adapters: dict[Any, Any] = {}  # a cache: making an adapter takes milliseconds
 
 
 def to_data(value: Any) -> Any:

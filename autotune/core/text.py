@@ -25,8 +25,8 @@ def dashed(text: str) -> str:
 def slug(study: str) -> str:
     """Return a readable directory name for a study, which is never a path.
 
-    A changed name ends in a hash. So does the directory of a study whose own name seems to end in
-    a hash, so no two studies share a directory.
+    If the study's name must be changed, or already seems to end in a hash, the directory name gets
+    a hash at its end. So no two studies share a directory.
     """
     import hashlib
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from autotune.core.knobs import KNOBS, SELECTIVE, checkpoint_every
 
-LORA_ALPHA = 32  # at every rank; the best learning rate then hardly depends on it (`learning_rate`)
+LORA_ALPHA = 32  # the same for all ranks: the best learning rate then hardly depends on the rank
 RSLORA_ALPHA = 8  # divided by the root of rank 16 it gives 2, LoRA's scale at rank 16
 
-# Each knob with its default if no other knob can change it, otherwise with a sentinel.
+# Each knob with its default, or with a sentinel if another knob can change its value.
 _ROWS = tuple(
     (name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items()
 )
@@ -70,7 +70,7 @@ class TrainConfig:
         values = {name: getattr(self, name) for name in KNOBS}
 
         for name, knob, staying in _ROWS:
-            # This skips nearly every value, in each of thousands of configurations.
+            # This shortcut skips nearly every value, in each of thousands of configurations.
             if values[name] is staying:
                 continue
 
@@ -80,7 +80,7 @@ class TrainConfig:
             elif knob.required and values[name] is None:
                 raise ValueError(knob.required)
             else:
-                # A new value of another knob may have given this one an effect.
+                # A new value of another knob may have made this knob active.
                 if values[name] == knob.inactive and knob.inactive not in (None, *knob.choices):
                     values[name] = knob.choices[0]
                 knob.check(values[name])
@@ -104,12 +104,12 @@ class TrainConfig:
 
     @property
     def knows_ends(self) -> bool:
-        """Whether the attention of packed rows knows the ends of examples, and computes no more."""
+        """Whether packed attention gets the ends of examples, and computes only within examples."""
         return self.attention == "flash_attention_2" or self.packed_attention == "varlen"
 
     @property
     def offloads(self) -> bool:
-        """Whether the inputs of recomputed layers wait in the host's memory."""
+        """Whether the inputs of recomputed layers are kept in the host's memory."""
         return self.checkpointing == "offload"
 
     @property
@@ -134,7 +134,7 @@ class TrainConfig:
 
     @property
     def lora_alpha(self) -> int | None:
-        """The numerator of LoRA's scale, equal for all ranks, so one learning rate fits them."""
+        """The numerator of LoRA's scale, the same for all ranks, so one learning rate fits all."""
         if self.lora_rank is None:
             return None
         return RSLORA_ALPHA if self.rslora else LORA_ALPHA
@@ -204,7 +204,7 @@ def learning_differences(config: TrainConfig, other: TrainConfig) -> str:
 
 
 def checkpoints_some(transformers: str) -> bool:
-    """Return whether TrainingArguments can recompute only some layers, or offload.
+    """Return whether TrainingArguments can checkpoint only some layers, or offload checkpoints.
 
     `transformers` is the version of transformers.
     """

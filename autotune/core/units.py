@@ -4,7 +4,7 @@ from typing import Any
 
 MIB = 2**20
 GIB = 2**30
-EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
+EIGHTY_PERCENT = 1.2816  # 80 % of a normal distribution is within this many standard deviations
 DASH = "–"
 
 

@@ -1,4 +1,4 @@
-"""The pairs of features that are untested together: a row of `untested.yaml` for each.
+"""The pairs of features that are untested together; each has a row in `untested.yaml`.
 
 Constraints, error messages and docs/knobs.md read these rows. A pair that is known to fail has no
 row: the code that refuses it gives the reason.
@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.core.files import load_data
 
-# The other feature of a pair, in words; {} is the member of the context.
+# The wording of a pair's other feature; {} stands for the member of the context, such as `dpo`.
 CONTEXTS = {
     "attention": "with {}",
     "format": "in {} files",

@@ -138,7 +138,7 @@ def test_a_text_that_describes_no_card(text, said):
             "memory: 24\nbandwith_gb_s: 3\nbf16_tflops: 1",
             ":2: bandwith_gb_s: Extra inputs are not permitted",
         ),
-        ("memory: 24\nmemory: 48\nbf16_tflops: 1", "'memory' stands twice"),
+        ("memory: 24\nmemory: 48\nbf16_tflops: 1", "'memory' occurs twice"),
         ("memory: 24", "say how fast the card multiplies"),
         (f"{WHOLE}{WHOLE}", "List should have at most 1 item"),
         ("[]", "Input should be a valid dictionary"),

@@ -731,17 +731,17 @@ def test_what_is_refused(tool, line, failure):
          "FILE: the format of LLaMA-Factory v1 is not supported"),
         ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML:"
          " could not determine"),
-        ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value is not of"
-         " its tag"),
+        ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value does not"
+         " match its YAML tag"),
         (f"base_model: m\nsequence_len: {'9' * 5000}\n", "FILE: not valid YAML: Exceeds the limit"),
-        ("base_model: m\nbase_model: n\n", "FILE:2: not valid YAML: 'base_model' stands twice"),
+        ("base_model: m\nbase_model: n\n", "FILE:2: not valid YAML: 'base_model' occurs twice"),
         ("base_model: m\n--- \nbase_model: n\n", "FILE:2: not valid YAML: but found another"
          " document"),
-        ("a: &a [*a]\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written"
-         " out"),
+        ("a: &a [*a]\n", "FILE: not valid YAML: more than 10,000 values after its aliases are"
+         " expanded"),
         ("a0: &a0 [x]\n"
          + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
-         "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
+         "FILE: not valid YAML: more than 10,000 values after its aliases are expanded"),
         ("[" * 100_000, "FILE: not valid YAML: nested too deeply"),
         (b"base_model: caf\xe9\n", "cannot read FILE: it is not UTF-8 text"),
         (b"base_model: \x00\n", "FILE:1: not valid YAML: special characters are not allowed"),

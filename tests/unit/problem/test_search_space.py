@@ -176,7 +176,7 @@ def test_a_file(tmp_path):
         (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value stands twice"),
         (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true goes"
          " with min: and max:"),
-        (HEAD + "  seq_len: 8\n  seq_len: 9\n", "FILE:4: not valid YAML: 'seq_len' stands twice"),
+        (HEAD + "  seq_len: 8\n  seq_len: 9\n", "FILE:4: not valid YAML: 'seq_len' occurs twice"),
         (HEAD + "  double_quant: {values: [true, 1]}\n",
          "FILE:3: knobs.double_quant.values.1: double_quant is true or false, not 1"),
         (HEAD + "  method: {min: 1, max: 1}\n", "FILE:3: knobs.method.min: method is one of full,"
