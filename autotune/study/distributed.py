@@ -142,12 +142,15 @@ class SharedTrials:
             )
 
     def begin(self, tried: list[TrainConfig]) -> None:
-        """Queue the baselines that were tried before a new study began.
+        """Queue the baselines that were tried before a new study began; their results are stored.
 
-        Their results are stored already.
+        A resumed study queues the trials again that its earlier sessions had no time for.
         """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))
+
+        if not self.is_done() and (num_queued := self.optimizer.reopen_queue()):
+            self.say(f"{num_queued} trials that did not begin in time are queued again")
 
     def run_one(
         self, pruner: Pruner | None, wanted: dict[str, Any] | None = None

@@ -75,6 +75,10 @@ class Study:
                 repeated = row is not None and row.config.digest in known
             trials.sync(reap=True)
 
+        # The leader may have closed the queue before this worker gave its trial back.
+        if is_over():
+            trials.optimizer.close_queue()
+
     def confirm(self) -> None:
         """Measure the finalists again, with the rest of the budget."""
         confirm_finalists(self.trials)

@@ -29,6 +29,9 @@ METRIC = "useful tokens/s"
 METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
 UNNAMED_S = 5.0  # the time that a running trial may be without its worker's name
 MAX_REASON = 500  # characters
+# The mark and the reason of a trial that was queued when its study ended.
+POSTPONED = "postponed"
+TOO_LATE = "the study ended before this trial began; a resumed study tries it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +188,41 @@ class Optimizer:
         """Whether any trial is queued or running."""
         return bool(self._in_state(TrialState.WAITING, TrialState.RUNNING))
 
+    def close_queue(self) -> None:
+        """Fail the queued trials, because no worker will begin them before the study is resumed."""
+        for trial in self._in_state(TrialState.WAITING):
+            self._postpone(trial.number)
+
+    @retried
+    def _postpone(self, number: int) -> None:
+        with (
+            optuna_errors(self._url),
+            contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
+        ):
+            trial_id = self._trial(number)._trial_id
+            storage = self._study._storage  # Optuna has no public way to end a queued trial
+            storage.set_trial_user_attr(trial_id, POSTPONED, True)
+            storage.set_trial_user_attr(trial_id, "reason", TOO_LATE)
+            # Optuna copies no finished trial that never began.
+            storage.set_trial_state_values(trial_id, TrialState.RUNNING)
+            self._finish(number, TrialState.FAIL)
+
+    def reopen_queue(self) -> int:
+        """Queue the choices again that earlier sessions had no time for; return their number.
+
+        Choices that were tried since are left out.
+        """
+        others = (TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)
+        known = [_chosen(trial) for trial in self._in_state(*others)]
+        num_queued = 0
+        for trial in self._in_state(TrialState.FAIL):
+            chosen = _chosen(trial)
+            if trial.user_attrs.get(POSTPONED) and chosen not in known:
+                self.enqueue(chosen)
+                known.append(chosen)
+                num_queued += 1
+        return num_queued
+
     @retried
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """Begin a trial: the `wanted` choice, else the queue's next, else the sampler's."""
@@ -334,8 +372,7 @@ class Optimizer:
 
         Returns False if another worker did so.
         """
-        trial = self._trial(number)
-        chosen = trial.system_attrs.get("fixed_params", {}) | trial.params
+        chosen = _chosen(self._trial(number))
         if not self.withdraw(number):
             return False
         if chosen:
@@ -370,6 +407,12 @@ class Optimizer:
     def _trial(self, number: int) -> FrozenTrial:
         with optuna_errors(self._url):
             return self._study.get_trials(deepcopy=False)[number]
+
+
+def _chosen(trial: FrozenTrial) -> dict[str, Any]:
+    """Return the values that a trial was queued with or has chosen so far."""
+    chosen: dict[str, Any] = trial.system_attrs.get("fixed_params", {}) | trial.params
+    return chosen
 
 
 def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:

@@ -433,6 +433,7 @@ class Leader:
                     too_short_for=() if stop() else self.trials.too_short_for,
                 )
                 self.trials.reap()
+                self._optimizer.close_queue()
                 self.update()
 
     def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:

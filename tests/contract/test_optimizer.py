@@ -14,7 +14,7 @@ from autotune.core.errors import StorageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.optimizer import Optimizer
+from autotune.study.optimizer import TOO_LATE, Optimizer
 
 SPACE = SearchSpace(
     name="small",
@@ -170,6 +170,27 @@ def test_repair_reports_stored_results_and_queues_the_rest_again(
     search.tell(again.number, Outcome.OK, 6.0, FITS)
     assert [one.number for one in search.finished()] == [done.number, stored.number, again.number]
     assert begin().repair(settle) == 0
+
+
+def test_a_queue_that_is_closed_is_queued_again_by_a_later_session(
+    begin: Begin, trials: Read
+) -> None:
+    search = begin()
+    wanted = {"method": "lora", "micro_batch_size": 4, "seq_len": 100, "lora_rank": 32}
+    for length in (100, 101):
+        search.enqueue(wanted | {"seq_len": length})
+    search.close_queue()
+    for trial in trials():
+        assert trial.state is TrialState.FAIL and trial.user_attrs["reason"] == TOO_LATE
+        assert trial.duration is not None  # Optuna copies no study with a trial that never began
+
+    search = begin()
+    assert search.reopen_queue() == 2 and search.reopen_queue() == 0
+    asked = search.ask()
+    assert asked.config == TrainConfig(**wanted)
+    search.tell(asked.number, Outcome.OK, 5.0, FITS)
+    search.close_queue()
+    assert begin().reopen_queue() == 1  # the other was tried
 
 
 @pytest.mark.parametrize(

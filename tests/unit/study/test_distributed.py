@@ -315,8 +315,17 @@ def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     leader, helper = join(), join()
     leader.study.trials.run_one(None)
     over = iter([False, False, True])
-    helper.study.work(lambda: next(over))
+    helper.study.work(lambda: next(over, True))
     assert len(helper.study.trials.rows) == 3  # one was heard of
+
+
+@SQLITE
+def test_a_helper_closes_the_queue_after_the_end(join: Join) -> None:
+    """It may give its trial back after the leader closed the queue."""
+    helper = join()
+    helper.search.enqueue(WIDE.clip(BASELINE))
+    helper.study.work(lambda: True)
+    assert not helper.search.has_unfinished()
 
 
 def test_what_is_queued_is_handed_to_one(database: str) -> None:

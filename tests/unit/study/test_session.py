@@ -15,10 +15,17 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.core.errors import EnvironmentProblem, NothingFits, TooManyFailures, UsageError
+from autotune.core.errors import (
+    Cancelled,
+    EnvironmentProblem,
+    NothingFits,
+    TooManyFailures,
+    UsageError,
+)
 from autotune.core.nvml import GpuInfo
 from autotune.core.objective import Objective
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.problem.setup import Setup
 from autotune.problem.speed_transfer import SpeedTransfer
@@ -210,6 +217,30 @@ def test_a_later_session_goes_on_where_the_first_ended() -> None:
     assert len(leader.trials.rows) == 5 and not any("baseline:" in line for line in said)
     with pytest.raises(UsageError, match="its headroom differs"):
         lead(headroom=0.1)
+
+
+def test_a_trial_that_is_queued_at_the_end_is_tried_by_a_later_session(
+    recorded: type[Recorded],
+) -> None:
+    """Optuna's dashboard would show it as waiting."""
+    answer, seen = recorded.answers, list[TrainConfig]()
+
+    def stopped(request: ProbeRequest) -> ProbeResult:
+        if request.config not in seen:
+            seen.append(request.config)
+            if len(seen) == 3:
+                raise Cancelled
+        return answer(request)  # type: ignore[operator]
+
+    recorded.answers = staticmethod(stopped)
+    assert len(lead(trials=4).trials.rows) == 2
+    with closing(Optimizer.open(URL, "mine", record().task.space)) as optimizer:
+        assert not optimizer.has_unfinished()
+
+    said: list[str] = []
+    later = lead(said, trials=4)
+    assert "1 trials that did not begin in time are queued again" in said
+    assert [row.config for row in later.trials.rows][2] == seen[2]
 
 
 def test_a_budget_that_is_over_is_kept_in_the_record() -> None:
