@@ -289,9 +289,7 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
-        if not isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
-            # This fails at once. If the Hub cannot be reached, hf_hub_download retries for 23 s.
-            hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
+        reach_hub(name, "config.json")
         path = hub.hf_hub_download(repo_id=name, filename="config.json")
     except Exception as error:
         raise UsageError(
@@ -302,6 +300,17 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
             " or a name that autotune models lists",
         ) from None
     return ModelSpec(name=name, config=_read_config(Path(path), name), source="Hugging Face Hub")
+
+
+def reach_hub(name: str, file: str) -> None:
+    """Fail at once unless a file of a model is in the cache or on the Hub.
+
+    If the Hub cannot be reached, each download of huggingface_hub retries for 23 s.
+    """
+    import huggingface_hub as hub
+
+    if not isinstance(hub.try_to_load_from_cache(name, file), str):
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, file))
 
 
 def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from autotune.catalog.models import reach_hub
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
@@ -349,6 +350,8 @@ def _load(directory: str) -> Any:
 
     refuse_special_files(Path(directory))
     try:
+        if not Path(directory).is_dir():
+            reach_hub(directory, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # errors of many kinds, depending on the files
         raise UsageError(

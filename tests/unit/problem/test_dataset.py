@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from autotune.catalog import resolve_device
@@ -217,6 +218,20 @@ def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) 
     (mute / "chat_template.jinja").write_text("{{ raise_exception('') }}")
     with pytest.raises(UsageError, match=r"chat template refuses it$"):
         dataset_lengths(fine, str(mute))
+
+
+def test_a_tokenizer_that_the_hub_cannot_give_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network, huggingface_hub would try again for 46 s."""
+
+    def fail(url: str) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
+    fine = written(tmp_path / "fine.jsonl", [FORMS[2][0]])
+    with pytest.raises(UsageError, match="tokenizer in somebody/absent cannot be loaded: no route"):
+        dataset_lengths(fine, "somebody/absent")
 
 
 def test_a_study_takes_its_examples_from_the_file(tmp_path: Path, tokenizer: str) -> None:
