@@ -30,7 +30,7 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
     if not isinstance(path, str):
         raise BadPicture("it is no path of a file")
 
-    # Links below the folder are the user's own, for example those in the cache of the Hub.
+    # Links below the folder are the user's own, for example in the cache of the Hub.
     root = os.path.abspath(folder)
     full = os.path.normpath(os.path.join(root, path))
     if os.path.commonpath([root, full]) != root:
@@ -80,5 +80,5 @@ def read_picture(named: Any, folder: Path) -> Any:
 
 
 def _broken(error: Exception) -> BadPicture:
-    """Return the error of a file in which a reader of images raised one of many kinds of errors."""
+    """Return the error of a broken file, for which readers raise many kinds of errors."""
     return BadPicture(str(error).partition("\n")[0] or type(error).__name__)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 
 def leave_terminal(*, if_closed: bool = False) -> None:
-    """Send what is printed from now on nowhere, if it went to a terminal.
+    """Discard later output, if it would go to a terminal.
 
     A closed terminal sends SIGHUP, and refuses each later line with an error. With `if_closed`, a
     terminal that is still open is kept.

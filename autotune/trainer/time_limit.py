@@ -27,7 +27,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     handler = signal.signal(signal.SIGVTALRM, _end)
-    # The timer repeats, because Python ignores what is raised while an object is deleted.
+    # The timer repeats, because Python ignores an exception in the deletion of an object.
     timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield

@@ -79,6 +79,17 @@ def test_ahead_counts_earlier_leases(join: Join) -> None:
     assert second.ahead("cc") == 1
 
 
+def test_leases_of_another_study_count_nowhere(join: Join) -> None:
+    """Even if they are leases of the same worker and the same configuration."""
+    first, other = join(far(0)), join(far(0), "two")
+    assert first.take("aa", 1) and other.take("bb", 1) and other.take("aa", 2)
+    assert first.take("cc", 2)
+    assert (first.ahead("cc"), other.ahead("aa")) == (1, 1)
+    assert first.taken() == {"aa", "cc"} and other.taken() == {"aa", "bb"}
+    other.drop("aa")
+    assert first.taken() == {"aa", "cc"}
+
+
 def test_one_of_many_concurrent_workers_gets_the_lease(join: Join) -> None:
     coordinators = [join(far(number)) for number in range(6)]
     taken: list[bool] = []

@@ -59,6 +59,18 @@ def test_every_image_is_shown_and_small() -> None:
     assert all(image.stat().st_size < 300_000 for image in images)
 
 
+def test_each_promise_of_safety_names_its_tests() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    named = [re.findall(r"`([^`]+)`", row.rstrip("| ").rpartition(" | ")[2]) for row in rows]
+    assert len(named) >= 17 and all(named)
+
+    files = [ROOT / "tests" / name for names in named for name in names]
+    paths = re.findall(r"`((?:tests|benchmarks|autotune)/[\w/]+\.py)`", text)
+    files += [ROOT / path for path in paths]
+    assert [file for file in files if not file.is_file()] == []
+
+
 def test_errors_find_their_place() -> None:
     kinds = [
         kind

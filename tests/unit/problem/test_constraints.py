@@ -538,6 +538,16 @@ def when(narrowing: Narrowing, name: str) -> dict[str, Any] | None:
     return knob.when
 
 
+@pytest.mark.parametrize("fixed", [16, 8])
+def test_a_fixed_knob_keeps_its_reserve(fixed: int) -> None:
+    """A preference is for knobs with a choice, whether it allows the fixed value or not."""
+    narrowing = Narrowing(space=space(lora_rank=(fixed,)), reserve=space(lora_rank=(8, 16)))
+    narrowing.prefer("lora_rank", lambda rank: rank >= 16, "a floor", reserve=True)
+    assert narrowing.space.choices("lora_rank") == (fixed,)
+    assert narrowing.reserve.choices("lora_rank") == (8, 16)
+    assert narrowing.removals == []
+
+
 # --- the model
 
 

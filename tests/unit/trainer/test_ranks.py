@@ -21,6 +21,7 @@ sys.path.insert(0, {home!r})
 from autotune.trainer import ranks
 
 if "LOCAL_RANK" not in os.environ:
+    ranks.GRACE_S = float(os.environ.get("GRACE_S", ranks.GRACE_S))
     sys.exit(ranks.run(2))
 ranks.begin_rank()
 rank, name = int(os.environ["RANK"]), os.environ["LOCAL_RANK"]
@@ -127,9 +128,13 @@ def test_ranks_train_together_listen_on_loopback_and_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_stop_is_passed_on_once_and_each_rank_ends_in_its_own_time(
-    number: int, code: int, tmp_path: Path
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that saves for long is not killed because the other has ended."""
+    """A rank that saves for long is not killed because the other has ended.
+
+    Only a rank that failed begins the grace of the others.
+    """
+    monkeypatch.setenv("GRACE_S", "0.3")
     body = WAITS + f"time.sleep(2 * rank)\ntell(f'saved {{len(seen)}}')\nsys.exit({code})"
     with begun(tmp_path, body) as launcher:
         for _ in range(2):  # as a scheduler signals each process

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,15 @@ def test_tokens_are_made_once(data: Path, tokenizer: Any, monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(token_cache, "_write", None)  # it would be called again
     assert tokenise(data, tokenizer) == folder
+
+
+def test_others_cannot_read_the_tokens(data: Path, tokenizer: Any) -> None:
+    before = os.umask(0)
+    try:
+        folder = tokenise(data, tokenizer)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_another_file_tokenizer_or_loss_is_another_folder(data: Path, tokenizer: Any) -> None:
