@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autotune.problem.search_space import SearchSpace
     from autotune.problem.study_spec import StudySpec
 
-# A name is loaded from its module on its first use, so that planning stays light.
+# Each name is imported from its module on first use, so that planning imports few modules.
 HOMES = {
     "AutotuneError": "autotune.core.errors",
     "SearchSpace": "autotune.problem.search_space",

@@ -60,11 +60,12 @@ def plan(
 ) -> "Plan | GpuPlan":
     """Estimate memory, speed and cost on a GPU by formula; needs no GPU.
 
-    A dry probe counts, in seconds, if no formula covers the model. With `gpus`, such as [1, 2, 4,
-    8], the answer is a GpuPlan for these GPU counts on one host. Its deadline is `within`: "6h", or
-    a number of hours. With `nodes`, these are the GPUs of each host. `network` is then the link
-    between hosts: GB/s out of a host, or a name such as "ethernet-100". `options` are the options
-    of `autotune plan`, with underscores. Raises AutotuneError.
+    If no formula covers the model, a dry probe counts memory and work within seconds. With `gpus`,
+    such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts on one host. `within` is its
+    deadline: "6h", or a number of hours. `nodes` gives numbers of hosts; `gpus` then counts the
+    GPUs of each host, and `network` is the link between hosts: GB/s out of a host, or a name such
+    as "ethernet-100". `options` are the options of `autotune plan`, with underscores. Raises
+    AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
@@ -106,7 +107,7 @@ def compare(
 
 
 def check(file: str | Path, **options: Any) -> "CheckReport":
-    """Check by formula whether the run of a YAML file of TRL, Axolotl or LLaMA-Factory fits a GPU.
+    """Check by formula whether the run in a TRL, Axolotl or LLaMA-Factory YAML file fits a GPU.
 
     It needs no GPU. `options` are the options of `autotune check`, with underscores. Raises
     AutotuneError.
@@ -133,9 +134,10 @@ def longest(
 ) -> "tuple[Longest, list[LongestRow]]":
     """Find the longest row that fits a GPU by each method: full, lora, qlora.
 
-    Rows are predicted without a GPU. With `probe`, real steps confirm them if this machine has the
-    GPU. `memory_gib` limits the memory of the card, `host_memory_gib` the memory of the host, and
-    `most_tokens` the length of a row. `knobs` are pinned.
+    Formulas predict the length of the row without a GPU. With `probe`, real steps confirm the
+    length if this machine has the GPU. `memory_gib` limits the memory of the card,
+    `host_memory_gib` the memory of the host, and `most_tokens` the length of a row. `knobs` sets
+    the values of knobs.
 
     Raises:
         AutotuneError: a name or a knob is unknown or impossible, or the GPU cannot be probed.
@@ -178,8 +180,8 @@ def calibrate(
     target = find_target(gpu)
     if target.measured_on is not None:
         raise UsageError(
-            f"{target.device.name} is not here, but {target.measured_on.name}",
-            remedy="calibrate the card that is here: leave --gpu out",
+            f"{target.device.name} is not in this machine, which has {target.measured_on.name}",
+            remedy="omit --gpu to calibrate the GPU of this machine",
         )
 
     calibration = measure(target, say=progress, should_stop=should_stop)

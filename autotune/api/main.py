@@ -30,9 +30,9 @@ def main(
 ) -> RunOutcome:
     """Run or continue the study that these options describe, and render its answer.
 
-    `say` receives each step of the preparation. `open_progress` returns the display of the search;
-    without it, the search is silent. The function closes everything that it opens. An error after
-    the first probe is part of the outcome, and the files are written first.
+    `say` receives a line for each step of the preparation. `open_progress` returns the display of
+    the search; without it, the search is silent. The function closes everything that it opens. An
+    error after the first probe becomes part of the outcome, once the files are written.
 
     Raises:
         AutotuneError: the study could not begin.

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class RunOutcome:
     """The end of one session of a study.
 
-    `data` is the content of summary.json or suite.json; without a file it is None. `configs` are
-    the results of named configurations. `error` is the reason if the session failed.
+    `data` is the content of summary.json or suite.json, or None if neither file was written.
+    `configs` are the results of named configurations. `error` is the reason if the session failed.
     """
 
     plan: SessionPlan
@@ -55,7 +55,7 @@ def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
-    """Refine the projection to another card by published measurements, and check --quality."""
+    """Correct a projection to another GPU with published measurements, and check --quality."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
         from autotune.planning.observations import known_observations
@@ -70,7 +70,7 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
         if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
             raise UsageError(
                 f"--quality cannot run: {reason}",
-                remedy="give what it needs, or leave --quality out",
+                remedy="correct this, or omit --quality",
             )
     return setup
 
@@ -82,7 +82,7 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
 def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator[Session]":
     """Lock the study, start its workers and open its database.
 
-    A stop ends the body without an exception.
+    A stop request ends the body of the `with` statement without an exception.
     """
     from autotune.study.session import Session
     from autotune.study.storage.study_lock import locked
@@ -99,7 +99,7 @@ def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator
 
 
 def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
-    """Probe the named configurations of a spec in place of a search."""
+    """Probe the named configurations of a spec instead of searching."""
     from autotune.study.named_configs import probe_configs
     from autotune.study.session import Leader
 
@@ -125,7 +125,10 @@ def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
 
 
 def search(session: "Session", plan: SessionPlan) -> "Leader":
-    """Search until the budget ends, and confirm the best. A failure is kept in the leader."""
+    """Search until the budget ends, and confirm the best configurations.
+
+    The leader stores a failure.
+    """
     from autotune.study.session import Leader
 
     log = TrialLog(plan.out)
@@ -150,7 +153,7 @@ def render(leader: "Leader") -> StudySummary:
 def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
     """Train the finalists on the dataset if --quality asks for it.
 
-    Their losses become part of the answer. A failure is reported, and the answer stays as it is.
+    Their losses become part of the answer. A failure is reported, and the answer stays unchanged.
     """
     from autotune.export.run.quality import compare
 
@@ -201,7 +204,7 @@ def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
 
 
 def _can_run_export(leader: "Leader", answer: StudySummary) -> bool:
-    """Return whether there is a winner to run. If so, end the prober to free the memory."""
+    """Return whether there is a winner to run. If so, end the prober to free its memory."""
     if leader.failure is not None or answer.recipe is None or leader.session.stop():
         return False
     leader.session.prober.close()
@@ -220,9 +223,9 @@ def finish(leader: "Leader", answer: StudySummary) -> RunOutcome:
 
 
 def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | None:
-    """Return the error of a search that ended in order without a success, or None.
+    """Return the error of a search that ended uninterrupted but without success, or None.
 
-    Either no configuration succeeded, or the verification failed.
+    The error says that no configuration succeeded, or that the verification failed.
     """
     if leader.session.stop():
         return None
@@ -243,7 +246,7 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
     """Add the error of a session that measured too little, or that the user stopped."""
     plan = outcome.plan
     if stop.signal is None and outcome.data is None:
-        missing = "the start of the worker and a first probe that fits: nothing was measured"
+        missing = "the start of the worker and one probe that fits, so nothing was measured"
         return replace(outcome, error=_budget_too_short(plan, missing))
     if outcome.error is not None or stop.signal is None:
         return outcome
@@ -258,6 +261,6 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
 
 def _budget_too_short(plan: SessionPlan, missing: str) -> BudgetTooShort:
     remedy = (
-        "give a longer --budget or a smaller model; what was probed is stored and not probed again"
+        "give a longer --budget or a smaller model; finished probes are stored and not repeated"
     )
     return BudgetTooShort(f"--budget {plan.spec.budget} was too short for {missing}", remedy=remedy)

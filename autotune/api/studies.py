@@ -36,12 +36,12 @@ def tune(
 ) -> "StudyResult":
     """Search for the best configuration with real probes, as `autotune run` does.
 
-    The result is the study. `options` are the options of the command, with underscores:
+    Returns the results of the study. `options` are the options of the command, with underscores:
     budget="10m", examples=50_000, pins={"lora_rank": 32}. With several GPU counts in `gpus`, such
     as [1, 2, 4, 8], the study compares them. The function writes the same files and the same
     database as the command. It does not print: `progress`, for example `print`, receives a line for
     each step and trial. Ctrl-C during the search raises Interrupted after the files are written.
-    The same study name continues the study.
+    Another call with the same study name continues the study.
 
     Raises:
         AutotuneError: the error of the command, with `remedy` and `exit_code`.
@@ -51,7 +51,7 @@ def tune(
     spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
     if spec.configs:
         raise UsageError(
-            "a suite has no best to return",
+            "a suite of named configurations has no winner to return",
             remedy="probe its configurations with `autotune run --spec`",
         )
 
@@ -76,7 +76,7 @@ def load_study(name: str | None = None, storage: str | None = None) -> "StudyRes
 
 
 def result_of(record: StudyRecord, url: str) -> "StudyResult":
-    """Load the study of this record as its database holds it now."""
+    """Load the current state of this record's study from its database."""
     from autotune.planning.projections import project_winner
     from autotune.study.session import read_summary
 
@@ -89,7 +89,7 @@ class StudyResult:
 
     summary: StudySummary
     record: StudyRecord
-    url: str = ""  # of the database; it may hold a password
+    url: str = ""  # of the database; it may contain a password
 
     @property
     def task(self) -> Task:
@@ -112,7 +112,7 @@ class StudyResult:
             raise NothingFits(
                 f"study {name!r} has no configuration that succeeded",
                 remedy=f"see `{study_command('oom', name)}`, "
-                f"or let it go on: `{study_command('resume', name)}`",
+                f"or continue it: `{study_command('resume', name)}`",
             )
         return self.summary.recipe
 
@@ -125,7 +125,7 @@ class StudyResult:
     def trials(self) -> list[dict[str, Any]]:
         """A dict for each trial, ready for a data frame.
 
-        It has the knobs, the outcome, tokens/s, GiB, the evidence and the reason.
+        Each dict has the knobs, the outcome, tokens/s, GiB, the evidence and the reason.
         """
         return [
             {
@@ -143,7 +143,7 @@ class StudyResult:
 
     @property
     def figures(self) -> "dict[str, Figure]":
-        """The figures of the report by name, without empty ones."""
+        """The figures of the report by name, without empty figures."""
         from plotly.graph_objects import Figure
 
         from autotune.report.html import draw
@@ -159,7 +159,7 @@ class StudyResult:
     def report(
         self, out: str | Path | None = None, *, against: "StudyResult | None" = None
     ) -> Path:
-        """Write report.html and the other files of the study, into its own directory by default.
+        """Write report.html and the study's other files, by default into the study's directory.
 
         With `against`, write one page instead, with the winners of both studies side by side.
         Raises NothingFits if one of the studies has no winner.
@@ -172,7 +172,7 @@ class StudyResult:
         return folder / "report.html"
 
     def export(self, *formats: str, out: str | Path | None = None) -> list[Path]:
-        """Write the winner for trainers, by default the usual ones.
+        """Write the winner in these trainers' formats, by default in the usual formats.
 
         Raises:
             NothingFits: no configuration succeeded.
@@ -181,7 +181,7 @@ class StudyResult:
         return write_exports(Path(out) if out else self.out, self.recipe, list(formats) or None)
 
     def reload(self) -> "StudyResult":
-        """The same study as its database holds it now."""
+        """The current state of the same study, from its database."""
         return load_study(self.summary.study, self.url)
 
     def _facts(self) -> dict[str, str]:

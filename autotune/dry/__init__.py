@@ -1,1 +1,1 @@
-"""A training step counted without a GPU: its memory and its work, on the meta device."""
+"""Counts the memory and the work of a training step on the meta device, without a GPU."""

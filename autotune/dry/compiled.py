@@ -1,4 +1,4 @@
-"""Compiles decoder layers for a dry probe: torch's graphs and recomputation choices, no kernels.
+"""Compiles decoder layers for a dry probe, up to torch's choice of recomputation, without kernels.
 
 AOTAutograd partitions the graph of a layer as it does for Inductor. The partition decides which
 activations the layer keeps. The value of an element-wise operation takes no memory if Inductor
@@ -30,13 +30,13 @@ from autotune.trainer.lean_trainer import budget_options
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}
-GRAPHS = 64  # of one function: a few shapes of a few kinds of layer
+GRAPHS = 64  # the most graphs of one function: a few shapes of a few kinds of layers
 
 
 def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -> None:
     """Compile each layer separately at its first run, and discard earlier compilations.
 
-    `activation_budget` has the meaning it has in `trainer.lean_trainer.compile_layers`.
+    `activation_budget` has the same meaning as in `trainer.lean_trainer.compile_layers`.
     """
     torch._dynamo.reset()
     dynamo = torch._dynamo.config
@@ -105,7 +105,7 @@ class _FusedInterpreter(fx.Interpreter):
                 ]
                 read.update(sources)
 
-        # An input of an unstored value or a view lives as long as the users of that value.
+        # The inputs of an unstored value or of a view stay alive until its last use.
         place = {node: index for index, node in enumerate(nodes)}
         last: dict[fx.Node, int] = {}
         for node in reversed(nodes):
@@ -142,7 +142,7 @@ class _FusedInterpreter(fx.Interpreter):
             num_bytes(self.env[source]) for source in self._first_read[node] if source in self.env
         )
         moved = read + num_bytes(made) if stored else read
-        for mode in _get_current_dispatch_mode_stack():  # AOTAutograd adds its own mode at first
+        for mode in _get_current_dispatch_mode_stack():  # AOTAutograd may add its own mode
             if isinstance(mode, StorageCounter):
                 mode.add_fused(moved, int(stored))
 
@@ -155,7 +155,10 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_generated(node: fx.Node) -> bool:
-    """Whether Inductor generates the kernel; libraries provide products, and views have none."""
+    """Whether Inductor generates the operation's kernel.
+
+    Libraries provide the kernels of matrix products, and views have no kernels.
+    """
     target: Any = node.target
     is_operation = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
     if not is_operation or target.is_view or target.overloadpacket in flop_registry:
@@ -171,7 +174,10 @@ def _view_source(node: fx.Node) -> fx.Node:
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether any operation besides element-wise ones and reductions uses the value or a view."""
+    """Whether an operation other than an element-wise one or a reduction uses the value.
+
+    A use of a view of the value counts too.
+    """
     return any(
         _is_stored(user) if _is_view(user) else not (_is_elementwise(user) or _is_reduction(user))
         for user in node.users

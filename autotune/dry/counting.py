@@ -2,7 +2,7 @@
 
 Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. The meta device
 cannot see everything, such as the workspaces of CUDA's kernels. Constants for each kernel add the
-missing bytes; no constant belongs to a family of models.
+missing bytes. No constant depends on the model family.
 """
 
 import math
@@ -42,10 +42,10 @@ from autotune.trainer.model_builder import (
 from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
-WORKSPACE = 64 * MIB  # cuBLAS on Hopper: 32 MiB for each of its two libraries; less on older cards
-SIDE_WORKSPACE = WORKSPACE // 2  # the stream that computes the gradients of joined adapters
-NF4_BLOCK = 64  # bitsandbytes: weights for each scale
-NESTED_BLOCK = 256  # bitsandbytes: scales for each nested scale
+WORKSPACE = 64 * MIB  # on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
+SIDE_WORKSPACE = WORKSPACE // 2  # for the stream that computes the gradients of joined adapters
+NF4_BLOCK = 64  # bitsandbytes has one scale for this many weights
+NESTED_BLOCK = 256  # bitsandbytes has one nested scale for this many scales
 SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
@@ -56,7 +56,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
     """
     config = request.config
     if config.num_gpus > 1:
-        raise ValueError("a rank of several GPUs is not counted")
+        raise ValueError("the dry probe does not count training on several GPUs")
     if config.quantization == "int8" and config.compile != "none":
         raise ValueError("the memory of compiled layers with an int8 base is not known")
 
@@ -103,7 +103,8 @@ class CountedStep:
         self._loss = self._choose_loss()
         if self._config.compile == "per_layer":
             if self._config.method == "lora":
-                # As in a real probe, the first layer compiles like all the others.
+                # With input gradients, the first layer compiles like all others, as in a real
+                # probe.
                 require_input_gradients(self._base)
             compile_for_count(decoder_layers(self._model), self._config.activation_budget)
 
@@ -118,7 +119,7 @@ class CountedStep:
         self._model.train()
 
     def _prepare_training(self, settings: ModelSettings) -> None:
-        """Add checkpointing and adapters to the base model, and join them if the settings do."""
+        """Add checkpointing and adapters to the base model, and join the adapters if set."""
         set_checkpointing(self._base, settings)
         self._model = trainable_model(self._base, settings, self._device)
         if not settings.adapters_in_fp32:
@@ -143,11 +144,11 @@ class CountedStep:
         return None
 
     def count(self, workspace: int = 0) -> DryCount:
-        """Train on the longest micro batch while everything alive in a run is alive.
+        """Count a step on the longest micro batch, with all tensors that are alive in a real run.
 
-        With no micro batches in a step, evaluate it instead.
-        The optimizer's state exists. If a step has several micro batches, the gradients of an
-        earlier one exist too. `workspace` bytes are added to every peak.
+        These tensors include the optimizer's state and, if a step has several micro batches, the
+        gradients of an earlier micro batch. If the request has 0 micro steps, the micro batch is
+        evaluated instead. `workspace` bytes are added to every peak.
         """
         counter = self._counter
         trained = trained_parameters(self._model)
@@ -247,8 +248,8 @@ class CountedStep:
             lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")
         )
 
-        # TRL takes the head's weights and never calls the head; a head over labels has no common
-        # name.
+        # TRL uses the head's weights and never calls the head. The head over labels has a different
+        # name in each model family.
         if self._trl_step is not None or self._request.objective.num_labels is not None:
             self._base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -313,7 +314,7 @@ def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> n
 
 
 def _linear_8bit(shape: tuple[int, int, bool]) -> nn.Module:
-    """An 8-bit linear layer that skips the search for outliers, since it has no values.
+    """An 8-bit linear layer that skips the search for outliers, because its weight has no values.
 
     `_quantize_workspace` adds the memory that the search takes.
     """
@@ -395,9 +396,10 @@ def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> 
 
 
 def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """The padded 32-bit gradients of queries and sums of rows.
+    """The padded 32-bit gradients of queries, and the 32-bit row sums.
 
-    With fewer key heads than query heads, keys and values get gradients for each query head.
+    With fewer key heads than query heads, the kernel also allocates gradients of keys and values
+    for each query head.
     """
     rows, heads, length, size = query.shape
     padded = 4 * rows * heads * (-(-length // 128) * 128)
@@ -414,15 +416,16 @@ def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) ->
 def _unpack_workspace(
     inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int:
-    """The weight in the dtype of the inputs, which bitsandbytes unpacks for more than a few rows.
+    """The weight, unpacked to the dtype of the inputs.
 
-    A few rows are multiplied by the packed weight directly.
+    bitsandbytes unpacks it unless the inputs have only a few rows. A few rows are multiplied by the
+    packed weight directly.
     """
     return blocks(inputs.element_size() * math.prod(shape))
 
 
 def _quantize_workspace(inputs: torch.Tensor, *_: Any) -> int:
-    """The absolute input values and an outlier flag for each.
+    """The absolute input values, and an outlier flag for each value.
 
     See bitsandbytes/backends/cuda/ops.py.
     """
@@ -496,7 +499,7 @@ def _step_and_free(step: Callable[[], None], parameter: nn.Parameter) -> None:
 def _moments(
     optimizer: str, parameter: nn.Parameter, *, in_32_bits: bool
 ) -> Iterator[torch.Tensor]:
-    """The optimizer state of a parameter that lies on the device."""
+    """The part of a parameter's optimizer state that is on the device."""
     if optimizer == "adamw_torch_fused":
         yield from (torch.zeros_like(parameter) for _ in range(2))
         yield torch.zeros((), device=parameter.device)  # the number of steps

@@ -1,9 +1,9 @@
 """Makes torch's meta device act like CUDA in training: autocast, attention kernels, no data reads.
 
-Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. Torch keeps a
-dispatch key for autocast of foreign devices. Here that key casts, by CUDA's own lists and rules.
-Attention goes to the operators of CUDA's kernels, which have meta kernels; torch itself would
-choose plain matrix products.
+Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. Torch has a
+dispatch key for the autocast of devices that are not part of torch. This module registers casts
+under that key, by CUDA's lists and rules. Attention calls the operators of CUDA's kernels, which
+have meta kernels too; torch itself would choose plain matrix products.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,9 @@ aten = torch.ops.aten
 _torch_dropout = functional.dropout
 _KEY = "AutocastPrivateUse1"
 _FOREIGN = "privateuseone"
-# From ATen/autocast_mode.h: the operations that CUDA's autocast casts to 16 bits, to 32 bits, and
-# to the widest type of the arguments.
+# From ATen/autocast_mode.h: the operations for which CUDA's autocast casts the arguments to 16 bits
+# (LOWER), to 32 bits (FP32), or to their widest type (PROMOTE), or sets the output to 32 bits
+# (FP32_OUTPUT).
 LOWER = """
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
     convolution _convolution _convolution.deprecated prelu addmm addmv addr matmul einsum mm mv
@@ -46,17 +47,17 @@ PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()  # noqa: SIM905 (a list would take a line for each)
 
-# The casts of trained parameters, by the parameter's id. The parameter stays with its cast, so the
-# id stays valid.
+# Trained parameters with their 16-bit copies, by the parameter's id. Keeping the parameter keeps
+# its id valid.
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-_libraries: list[Any] = []  # a registration ends when its object is collected
+_libraries: list[Any] = []  # a registration ends when its Library object is collected
 
 
 @contextmanager
 def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
     """Within this context, code on the meta device behaves as it does on CUDA.
 
-    `packed` rows hold several examples; a mask hides the end of some `padded` rows.
+    `packed` says that rows hold several examples, `padded` that a mask hides the end of some rows.
     """
     _register()
     clear = torch.clear_autocast_cache
@@ -83,7 +84,7 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
         (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
-        # This check would read the tokens.
+        # This check would read token values, which the meta device does not have.
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
         (data_dependence, "meta_nonzero_assume_all_nonzero", True),
     ]
@@ -102,7 +103,7 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
 
 @contextmanager
 def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give the owner another value under this name within this context."""
+    """Set the attribute `name` of `owner` to `value` within this context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -116,12 +117,12 @@ def _is_available(device: str) -> bool:
 
 
 def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Read CUDA's state for the meta device."""
+    """Read CUDA's autocast state instead of the meta device's."""
     return lambda *device: read(*("cuda" if name == "meta" else name for name in device))
 
 
 def _write_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Set the state of CUDA and of the casting key for the meta device."""
+    """Set the autocast state of CUDA and of the casting key instead of the meta device's."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):
@@ -137,9 +138,9 @@ def _packed_indices(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _has_grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Whether to use torch's product of experts; its meta kernel accepts only bf16.
+    """Whether to use torch's grouped product of experts, whose meta kernel accepts only bf16.
 
-    For other types CUDA multiplies expert by expert, like the fallback operator of transformers.
+    For other types, CUDA multiplies expert by expert, as transformers' fallback operator does.
     """
     return weight.dtype is torch.bfloat16
 
@@ -147,7 +148,7 @@ def _has_grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch
 class _PaddingMode(TorchDispatchMode):
     """Answers False when a model checks whether a mask is true everywhere.
 
-    A model drops a mask that is true everywhere.
+    If the answer were True, the model would drop the mask.
     """
 
     def __torch_dispatch__(
@@ -172,7 +173,7 @@ class _PaddingMode(TorchDispatchMode):
 def _register() -> None:
     """Register the casting kernels once for each process.
 
-    They run only while autocast is on within `simulate_cuda`.
+    The kernels run only while autocast is on within `simulate_cuda`.
     """
     if _libraries:
         return
@@ -240,7 +241,10 @@ def _is_floating(value: Any) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast a floating-point tensor; 16-bit casts of trained parameters stay until autocast ends."""
+    """Cast a floating-point tensor.
+
+    The 16-bit copies of trained parameters are kept until autocast ends.
+    """
     if not _is_floating(value) or value.dtype in (dtype, torch.float64) or not value.is_meta:
         return value
 

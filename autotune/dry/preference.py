@@ -1,7 +1,7 @@
 """TRL's own training step on the meta device, for a dry probe.
 
-TRL reads a few numbers from its device, which it only reports; constants answer these reads. Its
-Triton kernels do not run: only the bytes that they read and write are counted.
+TRL reads a few numbers from the device only to report them; constants replace these numbers. TRL's
+Triton kernels do not run; only the bytes that they would read and write are counted.
 """
 
 import copy
@@ -36,7 +36,7 @@ class DryTrlStep:
     reference: nn.Module | None = None
 
     def __init__(self, request: ProbeRequest, base: nn.Module, model: nn.Module) -> None:
-        """Give the model to TRL's trainer, which changes it as it does in a run."""
+        """Give the model to TRL's trainer, which changes the model as in a real run."""
         config, objective = request.config, request.objective
         if objective.has_reference and config.method == "full":
             self.reference = copy.deepcopy(base).requires_grad_(False).eval()
@@ -57,7 +57,7 @@ class DryTrlStep:
             trained_share=request.trained_share,
         )
 
-        # The context of META also receives TRL's copy of new adapters.
+        # Within the context of META, TRL's copy of new adapters is on the meta device too.
         with tempfile.TemporaryDirectory() as scratch, META:
             settings |= {"output_dir": scratch}
             self._trainer = trl_trainer(
@@ -80,7 +80,7 @@ class DryTrlStep:
 
 
 class _MetaDeviceMixin:
-    """Makes the trainer that follows it work on the meta device, which already holds the model."""
+    """A mixin that makes a trainer work on the meta device, where the model already is."""
 
     accelerator: Any
 
@@ -114,7 +114,7 @@ def simulate_trl(*, padded: bool) -> Iterator[None]:
         for name, function in (
             ("_use_triton", lambda device: False),
             ("_forward_tile", lambda tile, *_, **__: tile.amax(-1)),  # the kernel reads the tile
-            ("_backward_tile", lambda tile, *_, **__: tile.neg_()),  # it reads and writes it
+            ("_backward_tile", lambda tile, *_, **__: tile.neg_()),  # the kernel writes it too
             ("_addmm_fp32", _add_product),
         ):
             stack.enter_context(replace_attribute(tiles, name, function))
@@ -124,7 +124,7 @@ def simulate_trl(*, padded: bool) -> Iterator[None]:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product like CUDA: the sum has 32 bits, and no factor is cast."""
+    """Add a product as CUDA does: the sum has 32 bits, and no factor is cast."""
     if left.dtype is torch.float32:
         total.addmm_(left, right)
     else:
@@ -132,9 +132,10 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 class _ScalarMode(TorchDispatchMode):
-    """Answers when code reads a number.
+    """Supplies a value when code reads a number from the meta device.
 
-    The answer says whether a mask is true everywhere; for numbers that TRL reports it is 1.
+    If code checks whether a mask is true everywhere, the value is true unless rows are padded. For
+    numbers that TRL reports, it is 1.
     """
 
     def __init__(self, padded: bool) -> None:

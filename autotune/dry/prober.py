@@ -1,9 +1,9 @@
 """Asks a separate process for dry probes, so any model's peak is known without a GPU.
 
-As in real probes, two truncated depths give the whole model. Each user's cache keeps the counts,
-which hold for the library versions they were counted with. The package ships the counts that
-default plans of the catalogue's models need (`benchmarks/shipped_counts.py`), counted with one
-version of each library.
+As with real probes, the counts of two truncated models are extrapolated to the whole model. The
+user's cache keeps the counts, which are valid only for the library versions used for counting. The
+package ships the counts that default plans of the catalogue's models need
+(`benchmarks/shipped_counts.py`), counted with one version of each library.
 
 A refusal is kept only in memory. Its cause may be a killed process or a busy machine, so the next
 command counts again.
@@ -35,13 +35,13 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.trainer.cache_folders import user_cache
 
-DRY_VERSION = 7  # raised when a dry probe counts something else than before
+DRY_VERSION = 7  # increased when dry probes count something different
 OFFLOAD_VERSION = 2  # the same for configurations that offload checkpoints to host memory
 FP8_VERSION = 2  # the same for bases in fp8
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # they do not change the count
-LONGEST_S = 300.0  # for one answer, including the start of the process
+LONGEST_S = 300.0  # the longest wait for one answer, including the start of the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class DryAnswer:
 
 
 class DryProber:
-    """Dry probes in a process that starts at the first uncached question. A context manager."""
+    """Runs dry probes in a process that starts at the first uncached request. A context manager."""
 
     def __init__(self, directory: Path | None = None, *, shipped: bool = True) -> None:
         """Keep answers in `directory`, by default in this user's cache.
@@ -108,7 +108,7 @@ class DryProber:
         if shape.no_adapters is not None and targets_all:
             return DryAnswer(refused=shape.no_adapters)
 
-        # Two truncated models give the whole one, if the layers repeat.
+        # If the layers repeat, two truncated models give the count of the whole model.
         pair = counted_depths(shape, request.config.checkpoint_every)
         if pair is None:
             return self._ask_for(request)
@@ -182,9 +182,9 @@ def library_versions() -> tuple[str, ...]:
 def shipped_answers() -> dict[str, Any]:
     """The answers in the package as data, by `key_of` without versions.
 
-    After a new DRY_VERSION no key matches. If the installed transformers is older than the one of
-    the counts, the result is empty: with 5.17 state-space models hold five times as much as with
-    5.23.
+    After a new DRY_VERSION no key matches. If the installed transformers is older than the version
+    used for counting, the result is empty: with transformers 5.17, state-space models need five
+    times the memory that they need with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]

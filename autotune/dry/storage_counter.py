@@ -23,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from autotune.core.probe_types import UNALIGNED, WIDE
 
 # Kinds of work. A thin product, such as one with an adapter, has so little arithmetic per byte that
-# its bytes decide the time. With a strided tensor a kernel computes the place of each element;
-# `indexed` rows are gathered or scattered.
+# its bytes decide the time. For a strided tensor, a kernel computes the address of each element.
+# `INDEXED` work gathers or scatters rows.
 PRODUCT = "product"
 THIN = "thin product"
 OTHER = "other"
@@ -46,23 +46,24 @@ UNMOVED = frozenset(
 LOOK_UPS = frozenset({"embedding", "index"})
 ROW_WRITES = frozenset({"index_put", "index_put_"})
 # cuBLAS's fast kernels load 16 bytes at a time, so each row must begin at a multiple of 16. An odd
-# vocabulary breaks this alignment.
+# vocabulary size breaks this alignment.
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 ALIGNMENT = 16  # bytes
-# Memory-efficient attention keeps the sums of heads with more values than this in memory.
+# Memory-efficient attention keeps its sums in registers for heads of up to this size, and in memory
+# for larger heads.
 WIDEST_IN_REGISTERS = 128
 # Torch has no FLOP formula for these products: bitsandbytes' product of inputs and a 4-bit weight,
 # its product in 8 bits, and the grouped product of experts.
 UNPACKED_PRODUCT = "gemm_4bit"
 PRODUCT_IN_8_BITS = "int8_scaled_mm"
 GROUPED_PRODUCT = "_grouped_mm"
-# The grouped product of experts that are not in bf16, with the number of products: backward makes
-# both gradients.
+# transformers' operators for experts that are not in bf16, each with its number of products: the
+# backward pass computes two gradients.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-# Operations of adapters that are joined with the base (`trainer.joined_lora`): the place of each
-# argument that a narrow product reads beside the wide one.
+# For each operation of joined adapters (`trainer.joined_lora`), the indices of the arguments that
+# the adapter's narrow products read in addition to the base's wide product.
 NARROW = {"joined_backward": (0, 0, 1)}
-BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple
+BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple of this
 
 
 def blocks(num_bytes: int) -> int:
@@ -87,7 +88,7 @@ class StorageCounter(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Keep torch from compiling, which it does not do while another kind of mode is active."""
+        """Let torch compile, which it does not do while a mode of another kind is active."""
         return True
 
     def __init__(
@@ -147,14 +148,14 @@ class StorageCounter(TorchDispatchMode):
     ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return self._run_inside(func, args, kwargs or {})
-        # The condition uses `args` without a new name, which would be one more reference.
+        # The condition uses `args` directly, because a new name would add a reference.
         if (
             func is torch.ops.aten.add.Tensor
             and not torch.is_grad_enabled()
             and self._is_last_reference(args)
         ):
-            # Autograd adds a gradient in place if it holds the only reference. The references of
-            # this mode hide that.
+            # Autograd adds a gradient in place if it holds the only reference. This mode's
+            # references hide that from autograd.
             func = torch.ops.aten.add_.Tensor
 
         out = func(*args, **(kwargs or {}))
@@ -235,7 +236,7 @@ class StorageCounter(TorchDispatchMode):
             name, flops = _attention_kernel(name, flops, args)
 
         if name in ("addmm", "baddbmm") and args[0].dim() > 1:
-            # The addend is copied to the place of the sum.
+            # The addend is first copied to the memory of the sum.
             self.moved[OTHER] += num_bytes((args[0], out))
         if name in PRODUCTS and not _is_aligned((args, out)):
             name += f" {UNALIGNED}"
@@ -253,7 +254,7 @@ class StorageCounter(TorchDispatchMode):
         if name in LOOK_UPS:
             kind = OTHER if name == "embedding" else INDEXED
             moved = num_bytes(args[1]) + 2 * num_bytes(out)
-        elif name in ROW_WRITES:  # the kernel reads rows, adds them to others, and writes them
+        elif name in ROW_WRITES:  # the kernel adds rows to other rows
             kind = INDEXED
             moved = num_bytes(args[1]) + 3 * num_bytes(args[2])
         else:
@@ -264,13 +265,13 @@ class StorageCounter(TorchDispatchMode):
         self.moved[kind] += moved
 
     def add_fused(self, moved_bytes: int, operations: int) -> None:
-        """Count the work of a compiled graph besides its products."""
+        """Count the work of a compiled graph except its matrix products."""
         self.moved[OTHER] += moved_bytes
         self.operations += operations
 
 
 def num_bytes(values: Any) -> int:
-    """The bytes of all tensors among values; a value repeated along a dimension counts once."""
+    """The bytes of all tensors among values; an element repeated along a dimension counts once."""
     return sum(
         tensor.element_size()
         * math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -279,7 +280,7 @@ def num_bytes(values: Any) -> int:
 
 
 def _is_aligned(values: Any) -> bool:
-    """Whether the rows or columns of all matrices begin at multiples that fast kernels load."""
+    """Whether all rows or columns of matrices begin at addresses from which fast kernels load."""
     return all(
         step * tensor.element_size() % ALIGNMENT == 0
         for tensor in _tensors(values)
@@ -295,7 +296,7 @@ def _attention_kernel(name: str, flops: int, args: tuple[Any, ...]) -> tuple[str
     Wide heads use another kernel, and causal attention skips later positions.
     """
     widest = max(tensor.shape[-1] for tensor in _tensors(args[:4]) if tensor.dim() == 4)
-    place = 11 if "backward" in name else 6  # of `is_causal`, which callers omit if false
+    place = 11 if "backward" in name else 6  # the index of `is_causal`, which callers omit if false
     is_causal = args[place : place + 1] == (True,)
     kernel = name if widest <= WIDEST_IN_REGISTERS else f"{name} {WIDE}"
     return kernel, flops // 2 if is_causal else flops
@@ -318,14 +319,17 @@ def _drop_dtypes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """The references to the first argument from Python and torch, and torch's to its storage."""
+    """The references to the first argument, from Python and from torch, and to its storage."""
     storage_references: int = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return sys.getrefcount(args[0]), args[0]._use_count(), storage_references
 
 
 @functools.cache
 def _least_references() -> tuple[int, int, int]:
-    """The references to a gradient that only autograd holds; they vary by Python and torch."""
+    """The reference counts of a gradient that only autograd holds.
+
+    They depend on the versions of Python and torch.
+    """
     seen: list[tuple[int, int, int]] = []
 
     class Watch(TorchDispatchMode):

@@ -19,14 +19,14 @@ from autotune.core.process import die_with_parent, loading
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
-MOST_GIB = 8  # for a model without weights: a stranger's config may have two billion layers
+MOST_GIB = 8  # for a model without weights; a downloaded config may have two billion layers
 
 
 def main() -> None:
     """Answer until the input ends."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of libraries are no answers
+    os.dup2(2, 1)  # libraries' prints must not mix with answers
     warnings.filterwarnings("ignore")
 
     # A limit on data makes an oversized config fail with MemoryError.
@@ -39,7 +39,7 @@ def main() -> None:
         answers.flush()
 
 
-@cache  # once, so objects of later requests can be collected
+@cache  # a second `loading` would exempt later objects from garbage collection
 def _load() -> None:
     with loading():
         import autotune.dry.counting

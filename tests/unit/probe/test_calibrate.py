@@ -153,9 +153,11 @@ def test_another_card_than_the_one_that_is_here_is_refused(monkeypatch: pytest.M
     )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(nvml, "list_gpus", lambda: [here])
-    with pytest.raises(UsageError, match="a10 is not here, but h200-sxm") as caught:
+    with pytest.raises(
+        UsageError, match="a10 is not in this machine, which has h200-sxm"
+    ) as caught:
         calibrate("a10")
-    assert caught.value.remedy == "calibrate the card that is here: leave --gpu out"
+    assert caught.value.remedy == "omit --gpu to calibrate the GPU of this machine"
 
 
 def test_a_card_without_bf16_is_measured_in_fp16() -> None:
