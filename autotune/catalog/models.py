@@ -18,9 +18,10 @@ from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
 from autotune.core.images import sees_images
-from autotune.core.json_view import also
+from autotune.core.json_view import keys
 from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
+from autotune.trainer.settings import DEQUANTISED
 
 # Each size has several names, depending on the model family.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
@@ -34,7 +35,7 @@ MAX_SIZE = 2**31  # no size of a model is larger
 # implementation may name a Hub repository, and transformers would download and run its kernels.
 _NOT_SHAPE = frozenset(
     {"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "name_or_path"}
-    | {"attn_implementation", "experts_implementation"}
+    | {"attn_implementation", "experts_implementation", "quantization_config"}
 )
 
 # Heads with their own losses, by the end of a class name.
@@ -51,10 +52,15 @@ class ModelSpec:
     is the exact total, with tied weights counted once; it is unknown outside the catalogue.
     `weights` is a directory with safetensors, or None for random weights. `tokenizer` is a
     directory with the model's tokenizer. `processor` is the content of a preprocessor_config.json,
-    which determines the scale of images.
+    which determines the scale of images. `stored_as` is the format of a quantised checkpoint:
+    'fp8' and 'mxfp4' weights become 16-bit weights before they are trained; 'int8', 'nf4' and
+    'nf4-double' weights stay as they are, below adapters.
     """
 
-    JSON: ClassVar = also("num_layers", "hidden_size", "vocab_size", "max_seq_len")
+    JSON: ClassVar = keys(
+        *("name", "config", "params", "weights", "tokenizer", "processor", "license", "source"),
+        *("as_of", "aliases", "num_layers", "hidden_size", "vocab_size", "max_seq_len"),
+    )
 
     name: str
     config: dict[str, Any]
@@ -62,6 +68,7 @@ class ModelSpec:
     weights: str | None = None
     tokenizer: str | None = None
     processor: dict[str, Any] | None = None
+    stored_as: str | None = None
     license: str | None = None
     source: str | None = None
     as_of: str | None = None
@@ -72,10 +79,10 @@ class ModelSpec:
             raise UsageError(
                 f"the config of {self.name} has no model_type", remedy="add it, for example llama"
             )
-        for keys in (_LAYERS, _HIDDEN, _VOCAB):
-            if self.size(*keys) is None:
+        for names in (_LAYERS, _HIDDEN, _VOCAB):
+            if self.size(*names) is None:
                 raise UsageError(
-                    f"the config of {self.name} has no positive integer {keys[0]}",
+                    f"the config of {self.name} has no positive integer {names[0]}",
                     remedy="pass the config.json of a causal language model",
                 )
 
@@ -125,7 +132,13 @@ class ModelSpec:
         catalogue, also raises it, because it would have no effect.
         """
         config = self.config | overrides
-        _refuse_unsupported(config, f"{self.name} with these overrides")
+        shown = f"{self.name} with these overrides"
+        _refuse_unsupported(config, shown)
+        if "quantization_config" in config:
+            raise UsageError(
+                f"{shown} has a quantization_config, which describes the files of a checkpoint",
+                remedy="set the knob `quantization` instead",
+            )
         shape = _shape_of(config)
 
         known = set(_paths(self.config)).union(*(_paths(model.config) for model in list_models()))
@@ -259,9 +272,11 @@ def _from_directory(path: Path) -> ModelSpec:
             remedy="merge them into the weights, or move the files adapter_* away",
         )
 
+    config, stored_as = _read_config(path / "config.json")
     return ModelSpec(
         name=path.name,
-        config=_read_config(path / "config.json"),
+        config=config,
+        stored_as=stored_as,
         weights=str(path) if has_weights else None,
         tokenizer=str(path) if (path / "tokenizer.json").is_file() else None,
         processor=_processor_in(path),
@@ -299,7 +314,8 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
             remedy="pass a local directory with the model's config.json,"
             " or a name that autotune models lists",
         ) from None
-    return ModelSpec(name=name, config=_read_config(Path(path), name), source="Hugging Face Hub")
+    config, stored_as = _read_config(Path(path), name)
+    return ModelSpec(name=name, config=config, stored_as=stored_as, source="Hugging Face Hub")
 
 
 def reach_hub(name: str, file: str) -> None:
@@ -313,14 +329,48 @@ def reach_hub(name: str, file: str) -> None:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, file))
 
 
-def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
-    """Return the shape in a user's config.json; `shown` is its name in messages."""
+def _read_config(path: Path, shown: str | None = None) -> tuple[dict[str, Any], str | None]:
+    """Return the shape in a user's config.json, and the format of a quantised checkpoint.
+
+    `shown` is the file's name in messages.
+    """
     config = _read_object(path, shown)
     shown = shown or str(path)
 
     _refuse_unsupported(config, shown)
     shape: dict[str, Any] = _shape_of(config)
-    return shape
+    return shape, _stored_as(config, shown)
+
+
+def _stored_as(config: dict[str, Any], shown: str) -> str | None:
+    """Return the format of a quantised checkpoint. Raises UsageError if no probe trains it."""
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, dict) else [config]
+    found = [part["quantization_config"] for part in parts if part.get("quantization_config")]
+    if not found:
+        return None
+    quantised = found[0] if isinstance(found[0], dict) else {}
+
+    method = quantised.get("quant_method")
+    if method in DEQUANTISED:
+        return str(method)
+    reason = f"by the method {method!r}, which no probe trains"
+    if method == "bitsandbytes":
+        # A dynamic quantisation keeps single layers in 16 bits, and no knob describes which.
+        kept = [str(name) for name in quantised.get("llm_int8_skip_modules") or ()]
+        layers = [name for name in kept if re.search(r"\.\d+(\.|$)", name)]
+        if layers:
+            reason = f"except for single layers ({layers[0]}), which no probe copies"
+        elif quantised.get("load_in_8bit"):
+            return "int8"
+        elif quantised.get("bnb_4bit_quant_type") == "nf4":
+            return "nf4-double" if quantised.get("bnb_4bit_use_double_quant") else "nf4"
+        else:
+            reason = "to fp4, which no probe trains"
+    raise UsageError(
+        f"{shown} is of a checkpoint that is already quantised {reason}",
+        remedy="pass the unquantised model; the knob `quantization` quantises it",
+    )
 
 
 def _read_object(path: Path, shown: str | None = None) -> dict[str, Any]:
@@ -352,12 +402,6 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
             remedy="if transformers has this model_type built in,"
             " remove auto_map from a local copy of config.json",
         )
-    if "quantization_config" in config:
-        raise UsageError(
-            f"{shown} is of a checkpoint that is already quantised",
-            remedy="pass the unquantised model; the knob `quantization` quantises it",
-        )
-
     # A head with its own loss is not the head that a probe trains.
     named = config.get("architectures")
     others = (

@@ -21,6 +21,7 @@ from autotune.core.untested import untested, untested_in
 from autotune.problem.images import LEAST_TEXT
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
+from autotune.trainer.settings import DEQUANTISED
 
 NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", *NO_ATTENTION}  # transformers refuses SDPA
@@ -148,6 +149,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
             f"longer than the model's context of {context}",
         )
 
+    _narrow_to_checkpoint(narrowing, model.stored_as)
     kind = model.text_type
     narrowing.keep(
         "lora_targets", lambda targets: target_modules(kind, targets) != [], "there is no attention"
@@ -253,6 +255,27 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
             reasons = [way.refusal(config) for way in ways]
             if all(reasons):
                 narrowing.remove(knob.name, {value}, reasons[0] or "")
+
+
+def _narrow_to_checkpoint(narrowing: Narrowing, stored_as: str | None) -> None:
+    """Keep the values that a quantised checkpoint can be trained with."""
+    if stored_as is None:
+        return
+    reason = f"the checkpoint is stored in {stored_as}"
+    if stored_as in DEQUANTISED:
+        narrowing.remove(
+            "quantization", {"int8", "nf4"}, f"{reason}; bitsandbytes quantises others"
+        )
+        return
+
+    name, _, double = stored_as.partition("-")
+    wanted: dict[str, Any] = {"method": "lora", "quantization": name}
+    if name == "nf4":
+        wanted["double_quant"] = bool(double)
+    for knob, value in wanted.items():
+        if narrowing.space.knob(knob) is None:
+            narrowing.pin(knob, value)
+        narrowing.keep(knob, (value,).__contains__, reason)
 
 
 def _narrow_to_other_attention(narrowing: Narrowing) -> None:

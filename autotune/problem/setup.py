@@ -38,6 +38,7 @@ from autotune.problem.study_spec import DEFAULT_IMAGE, LENGTH_KEYS, MAX_COUNT, S
 from autotune.problem.target import Target, kept_calibration
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.trainer.settings import DEQUANTISED
 
 DEFAULT_TOKENS = 1024
 # Tokens of an example besides its image: 1,024 in all with Qwen2.5-VL and the default image.
@@ -145,6 +146,7 @@ def set_up(
 
     _require_quantization(spec, narrowing)
     warnings = (
+        *_notes_of_checkpoint(model),
         *_notes_of_images(spec, workload),
         *_warnings(spec, narrowing, workload, model.text_type),
     )
@@ -517,6 +519,15 @@ def _rows_with_images(
             " or give a --dataset with images",
         )
     return lengths, ((lengths.longest, one),), 0
+
+
+def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
+    if model.stored_as not in DEQUANTISED:
+        return []
+    return [
+        f"the checkpoint is stored in {model.stored_as}, and transformers trains it in 16 bits:"
+        " all memory here is of the dequantised weights"
+    ]
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:

@@ -35,7 +35,7 @@ from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
 from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
-from .settings import ModelSettings
+from .settings import DEQUANTISED, ModelSettings
 from .tiles import tile_layers
 
 QuantizedLinear = Callable[[tuple[int, int, bool], ModelSettings], nn.Module]
@@ -67,13 +67,19 @@ def load(
         )
 
     register_attentions()
-    if settings.num_labels is not None:
-        config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
-        _set_labels(config, settings.num_labels)
+    stored = AutoConfig.from_pretrained(source, trust_remote_code=False)
     arguments: dict[str, Any] = {} if config is None else {"config": config}
-    config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config = config or stored
+    if settings.num_labels is not None:
+        _set_labels(config, settings.num_labels)
+        arguments["config"] = config
+
     quantization = settings.bitsandbytes_arguments()
-    if quantization is not None:
+    if quantized := getattr(stored, "quantization_config", None):
+        # transformers reads from the config how the files are quantised.
+        config.quantization_config = _trainable(quantized, source, settings)
+        arguments["config"] = config
+    elif quantization is not None:
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
 
     in_fp8 = settings.quantization == "fp8"
@@ -90,6 +96,22 @@ def load(
     if in_fp8:
         multiply_in_fp8(model, device)
     return _finish(model, settings)
+
+
+def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) -> dict[str, Any]:
+    """Return a checkpoint's quantization_config with which transformers trains the checkpoint.
+
+    Raises ValueError if bitsandbytes would have to quantise a checkpoint that is quantised already.
+    """
+    method = quantized.get("quant_method")
+    if method not in DEQUANTISED:
+        return quantized
+    if settings.bitsandbytes_arguments() is not None:
+        raise ValueError(
+            f"{source} is stored in {method}, which bitsandbytes cannot quantise again:"
+            " set quantization to none, or pass a checkpoint that is stored in 16 bits"
+        )
+    return quantized | {"dequantize": True}
 
 
 def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:

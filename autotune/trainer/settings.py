@@ -13,6 +13,9 @@ ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 # Liger's losses stay off, because `loss` is a separate setting.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+# Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
+# loads them.
+DEQUANTISED = ("fp8", "mxfp4")
 # The largest share of a GPU's limit that a whole model may take if that GPU shards it. The shards
 # of its layers exist beside it.
 UNSHARDED_SHARE = 0.9

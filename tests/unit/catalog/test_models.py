@@ -205,7 +205,24 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
             LLAMA | {"architectures": ["InternLM2ForRewardModel"]},
             "trainings begin with causal language models",
         ),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "already quantised"),
+        (
+            LLAMA | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
+            "already quantised by the method 'gptq', which no probe trains",
+        ),
+        (LLAMA | {"quantization_config": 4}, "quantised by the method None"),
+        (LLAMA | {"text_config": {"quantization_config": {"quant_method": "awq"}}}, "'awq'"),
+        (LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised to fp4"),
+        (
+            LLAMA
+            | {
+                "quantization_config": {
+                    "quant_method": "bitsandbytes",
+                    "load_in_4bit": True,
+                    "llm_int8_skip_modules": ["lm_head", "model.layers.7.mlp"],
+                }
+            },
+            r"quantised except for single layers \(model.layers.7.mlp\)",
+        ),
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
         (LLAMA | {"model_type": "bert"}, "of a bert model, in which a token sees those after it$"),
         (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees those after it$"),

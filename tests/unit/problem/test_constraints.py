@@ -578,6 +578,43 @@ def test_rows_are_as_long_as_the_context_at_most() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("stored_as", "left"),
+    [
+        ("fp8", {"method": ("full", "lora"), "quantization": ("none", "fp8")}),
+        ("mxfp4", {"method": ("full", "lora"), "quantization": ("none", "fp8")}),
+        ("int8", {"method": ("lora",), "quantization": ("int8",), "double_quant": (True, False)}),
+        ("nf4", {"method": ("lora",), "quantization": ("nf4",), "double_quant": (False,)}),
+        ("nf4-double", {"method": ("lora",), "quantization": ("nf4",), "double_quant": (True,)}),
+    ],
+)
+def test_a_quantised_checkpoint_keeps_its_format_or_is_trained_in_16_bits(
+    stored_as: str, left: dict[str, tuple[Any, ...]]
+) -> None:
+    model = replace(MISTRAL, stored_as=stored_as)
+    searched = space(
+        method=("full", "lora"),
+        quantization=("none", "fp8", "int8", "nf4"),
+        double_quant=(True, False),
+        seq_len=(64,),
+    )
+    narrowing = Narrowing(space=searched, reserve=searched)
+    narrow_to_model(narrowing, model, WORKLOAD)
+    assert {name: narrowing.space.choices(name) for name in left} == left
+
+
+def test_a_space_without_the_format_of_the_checkpoint_gets_it_or_is_refused() -> None:
+    model = replace(MISTRAL, stored_as="nf4")
+    adapters = space(method=("lora",), seq_len=(64,))
+    narrowing = Narrowing(space=adapters, reserve=adapters)
+    narrow_to_model(narrowing, model, WORKLOAD)
+    assert narrowing.space.choices("quantization") == ("nf4",)
+
+    full = space(method=("full",), seq_len=(64,))
+    with pytest.raises(UsageError, match=r"method is left .*full: the checkpoint is stored in nf4"):
+        narrow_to_model(Narrowing(space=full, reserve=full), model, WORKLOAD)
+
+
 def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
     model, compiled = resolve_model("mistral-7b"), ("none", "per_layer")
     some = unnarrowed(checkpointing=("none", "offload", "full"), compile=compiled)

@@ -334,7 +334,7 @@ def test_a_model_may_differ_from_the_catalogues(probe: Probe) -> None:
     ("overrides", "said"),
     [
         ({"auto_map": {"AutoModel": "x.Y"}}, "remote code is never run"),
-        ({"quantization_config": {}}, "already quantised"),
+        ({"quantization_config": {}}, "describes the files of a checkpoint"),
         ({"hidden_size": "wide"}, "no positive integer hidden_size"),
         ({"num_hidden_layer": 2}, "'num_hidden_layer'; did you mean 'num_hidden_layers'"),
         (
