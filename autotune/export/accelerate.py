@@ -1,4 +1,4 @@
-"""Writes accelerate.yaml: the launch of a user's own training script, on one or several GPUs."""
+"""Writes accelerate.yaml: it launches a user's own training script on one or several GPUs."""
 
 import json
 
@@ -10,14 +10,15 @@ from autotune.prediction.sharded_memory import Shares
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import deepspeed_settings
 
-SIZES = "parallelism_config_"  # the prefix of its keys
+SIZES = "parallelism_config_"  # the prefix of the keys of sizes
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # accelerate's names; all others are "no"
 
 
 def export(recipe: Recipe) -> dict[str, str]:
     """Return accelerate.yaml, and deepspeed.json if a DeepSpeed stage was measured.
 
-    One GPU also gets deepspeed.json, for several GPUs later; the head of accelerate.yaml says so.
+    A recipe for one GPU also gets deepspeed.json, for later use on several GPUs. The comment at the
+    top of accelerate.yaml explains this use.
     """
     data = load_data("autotune.export", "accelerate")
     config = recipe.config
@@ -43,7 +44,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 
 def deepspeed_file(recipe: Recipe) -> dict[str, str]:
-    """Return deepspeed.json: the measured settings, or the settings of stage 2 for one GPU."""
+    """Return deepspeed.json: the measured settings, or for one GPU the settings of stage 2."""
     config = recipe.config
     mixed = MIXED.get(config.precision)
     precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}

@@ -1,9 +1,9 @@
 """Files that start a job on Kubernetes, SkyPilot or Slurm: the full training run, or study workers.
 
-A JobSpec describes the job, and each system has a renderer for it. The user provides image and
-data. Names that other people chose are data. They appear in YAML, sanitised, or as one quoted
-argument, but never in a shell's code or comments. The URL of a study's database is in no file: it
-comes from a secret or the environment.
+A JobSpec describes the job, and each system has a renderer for it. The user provides the container
+image and the dataset. Names that other people chose, such as a study's, are untrusted: they appear
+in YAML, sanitised, or as one quoted argument, but never in shell code or its comments. The URL of a
+study's database is in no file: it comes from a secret or the environment.
 """
 
 import math
@@ -31,13 +31,15 @@ from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
 UNPROJECTED_H = 0.5  # hours of a training run outside the projection: start-up, downloads and saves
-# Seconds that a worker may take beyond the study's budget, for packages, images and a queue.
+# Seconds that a worker's time limit exceeds the study's budget: it also has to install packages,
+# pull the image and wait in a queue.
 STARTING_S = 1800.0
-# Seconds from the signal to the end, enough for a step and the checkpoint for the next attempt.
+# Seconds from the termination signal to the kill. They are enough for one step and for the
+# checkpoint that the next attempt resumes.
 GRACE_S = 120
 RETRIES = 3  # attempts after a preemption; after any other failure there is no retry
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
-# The form, and the size that a plain name means.
+# The form factor, and the memory size that other catalogues leave out of the name
 _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")
 
 
@@ -45,15 +47,15 @@ _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")
 class JobSpec:
     """A job on one or several GPUs of one node, or `count` such jobs in parallel.
 
-    `clusters.yaml` has the files for each `use`. The head of a YAML file has `about`, the steps
-    that start the job on the system, and `notes`. The head of a script omits `about`, which
-    contains names. After an exit code in `hopeless`, there is no further attempt.
+    `use` is `train` or `worker`, the keys of `clusters.yaml`. The comment at the top of a YAML file
+    has `about`, the steps that start the job on the system, and `notes`. A script omits `about`,
+    because it contains names. After an exit code in `hopeless`, there is no further attempt.
 
     `command`, `env` and `volumes` are for a Kubernetes container. `task` has further keys for
     SkyPilot, which runs `run` in a shell. Slurm runs `srun` after `before`.
     """
 
-    use: str  # of clusters.yaml
+    use: str  # a key of clusters.yaml
     name: str
     about: Sequence[str]
     notes: Sequence[str] = ()
@@ -75,7 +77,7 @@ class JobSpec:
     count: int | None = None
 
     def file(self, system: str) -> str:
-        """Return the name of the job's file on a system of SYSTEMS."""
+        """Return the name of the job's file for a system in SYSTEMS."""
         return str(load_data("autotune.export", "clusters")[self.use][system]["file"])
 
     def head(self, system: str) -> list[str]:
@@ -87,25 +89,25 @@ class JobSpec:
 
 
 def export(recipe: Recipe, system: str) -> dict[str, str]:
-    """Return the file that runs launch.sh on the GPUs of one node of a system of SYSTEMS."""
+    """Return the file for a system in SYSTEMS; it runs launch.sh on the GPUs of one node."""
     return render(training_job(recipe), system)
 
 
 def render(job: JobSpec, system: str) -> dict[str, str]:
-    """Return the name and text of the job's file for a system of SYSTEMS."""
+    """Return the name and text of the job's file for a system in SYSTEMS."""
     return {job.file(system): SYSTEMS[system](job)}
 
 
 def training_job(recipe: Recipe) -> JobSpec:
-    """Return the job of the full run by launch.sh.
+    """Return the job that runs launch.sh for the full training.
 
-    Its time limit is the upper end of the projection, plus the time outside the projection.
+    Its time limit is the upper end of the projection plus UNPROJECTED_H, in whole hours.
     """
     name = slug(recipe.study)
     variable, value = allocator(recipe)
     hours = math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
     limit = (
-        f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
+        f"{hours} h, the upper end of the projection plus {60 * UNPROJECTED_H:.0f} min, rounded up"
     )
 
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
@@ -160,9 +162,9 @@ def training_job(recipe: Recipe) -> JobSpec:
 def workers_job(
     *, study: str, device: DeviceSpec, fingerprint: Fingerprint, budget_s: float, count: int
 ) -> JobSpec:
-    """Return `count` workers of a study, which end with its budget of `budget_s` seconds.
+    """Return the job of `count` workers for a study with a budget of `budget_s` seconds.
 
-    `device` is the card that probes.
+    `device` is the card that runs the probes.
     """
     name = f"{slug(study)[:44].strip('-')}-workers"
     versions = ", ".join(
@@ -174,8 +176,8 @@ def workers_job(
         use="worker",
         name=name,
         about=[
-            f"autotune study {study}: {count} workers on {device.name}, which `autotune run` leads",
-            f"A worker joins with the same packages only: python {fingerprint.python}, {versions}",
+            f"autotune study {study}, led by `autotune run`: {count} workers on {device.name}",
+            f"A worker can join only with these packages: python {fingerprint.python}, {versions}",
         ],
         device=device,
         fingerprint=fingerprint,
@@ -255,9 +257,9 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _skypilot(job: JobSpec) -> str:
-    """Return a task in the fields of SkyPilot 0.14, for one worker.
+    """Return a SkyPilot 0.14 task for the training run or for one worker.
 
-    A task with several nodes would end with its first node.
+    One task for all workers would end when its first node ends.
     """
     gpu = {"accelerators": f"{sky_gpu(job.device)}:{job.gpus}"} if job.device.kind != "cpu" else {}
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}
@@ -269,7 +271,7 @@ def _skypilot(job: JobSpec) -> str:
         **workdir,
         "resources": {**gpu, "job_recovery": recovery},
         **job.task,
-        # The probed versions; the package index selects the build of torch.
+        # pip installs the probed versions, and the package index selects the build of torch.
         "setup": f"pip install -- {shlex.join(job.packages)}",
         "run": job.run,
     }
@@ -277,7 +279,7 @@ def _skypilot(job: JobSpec) -> str:
 
 
 def _slurm(job: JobSpec) -> str:
-    """Return a batch script, to be submitted from its folder; several jobs are an array."""
+    """Return a batch script, to be submitted from its folder; several jobs form a job array."""
     hours, minutes = divmod(job.limit_s // 60, 60)
     options = [
         f"--job-name={job.name}",
@@ -324,7 +326,7 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """
     if device.vendor != "nvidia":
         return None
-    # A card outside the catalogue is the card of the study.
+    # For a card outside the catalogue, the study's fingerprint has the driver's name.
     name = device.nvml_names[0] if device.nvml_names else fingerprint.device
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 
@@ -332,23 +334,23 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
 def sky_gpu(device: DeviceSpec) -> str:
     """Return the name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada.
 
-    It omits variants that clouds name differently.
+    It omits the variant of a card, such as SXM, which clouds name differently.
     """
     name = _MAKER.sub("", _FORM.sub("", device.name))
-    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)  # GeForce names have no size there
+    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)  # SkyPilot's GeForce names have no size
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 
 
 def slurm_gpu(device: DeviceSpec) -> str:
-    """Return a type in the usual style of clusters: a100, h200, rtx_4090."""
+    """Return the GPU type as most Slurm clusters write it: a100, h200, rtx_4090."""
     name = _MAKER.sub("", _FORM.sub("", device.name))
     name = re.sub(r"-\d+gb(?=-|$)", "", name)
     return re.sub(r"[^a-z0-9]+", "_", name)
 
 
 def _config_maps(name: str) -> list[dict[str, Any]]:
-    """Return two config maps for the exported folder: each can hold one folder's files."""
+    """Return two config maps for the exported folder, because each holds one folder's files."""
     files = [path.rpartition("/")[2] for path in runtime_files()]
     runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
     return [

@@ -1,4 +1,4 @@
-"""The formats of the winner by name, the formats of every study, and the texts of any of them."""
+"""The export formats by name, the formats that every study writes, and the exported texts."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,7 +23,7 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "slurm": partial(clusters.export, system="slurm"),
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats of every study
-# Tools that need accelerate.yaml for several GPUs; Axolotl's file has its own keys for them.
+# Tools that need accelerate.yaml for several GPUs; Axolotl's own file has keys for this.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 
@@ -33,7 +33,7 @@ def usual(recipe: Recipe) -> list[str]:
 
 
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
-    """Return file name -> text for all `formats`. Names that end in .sh need to be executable.
+    """Return file name -> text for all `formats`. Files with names in .sh must be executable.
 
     Raises UsageError for an unknown format, and for a format that cannot express the recipe.
     """
@@ -67,7 +67,7 @@ def _obstacle(name: str, recipe: Recipe) -> str | None:
     if recipe.config.num_gpus == 1:
         return None
     if on_cpu(recipe) and name in (*BY_ACCELERATE, "accelerate", "axolotl"):
-        return "accelerate starts a single process on a processor"
+        return "accelerate starts a single process on a CPU"
     return None
 
 

@@ -19,8 +19,9 @@ def on_cpu(recipe: Recipe) -> bool:
 def environment(recipe: Recipe) -> str:
     """Return the environment variables for a command line.
 
-    They make exactly the study's number of GPUs visible, numbered as in nvidia-smi. With more than
-    one GPU visible, Trainer would split each batch of a single process, and TRL refuses to run.
+    They make exactly the study's number of GPUs visible, numbered as in nvidia-smi. If a single
+    process saw more than one GPU, Trainer would split its batches among them, and TRL would refuse
+    to run.
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
@@ -36,7 +37,7 @@ def allocator(recipe: Recipe) -> tuple[str, str]:
 def one_line(text: str) -> str:
     """Return `text` fit for a comment: one line of printable characters.
 
-    Users and model authors choose the names in it.
+    The text may contain names that users or model authors chose.
     """
     return printable(text, " ").rstrip()
 
@@ -47,7 +48,7 @@ def comment(lines: Iterable[str]) -> str:
 
 
 def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """Return YAML below a comment, with keys in sections that may have a note.
+    """Return YAML with `head` as a comment at the top, in sections that may have a note.
 
     Empty sections are left out.
     """
@@ -62,7 +63,7 @@ def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]
 
 
 def summary_lines(recipe: Recipe) -> list[str]:
-    """Return six lines in pairs: the file's content, the expected results, and the measurement."""
+    """Return two lines each about the file's content, the expected results and the measurement."""
     winner = recipe.winner
     cost = winner.cost
     workload = recipe.workload
@@ -133,6 +134,6 @@ def model_source(recipe: Recipe) -> str:
 def has_published_weights(recipe: Recipe) -> bool:
     """Return whether the weights exist, on the Hub (org/name) or in a directory.
 
-    They do not for an invented shape such as demo-3m.
+    An invented shape such as demo-3m has none.
     """
     return recipe.model.weights is not None or "/" in recipe.model.name

@@ -1,9 +1,9 @@
-"""The key table: the form of each knob and run setting in TRL, Axolotl and LLaMA-Factory.
+"""The key table: how TRL, Axolotl and LLaMA-Factory write each knob and run setting.
 
 The table is `keys.yaml`. The exporters write their files from it, and `planning.foreign_config`
-reads other people's files with it. A new knob needs a row for the tools that can express it. A
-tool's file lists the knobs that it cannot express. Each has the reason from the table, or the text
-that the tool has no key for it.
+reads other people's files with it. A new knob needs a row for the tools that can express it. At its
+top, a tool's file lists the knobs that the tool cannot express. Each knob has the reason from the
+table, or else the text that the tool has no key for it.
 """
 
 import functools
@@ -31,10 +31,11 @@ Entries = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The form of a knob or setting `of` in each tool, or constant entries if `of` is None.
+    """How each tool writes the knob or setting `of`, or constant entries if `of` is None.
 
-    With `of`, a tool's cell is the key for our own value, or its keys, each with the tool's value
-    for each of ours. `defaults` are the values that a tool assumes if a file omits the key.
+    With `of`, a tool's cell is a key that takes autotune's value unchanged, or a mapping. The
+    mapping has the tool's keys, and for each key the tool's value for each value of autotune.
+    `defaults` are the values that a tool assumes if a file omits the key.
     """
 
     of: str | None = None
@@ -85,7 +86,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     # The tools' own search would find layers on which PEFT refuses adapters.
     if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
-    # TRL passes a single name on as a pattern for whole paths, which would not match.
+    # TRL uses a single name as a pattern for whole module paths, which would not match. So a single
+    # name is given twice.
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2
     saved = saved_modules(recipe.model.text_type, config.modules_to_save)
@@ -117,7 +119,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "report_to": report_to,
         # LLaMA-Factory reads its file with OmegaConf, which substitutes ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
-        # Axolotl fills rows to multiples of 64.
+        # By default, Axolotl pads rows to multiples of 64.
         "unusual_seq_len": config.seq_len
         if config.padding == "max_length" and config.seq_len % 64
         else None,
@@ -137,8 +139,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 def eval_batch(tool: str, recipe: Recipe) -> int:
     """Return the examples in a batch of an evaluation: the training's micro batch if it fits.
 
-    With a loss in chunks, Axolotl and LLaMA-Factory use Liger's head. In evaluations it makes the
-    logits of all tokens, which may not fit. One example is the least.
+    For a chunked loss, Axolotl and LLaMA-Factory use Liger's head. In evaluations, this head
+    computes the logits of all tokens, which may not fit. The smallest batch is one example.
     """
     config = recipe.config
     size = config.micro_batch_size
@@ -156,12 +158,12 @@ def eval_batch(tool: str, recipe: Recipe) -> int:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """Return a length with no more multiples than the number of measured lengths.
+    """Return the multiple that TRL and Axolotl pad rows to, or None if rows may have any length.
 
-    The result is None if every length occurs.
+    It leaves at most as many different lengths as were measured.
     """
     config = recipe.config
-    if config.packing:  # TRL makes packed rows a single row
+    if config.packing:  # TRL joins the packed rows of a micro batch into a single row
         return config.tokens if config.compile == "per_layer" else None
 
     lengths = recipe.workload.padded_lengths(config)
@@ -243,9 +245,9 @@ def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
 
 
 def key_of(tool: str, what: str) -> str:
-    """Return a tool's key for a knob or a setting, the first of several.
+    """Return a tool's key for a knob or a setting; if there are several, the first.
 
-    Raises KeyError if it has none.
+    Raises KeyError if the tool has no key for it.
     """
     for row in _rows(what):
         if cell := getattr(row, tool):
@@ -255,7 +257,7 @@ def key_of(tool: str, what: str) -> str:
 
 
 def default_of(tool: str, what: str) -> Any:
-    """Return the value, in our terms, that a tool assumes if its file omits the key, if known."""
+    """Return the value, in autotune's terms, that a tool assumes without the key, or None."""
     return next((row.defaults[tool] for row in _rows(what) if tool in row.defaults), None)
 
 

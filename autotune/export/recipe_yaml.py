@@ -1,4 +1,4 @@
-"""Writes recipe.yaml: the whole result in our own form. Trainers do not read it."""
+"""Writes recipe.yaml: the whole result in autotune's own format, which no trainer reads."""
 
 import json
 from typing import Any
@@ -16,11 +16,11 @@ SCHEMA_VERSION = 1
 def export(recipe: Recipe) -> dict[str, str]:
     """Return `recipe.yaml`.
 
-    It has every knob, the measured values, the cost, the baseline, and the circumstances of the
+    It has every knob, the measured values, the cost, the baseline, and the environment of the
     measurement.
     """
-    # The way through JSON leaves only plain data, without shared objects, which would become YAML
-    # anchors.
+    # The conversion to JSON and back leaves only plain data without shared objects. YAML would
+    # write shared objects as anchors.
     data = json.loads(json.dumps(_data(recipe)))
     body = yaml.safe_dump(data, sort_keys=False, width=120)
     return {"recipe.yaml": f"{comment(summary_lines(recipe))}\n{body}"}

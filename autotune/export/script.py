@@ -1,6 +1,6 @@
 """Writes train.py and its folder: training with plain transformers and peft.
 
-All of its values are in train_config.json.
+All values of the configuration are in train_config.json.
 """
 
 import json
@@ -27,10 +27,10 @@ from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
-# The number of lengths that represent the run. A smaller sample would contain the longest length,
-# which is always included, too often.
+# The number of row lengths in the sample that represents the run. In a smaller sample, the longest
+# length, which is always included, would be too frequent.
 SAMPLED = 1024
-# In the first line: Python then ignores an encoding in the second line.
+# With an encoding in the first line, Python ignores an encoding in the second line.
 ENCODING = "# -*- coding: utf-8 -*-\n"
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: \
@@ -84,7 +84,8 @@ def settings(recipe: Recipe) -> RunSettings:
     about = summary_lines(recipe)
     if recipe.trainer != "transformers":
         about.append(
-            "Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ."
+            "Measured with TRL's SFTTrainer, not with this script, whose speed and peak memory"
+            " differ."
         )
 
     # With fewer examples, there would be no complete batch.
@@ -150,7 +151,7 @@ def settings(recipe: Recipe) -> RunSettings:
 def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
     """Return the images of a row of each length; the longest row has the largest images.
 
-    The list is empty if its examples are only text.
+    The list is empty if the study's examples are only text.
     """
     if not recipe.workload.pictured:
         return []
@@ -163,9 +164,9 @@ def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
 
 
 def _is_larger_than_gpu(recipe: Recipe) -> bool:
-    """Return whether the whole model is larger than a GPU that holds only a shard.
+    """Return whether the whole model is too large for a GPU, which holds only a shard of it.
 
-    The size includes fp32 masters if the model is trained.
+    If the model's own weights are trained, their size is that of the fp32 master weights.
     """
     config = recipe.config
     measured = recipe.winner.measurement
@@ -177,7 +178,7 @@ def _is_larger_than_gpu(recipe: Recipe) -> bool:
 def sample(recipe: Recipe, number: int) -> list[int]:
     """Return `number` lengths in tokens that represent the run.
 
-    The longest length is included, because it determines the peak.
+    The longest length is included, because it determines the peak memory.
     """
     lengths = recipe.workload.lengths.sample(number, recipe.config.seq_len)
     lengths[lengths.index(max(lengths))] = min(
@@ -189,7 +190,7 @@ def sample(recipe: Recipe, number: int) -> list[int]:
 def _padded_lengths(recipe: Recipe) -> list[int]:
     """Return the lengths that rows are padded to, up to seq_len.
 
-    The data may be longer than the study knew.
+    `seq_len` is always included, because the full data may have longer rows than the study read.
     """
     lengths = recipe.workload.padded_lengths(recipe.config)
     if lengths and lengths[-1] < recipe.config.seq_len:

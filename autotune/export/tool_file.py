@@ -1,6 +1,7 @@
-"""Writes the YAML file for TRL, Axolotl or LLaMA-Factory; its head lists the missing settings.
+"""Writes the YAML file for TRL, Axolotl or LLaMA-Factory.
 
-The keys come from `keys.yaml`, heads and notes from `tools.yaml`.
+A comment at its top lists the settings that the tool cannot express. The keys come from
+`keys.yaml`, and the comments from `tools.yaml`.
 """
 
 import json
@@ -61,7 +62,7 @@ def training_command(recipe: Recipe, tool: str) -> str:
 
 
 def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
-    """Return the values that fill the texts, and that `when` compares."""
+    """Return the values for the texts of `tools.yaml` and for its conditions (`when`)."""
     about = load_data("autotune.export", "tools")[tool]
 
     return keys.settings(tool, recipe) | {

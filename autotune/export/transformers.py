@@ -52,7 +52,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 def _arguments(recipe: Recipe) -> dict[str, Any]:
     """Return arguments that transformers 5.3 to 5.23 know.
 
-    Warm-up steps are a whole number, and checkpointing is gradient_checkpointing.
+    So warm-up is a whole number of steps, and the key for checkpointing is gradient_checkpointing.
     """
     sections = ("batch", "memory", "schedule")
     values = {

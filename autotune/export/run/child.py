@@ -1,4 +1,4 @@
-"""Runs a script or a module as the main program of this process, which ends with its parent.
+"""Runs a script or a module as the main program of this process, which ends when its parent ends.
 
 `process.command` starts this file by its path, so the interpreter does not need autotune installed.
 """

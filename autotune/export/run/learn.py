@@ -27,7 +27,7 @@ from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
 
-SHARE = 0.1  # of the full run's steps
+SHARE = 0.1  # the default limit of a search, as a share of the full run's steps
 HELD_OUT = 256  # the most held-out examples
 WAIT_S = 0.2  # between two checks of whether to stop
 
@@ -46,8 +46,8 @@ def learn(
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
     Then the `others` best candidates with other ranks, lengths or number formats train at that
-    rate, beyond the share. The device must be free. `out` is the study's directory, which gets a
-    log.
+    rate. Their steps are not limited by `share`. The device must be free. `out` is the study's
+    directory, which gets a log.
 
     Raises:
         UsageError: There are no weights or examples, or the full run is too short for a search.
@@ -108,7 +108,8 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
         or recipe.workload.objective is not Objective.SFT
     ):
         raise UsageError(
-            "rates are learned on one GPU, by train.py, for the next token",
+            "learning rates can be searched only on one GPU, with train.py,"
+            " for supervised fine-tuning",
             remedy="tune for one GPU with transformers first",
         )
 
@@ -117,7 +118,8 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
     if rounds is None:
         least = learning.least_budget()
         raise UsageError(
-            f"{share:.0%} of {run_steps:,} steps are too few: the smallest search takes {least}",
+            f"{share:.0%} of {run_steps:,} steps are too few: the smallest search takes {least}"
+            " steps",
             remedy=f"allow more of the full run: --share {min(least / run_steps + 0.005, 9):.2f}",
         )
     return rounds
@@ -149,7 +151,7 @@ def _search(
 
 
 class Learner:
-    """The process that trains (`probe.learner`). It is killed at the end, or ends with this one."""
+    """The process that trains (`probe.learner`). It is killed on exit and with this process."""
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
         """`arguments` are an exported folder and its script's options. The process starts later."""

@@ -22,11 +22,11 @@ from autotune.core.nvml import visible
 from autotune.export.run import child
 
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
-# The last error of torchrun says that one of its processes failed, but not why.
+# The prefix of torchrun's last error, which says that one of its processes failed, but not why.
 OF_LAUNCHER = "torch.distributed.elastic"
 START_S = 900.0  # seconds for imports, weights and the first step
 ENDING_S = 10.0  # seconds that a killed process may take to end
-SLOWER = 10.0  # a run hangs if it takes this many times the measured seconds
+SLOWER = 10.0  # a run counts as hanging after this many times the measured seconds
 
 
 def time_limit_s(steps: int, step_s: float) -> float:
@@ -109,7 +109,8 @@ def run_exported(
     """
     started = time.monotonic()
     stdout = folder / "stdout"
-    # The environment of a probe on CUDA: the settings for repeatable CPU memory peaks cost time.
+    # The environment of a probe on CUDA, because the settings for repeatable memory peaks on a CPU
+    # cost time.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
     if num_gpus > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
@@ -156,7 +157,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.Error):
             one.kill()
     process.wait()
-    # They hold memory of the device until they end.
+    # The started processes hold memory of the device until they end.
     psutil.wait_procs(started, ENDING_S)
 
 

@@ -1,8 +1,8 @@
 """Held-out losses of the finalists, from short real trainings on the user's examples.
 
 The exported script trains all finalists on the same examples with the same seed. It never trains on
-the held-out examples, which give a loss before and after. The speed of a configuration does not
-show how well it learns, and a few steps with one seed show only a little.
+the held-out examples. Their loss is measured before and after the training. The speed of a
+configuration does not show how well it learns, and a few steps with one seed show only a little.
 """
 
 import json
@@ -26,7 +26,7 @@ from autotune.trainer.forms import COLUMNS
 from autotune.trainer.reading import read_rows
 
 FINALISTS = 4
-STEPS = 20  # optimizer steps of each finalist; a small dataset has fewer
+STEPS = 20  # optimizer steps of each finalist; fewer if the dataset is small
 HELD_OUT = 64  # the most held-out examples
 HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 
@@ -34,7 +34,7 @@ HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
     """Return the reason why held-out losses cannot be measured, if there is one."""
     if workload.pictured:
-        return "it reads rows without images"
+        return "it cannot read examples with images"
     if model.weights is None:
         return "it needs real weights, from a local directory (--model DIR)"
     if dataset is None:
@@ -88,7 +88,7 @@ def compare(
 
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
-            # The projection covers only this short run, because the warm-up is a share of it.
+            # The cost covers only this short run, because the warm-up is a share of its steps.
             short = replace(candidate, cost=replace(candidate.cost, num_steps=steps))
             folder = scratch / candidate.config.digest
             write_files(folder, script.export(replace(recipe, winner=short)))
@@ -110,7 +110,7 @@ def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
 def sample(
     dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int
 ) -> str:
-    """Return JSON lines of `number` rows: examples to train on in random order, then held-out ones.
+    """Return JSON lines drawn from `number` rows: training examples, then held-out examples.
 
     Raises UsageError if the dataset has become shorter.
     """
@@ -162,7 +162,7 @@ def _losses(result: dict[str, Any] | str, steps: int) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         return {"reason": "the script printed no losses"}
     if done != steps:
-        return {"reason": f"it took {done} steps of {steps}"}
+        return {"reason": f"the training took {done} of {steps} steps"}
     if not (math.isfinite(before) and math.isfinite(after)):
-        return {"reason": f"its loss went from {before} to {after}"}
+        return {"reason": f"the loss went from {before} to {after}"}
     return {"loss_before": before, "loss_after": after}

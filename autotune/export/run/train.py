@@ -27,8 +27,8 @@ class Progress:
 
     `trained_s` and `spent_usd` cover the training in all sessions. `projected_s` and
     `projected_usd` are the study's projection for the whole run. `left_s` is based on the speed of
-    this session. `slowdown` is the step time over the measured step time, minus 1; it is unknown on
-    a CPU and in the first steps.
+    this session. `slowdown` is the step time divided by the measured step time, minus 1; it is
+    unknown on a CPU and in the first steps.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """Return the values for training.json.
 
-        `error` is the time of a complete run over the projection, minus 1.
+        `error` is the time of a complete run divided by the projected time, minus 1.
         """
         names = ("of", "trained_s", "spent_usd", "projected_s", "projected_usd", "loss")
         error = self.trained_s / self.projected_s - 1 if self.step == self.of else None
@@ -129,7 +129,7 @@ class Run:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(
-                    f"another run trains in {self._output}, or still saves",
+                    f"another run trains in {self._output}, or still saves its checkpoint",
                     remedy="wait, or give another --output-dir",
                 ) from None
             self._restore(log)
@@ -140,7 +140,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                start_new_session=True,  # only this process passes a Ctrl-C on
+                start_new_session=True,  # a Ctrl-C reaches only this process
                 # The run holds the lock until it has saved, even if this process dies.
                 pass_fds=[lock.fileno()],
             )
@@ -199,6 +199,6 @@ class Run:
 def _step_seconds(line: dict[str, Any]) -> float:
     """Return the seconds of a session until this line, without evaluations and saves.
 
-    Older scripts did not count these.
+    Scripts of older versions did not count evaluations and saves.
     """
     return float(line["seconds"] - line.get("paused", 0.0))

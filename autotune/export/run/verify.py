@@ -33,7 +33,7 @@ TOLERANCE = 0.05
 MICRO_STEPS = 200
 FORMATS = ("train", "trl")
 ROWS = 1024  # random rows to make for TRL; a longer run repeats them
-SHORT = 4  # a short row of a soak has at most a quarter of a long row's tokens
+SHORT = 4  # in a soak (`straining_lengths`), a short row has at most 1/SHORT of a long row's tokens
 HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
 
 Run = Callable[..., dict[str, Any] | str]  # run_exported with the arguments that all calls share
@@ -53,14 +53,14 @@ def verify(
     """Run the winner's export with random weights for at least `micro_steps` micro batches.
 
     The device must be free. `form` is one of FORMATS, by default the format of the probed trainer.
-    The run evaluates before and after, and saves adapters at the end, because full runs fail there
-    too. Its log is in the study's directory `out`.
+    The run evaluates at the start and at the end, and then saves adapters, because full runs can
+    also fail at these points. Its log is in the study's directory `out`.
 
     Raises:
         Cancelled: `should_stop` returned true.
         StorageError: The disk has no room for the random weights that `trl sft` reads.
     """
-    # The run evaluates and saves once, and does not report, regardless of its run options.
+    # The run evaluates and saves once, and does not report, regardless of the recipe's run options.
     recipe = replace(
         recipe, workload=replace(recipe.workload, eval_share=0.0), run_options=RunOptions()
     )
@@ -69,7 +69,7 @@ def verify(
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
     file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
-    # One more step warms up.
+    # The first step is a warm-up, and is not timed.
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1
     prediction = Verification(
         config=winner.config,
@@ -99,7 +99,8 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
-    # The short run differs from the whole run in its mean length and its share of new lengths.
+    # The short run differs from the full run in its mean row length, and in how often a row length
+    # is new.
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
@@ -108,10 +109,10 @@ def verify(
 
 
 def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
-    """Return the predicted time of steps with `padded_tokens` tokens for one GPU.
+    """Return the predicted time of steps that give each GPU `padded_tokens` tokens.
 
-    A short run has not exactly the mean length of the whole run. The times of micro batches of each
-    length give a line.
+    A short run's mean row length differs a little from the full run's. The prediction is corrected
+    along a line through the measured micro batch times of each length.
     """
     winner = recipe.winner
     step_s = winner.performance.step_time_s
@@ -138,7 +139,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """Return the extra time of a step in a short run, because new lengths are more frequent.
+    """Return the extra step time of a short run, because new row lengths are more frequent.
 
     The micro batches from `begin` to `end`, counted from the start of the run, are timed.
     """
@@ -168,12 +169,12 @@ class _StepReporter:
 
 
 def probed_format(recipe: Recipe) -> str:
-    """Return the probed format, one of FORMATS."""
+    """Return the format whose trainer was probed, one of FORMATS."""
     return "trl" if recipe.trainer == "trl" else "train"
 
 
 def straining_lengths(config: TrainConfig) -> list[int]:
-    """Return lengths of rows, in tokens, that strain an allocator.
+    """Return row lengths, in tokens, that strain the memory allocator.
 
     About every second micro batch has a row of `seq_len` tokens; the others have only short rows.
     """
@@ -223,11 +224,11 @@ def _run_trl(
     if isinstance(made, str):
         return f"no random weights could be made: {made}"
 
-    every = math.ceil(steps / 4) if lengths else steps  # a soak repeats the same in each quarter
+    every = math.ceil(steps / 4) if lengths else steps  # a soak repeats this in each quarter
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
-        # The rows are tokens.
+        # The rows contain tokens instead of messages.
         **({"assistant_only_loss": False} if objective is Objective.SFT else {}),
         "output_dir": folder / "saved",
         "max_steps": steps,
@@ -252,7 +253,7 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
     """Return the request for `probe.synthetic_model`: weights of the model's shape, and rows."""
     config = recipe.config
     batch = round(recipe.shape.examples_per_step)
-    # Whole steps, because the last step of a pass would be shorter.
+    # The rows fill whole steps, because a partial last step would be shorter.
     rows = batch * min(steps, math.ceil(ROWS / batch))
 
     return {
@@ -276,9 +277,9 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
     free = gib(shutil.disk_usage(folder).free)
     if needed > free:
         raise StorageError(
-            f"random weights of this model take {fmt_gib(needed)} at {folder.parent},"
-            f" {fmt_gib(free)} are free",
-            remedy="free some, or verify the study's train.py (--format train),"
+            f"random weights of this model take {fmt_gib(needed)} in {folder.parent},"
+            f" but only {fmt_gib(free)} are free",
+            remedy="free disk space, or verify the study's train.py (--format train),"
             " which needs no files",
         )
 
@@ -291,7 +292,8 @@ def with_result(prediction: Verification, result: dict[str, Any] | str, steps: i
     seconds = result.get("seconds_per_step")
     if result.get("steps") != steps or not isinstance(seconds, int | float) or not seconds > 0:
         return replace(
-            prediction, reason=f"it took {result.get('steps')} steps of {steps}, of {seconds} s"
+            prediction,
+            reason=f"the run took {result.get('steps')} of {steps} steps, {seconds} s each",
         )
     return replace(
         prediction,

@@ -642,14 +642,14 @@ def test_all_finalists_train_on_the_same_sample(
         ({"steps": 5}, {"reason": "the script printed no losses"}),
         ({"held_out_loss": [3.0], "steps": 5}, {"reason": "the script printed no losses"}),
         ({"held_out_loss": None, "steps": 5}, {"reason": "the script printed no losses"}),
-        ({"held_out_loss": [3.0, 2.0], "steps": 4}, {"reason": "it took 4 steps of 5"}),
+        ({"held_out_loss": [3.0, 2.0], "steps": 4}, {"reason": "the training took 4 of 5 steps"}),
         (
             {"held_out_loss": [3.0, float("nan")], "steps": 5},
-            {"reason": "its loss went from 3.0 to nan"},
+            {"reason": "the loss went from 3.0 to nan"},
         ),
         (
             {"held_out_loss": [float("inf"), 2.0], "steps": 5},
-            {"reason": "its loss went from inf to 2.0"},
+            {"reason": "the loss went from inf to 2.0"},
         ),
     ],
     ids=str,

@@ -109,13 +109,13 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
     assert f"#   {one_gpu} llamafactory-cli train llamafactory.yaml\n" in head
-    assert "transformers 5.6 or older; measured was 5.17.0" in head
-    assert "dtype of its checkpoint; what was measured has bfloat16" in head
+    assert "transformers 5.6 or older; the study measured 5.17.0" in head
+    assert "dtype of its checkpoint; it was measured with bfloat16" in head
     assert "not expressed" not in head
     assert "SFTTrainer" in exported(recipe(TrainConfig(), trainer="trl"))[0]
-    assert "Before transformers 5.2 it is group_by_length" not in head
+    assert "Before transformers 5.2, write group_by_length" not in head
     assert (
-        "Before transformers 5.2 it is group_by_length"
+        "Before transformers 5.2, write group_by_length"
         in exported(recipe(TrainConfig(group_by_length=True)))[0]
     )
 
