@@ -1,6 +1,6 @@
 """Ablation of the winner: reset one knob at a time to the baseline's value and probe the result.
 
-The probes run on truncated depths. The winner is probed in the same way, so the numbers compare.
+The probes run on truncated models. The winner is probed in the same way, for a fair comparison.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class AblatedKnob:
 class Ablation:
     """The effect of each knob of the winner.
 
-    `undone` holds one entry per knob: the winner with only this knob set back.
+    `undone` holds one entry per knob: the winner with only that knob reset.
     """
 
     winner: AblatedKnob
@@ -118,7 +118,7 @@ def ablate(
         raise EnvironmentProblem(
             "the probe of the winner failed this time: "
             f"{winner_result.reason or winner_result.outcome}",
-            remedy="see whether something else uses the device (`autotune doctor`)",
+            remedy="check whether another process uses the device (`autotune doctor`)",
         )
 
     undone: list[AblatedKnob] = []

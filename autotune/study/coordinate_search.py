@@ -1,6 +1,6 @@
 """The first moves of a search: change one knob at a time, starting from the best configuration.
 
-Knobs act on speed nearly independently, so coordinate search from the baseline finds most of the
+Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
 gain in a few probes. The sampler continues from there and finds gains that need a combination.
 Learning knobs keep their values. The exceptions are precision, which changes speed as much as any
 knob, and fp8 products if they are allowed.
@@ -38,8 +38,8 @@ ORDER = (
     "cuda_graphs",
     "quantization",
 )
-# The same arithmetic in less memory. A later move may use the memory, so the value is taken unless
-# it is slower.
+# The moves of these knobs need less memory for the same arithmetic. A later move may use the freed
+# memory, so such a move is accepted unless it is slower by more than MIN_GAIN.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 MIN_GAIN = 0.01  # the search moves if the relative gain in speed exceeds this
@@ -49,9 +49,9 @@ MIN_GAIN = 0.01  # the search moves if the relative gain in speed exceeds this
 class CoordinateSearch:
     """Coordinate search in one study, among the configurations for `num_gpus`.
 
-    Its trials do not count as patience. Moves follow the speed that truncated models predict. Whole
-    models are measured after each pass, the most promising first. Until then their trials wait in
-    `_waiting`, with the predicted score.
+    Its trials do not count against the patience limit. Moves follow the speed that truncated models
+    predict. Whole models are measured after each pass, the most promising first. Until then, their
+    unfinished trials are in `_waiting`, with the predicted scores.
     """
 
     trials: SharedTrials
@@ -63,8 +63,8 @@ class CoordinateSearch:
     def run(self) -> None:
         """Try the formula seeds, then move until a pass over all knobs finds no improvement.
 
-        Compilation takes as long as several other candidates. In a hurry the search therefore
-        starts without it, until the seeds are compiled ahead.
+        Compiling a candidate takes as long as evaluating several others. If time is short, the
+        search therefore starts without compilation, until other processes have compiled the seeds.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._carry_over()
@@ -87,8 +87,8 @@ class CoordinateSearch:
     def _carry_over(self) -> None:
         """Start from the best configuration for other GPU counts if this count has no result.
 
-        The first kind of sharding that fits is used. The configuration is measured as a whole if
-        time allows, so that this GPU count has its own measurement.
+        The first sharding strategy that fits is used. The whole model is measured if time allows,
+        so that this GPU count has its own measurement.
         """
         best = self.trials.best()
         space = self.trials.task.space
@@ -108,7 +108,7 @@ class CoordinateSearch:
         """Try seeds, moves and neighbours of the best configuration, all without compilation.
 
         Stop when the remaining time is needed to compile the best of them. Also stop as soon as a
-        configuration that was compiled ahead is the best.
+        configuration that was compiled in advance is the best.
         """
         trials = self.trials
         self._try_seeds(compile="none")
@@ -137,9 +137,9 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try the seeds and the best configuration with compiled layers, if compiled ahead.
+        """Try those compiled variants of the seeds and the best that were compiled in advance.
 
-        Returns whether the best configuration now compiles.
+        Returns whether the best configuration now has compiled layers.
         """
         self._end_waiting(whole=False)
         trials = self.trials
@@ -160,7 +160,7 @@ class CoordinateSearch:
     def _try_seeds(self, **changes: Any) -> None:
         """Try the best configurations by formula with these changes.
 
-        A changed configuration is not measured as a whole.
+        With changes, only truncated models are measured.
         """
         best = self._best()
         task = self.trials.task
@@ -174,7 +174,8 @@ class CoordinateSearch:
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
         """Move by each knob in turn, except the knob to leave out.
 
-        Without compilation, stop as soon as a configuration that was compiled ahead is the best.
+        If `leave_out` is "compile", stop as soon as a configuration compiled in advance is the
+        best.
         """
         space = self.trials.task.space
         current = best.config
@@ -256,7 +257,8 @@ def next_move(
     knob = space.knob(name)
     for value in _faster_values(knob, current) if knob else ():
         moved = replace(current, **{name: value})
-        # Packing may need a smaller micro batch. Less recomputation may pay even with one.
+        # Packing may need a smaller micro batch. Less recomputation may be faster even with a
+        # smaller micro batch.
         shrinks = name in ("checkpointing", "packing")
         fits = False
         for config in smaller_batches(space, moved) if shrinks else [moved]:
@@ -275,16 +277,16 @@ def next_move(
                 break
         if not fits:
             continue
-        # Both a larger and a smaller micro batch may pay. If no recomputation takes a smaller micro
-        # batch, recomputation of some layers may be faster. The remaining values of other knobs are
-        # only slower.
+        # Both a larger and a smaller micro batch may be faster. If less recomputation needed a
+        # smaller micro batch, recomputing some more layers may be faster. For other knobs, the
+        # remaining values are slower.
         if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
 
 
 def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
-    """Return the values of a knob that may be faster than the present one, the best guess first."""
+    """Return the knob's values that may be faster than its present value, the best guess first."""
     present = getattr(current, knob.name)
     values = knob.choices()
     if knob.name == "micro_batch_size":
@@ -292,7 +294,8 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
         smaller = sorted(value for value in values if value < present)
         return [*larger[:1], *smaller[-1:]]
     if knob.name == "quantization" and present != "none":
-        # Another quantisation is another base to learn from, not a faster way to the same result.
+        # Another quantisation changes the base weights, so it is not a faster way to the same
+        # result.
         return []
     speed_rank = KNOBS[knob.name].speed_rank
     return sorted(

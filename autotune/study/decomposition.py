@@ -56,8 +56,8 @@ def decompose(
     """Decompose a speed-up into factors.
 
     `speed` returns the tokens/s of an intermediate configuration, or None if it is unknown. The
-    last factor is the ratio of the speed-up to the quotient of these speeds. Returns None if
-    winner and baseline are equal, or if `speed` does not know one of them.
+    last factor is `speedup` divided by the ratio of these speeds of winner and baseline. Returns
+    None if winner and baseline are equal, or if `speed` does not know one of them.
     """
     if winner == baseline:
         return None

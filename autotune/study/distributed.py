@@ -1,6 +1,6 @@
 """The trials of a study that several workers share.
 
-A worker begins a trial, records its result and takes over the results of others. The module also
+A worker begins a trial, records its result and reads the results of other workers. The module also
 decides when a search stops: the user, the budget, the number of trials, or many trials without an
 improvement.
 """
@@ -36,22 +36,22 @@ AWAIT_S = 0.2
 REAP_EVERY_S = 15.0
 
 # Shares of the budget.
-WHOLE_SHARE = 0.1  # for whole models during the search; the end measures the best of them anyway
+WHOLE_SHARE = 0.1  # for whole models in the search; the confirmation measures the best anyway
 BASELINE_SHARE = 0.2  # the most that the baseline may take
 CONFIRMATION_SHARE = 0.15  # reserved for the confirmation
-LEAST_SHARE = 1 / 3  # the most that is reserved if the first confirmation takes longer
+LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation takes longer than that
 
 # Numbers of candidates.
-MANY = 15  # a search should judge this number of candidates
-PLENTY = 40  # until this number is judged, compiled candidates come before the sampler's proposals
-ENOUGH = 12  # until this number is judged on truncated models, no confirmation time is reserved
+MANY = 15  # a search should evaluate this number of candidates
+PLENTY = 40  # if time is short for this number, neighbours come before the sampler's proposals
+ENOUGH = 12  # until this number is evaluated, no time is reserved for the confirmation
 COMPILING_S = 5.0  # the time to compile one candidate
 
-# In a hurry, a candidate should reach a share of the best's speed, both by formula.
-WORTH = 0.5  # the share for any candidate
-ALIKE = 0.9  # the share for candidates that are compiled already; they come first
+# If time is short, a candidate needs this share of the best configuration's speed, by formula.
+WORTH = 0.5  # for any candidate
+ALIKE = 0.9  # for candidates whose code is compiled already; they come first
 
-LATE = 1.2  # probes may take this much longer than predicted
+LATE = 1.2  # probes may take this many times the predicted time
 LEAST_NOISE = 0.005  # relative
 # The study's attribute with the trial numbers of coordinate searches.
 COORDINATE_TRIALS = "climbed"
@@ -66,16 +66,16 @@ class SharedTrials:
 
     - `rows` holds the finished trials of all workers, and `selection` all measurements of each
       configuration.
-    - `too_short_for` lists the parts of the study that the budget was too short for.
-    - If `rank` is set, untried configurations of this LoRA rank are proposed before all others.
-    - `kept_s` seconds of the search time are kept for later.
-    - `new_rows` returns the results that others stored since the last call.
-    - `on_begin` is called when this worker probes for a trial, `on_trial` with every trial that it
-      finished, `on_trial_of_others` with every other trial.
-    - Trials of coordinate search, in `exempt`, do not count as patience. `moving` is the knob that
-      coordinate search changes, and the configuration that it starts from.
+    - `too_short_for` lists the parts of the study for which the budget was too short.
+    - If `rank` is set, untried configurations of this LoRA rank are proposed first.
+    - `kept_s` seconds of the search time are kept for the searches of other GPU counts.
+    - `new_rows` returns the results that other workers stored since the last call.
+    - `on_begin` is called when this worker begins to probe a trial, `on_trial` with every trial
+      that it finished, `on_trial_of_others` with every trial of other workers.
+    - Trials of coordinate search, in `exempt`, do not count against the patience limit. `moving` is
+      the knob that coordinate search changes, and the configuration that it starts from.
     - `is_compiled` says whether the code of a compiled configuration exists already, from an
-      earlier trial or from compilation ahead.
+      earlier trial or from compilation in advance.
     """
 
     task: Task
@@ -107,11 +107,11 @@ class SharedTrials:
     # know as finished yet.
     _results_of_others: dict[int, ProbeResult] = field(default_factory=dict)
     _unfinished_numbers: set[int] = field(default_factory=set)
-    # Whether others had taken configurations when this worker asked for a trial.
+    # Whether other workers had taken configurations when this worker asked for a trial.
     _met_others: bool = False
     _reap_at: float = 0.0
     _promises: dict[TrainConfig, float] = field(default_factory=dict)
-    # It chooses among equally near configurations; no secret depends on it.
+    # Chooses among equally near configurations; it needs no cryptographic strength.
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
 
     def __post_init__(self) -> None:
@@ -221,7 +221,7 @@ class SharedTrials:
     def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
         """Finish a trial with its result, which is stored already.
 
-        If this fails, `Optimizer.repair` finishes it.
+        If this call fails, `Optimizer.repair` finishes the trial.
         """
         digest = self._open.pop(proposal.number)
         counts = self._finish(proposal.number, evaluation)
@@ -240,7 +240,7 @@ class SharedTrials:
     def giving_back(self) -> Iterator[None]:
         """Put unfinished trials back into the queue if the block fails.
 
-        Cancelled ends only the block.
+        A Cancelled exception ends only the block.
         """
         try:
             yield
@@ -284,10 +284,11 @@ class SharedTrials:
     ) -> dict[str, Any] | None:
         """Return an untried choice that differs least from the best configuration.
 
-        It takes no longer than the time left for the search, minus `keep_s`. If time is short, the
-        formula ranks the choices, and choices that are compiled already come first. It then
-        returns None if no choice promises half of the best's speed. With `promising` set to False,
-        any choice will do. `pinned` fixes the values of some knobs; the space must contain them.
+        Its predicted time is at most the time left for the search, minus `keep_s`. If time is
+        short, choices with compiled code come first, ranked by formula. The result is then None if
+        no choice is predicted to reach half of the best configuration's speed. With `promising` set
+        to False, neither rule applies. `pinned` fixes the values of some knobs; the space must
+        contain these values.
         """
         best = self.best()
         space = self.task.space
@@ -305,8 +306,8 @@ class SharedTrials:
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
             if ready or fallback is not None:
-                # A fallback comes from a nearer group without a compiled choice. Only one further
-                # group is searched for such a choice.
+                # The fallback is from the previous, nearer group, which had no choice with compiled
+                # code. Only one further group is searched for such a choice.
                 return max(ready, key=lambda one: one[0])[1] if ready else fallback
 
             worth = [one for one in promised if one[0] >= WORTH * best_promise]
@@ -336,10 +337,10 @@ class SharedTrials:
         return self._promises[config]
 
     def await_others(self) -> bool:
-        """Wait a moment if others may still free a trial; return whether to ask again.
+        """Wait a moment if other workers may still free a trial; return whether to ask again.
 
-        This is the case if others run or begin trials or gave some back. It is also the case if
-        they held a configuration that this worker asked for, even if they have finished since.
+        They may if they run or begin trials, or gave trials back. They also may if they held a
+        configuration for which this worker asked, even if they have finished since.
         """
         met_others = self._met_others
         self._met_others = False
@@ -349,7 +350,7 @@ class SharedTrials:
         return True
 
     def sync(self, *, reap: bool = False) -> None:
-        """Take over the results of others.
+        """Take over the results of other workers.
 
         Every 15 s, or with `reap`, settle the trials of workers that died.
         """
@@ -393,9 +394,9 @@ class SharedTrials:
         return True
 
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
-        """Add a result, which may win in any case.
+        """Add a result, whose configuration may win in any case.
 
-        The trial itself `counts` unless others gave it back.
+        `counts` is false if another worker gave the trial back; the trial then gets no record here.
         """
         row = to_record(number, evaluation, self.task)
         if counts:
@@ -416,7 +417,7 @@ class SharedTrials:
         )
 
     def cut(self, what: str) -> None:
-        """Record a part of the study that the budget was too short for."""
+        """Record a part of the study for which the budget was too short."""
         if what not in self.too_short_for:
             self.too_short_for.append(what)
 
@@ -425,7 +426,7 @@ class SharedTrials:
         return self.should_stop() or self.clock() - self.started >= self.limits.budget_s
 
     def is_spent(self) -> bool:
-        """Whether the confirmation needs the rest of the budget, or no candidate fits into it."""
+        """Whether the time left before the confirmation is too short for another candidate."""
         took = self.evaluator.truncated_s.values() or self.evaluator.whole_s.values()
         return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
@@ -444,7 +445,7 @@ class SharedTrials:
         return self.num_stale() >= self.limits.patience
 
     def num_stale(self) -> int:
-        """Count the trials since the last improvement of the best by more than twice the noise.
+        """Count the trials since the best score last improved by more than twice the noise.
 
         Only trials with a speed count. Exempt trials and trials of others do not count.
         """
@@ -476,7 +477,7 @@ class SharedTrials:
     def candidate_s(self) -> float:
         """The seconds that are left to judge candidates.
 
-        Candidates come before the confirmation until enough are judged.
+        Until ENOUGH candidates are evaluated, the time of the confirmation is included.
         """
         enough = not (self.evaluator.truncated_s and self.num_missing(ENOUGH))
         return self.search_s() if enough else self.left_s() - self.kept_s
@@ -488,7 +489,7 @@ class SharedTrials:
     def lacks_plenty(self) -> bool:
         """Whether the time left may be too short for PLENTY of candidates if all of them compile.
 
-        Also True in a hurry.
+        Also True if `is_hurried`.
         """
         compiles = COMPILED in self.task.space.choices("compile")
         return self.is_hurried() or (
@@ -496,7 +497,7 @@ class SharedTrials:
         )
 
     def num_missing(self, wanted: int = MANY) -> int:
-        """The number of candidates that are missing from `wanted`."""
+        """The number of candidates still to evaluate, to reach `wanted`."""
         return max(
             wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open),
             0,
@@ -505,8 +506,8 @@ class SharedTrials:
     def lasting(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds of a candidate's truncated models.
 
-        The function is a line through the candidates so far, over the time of a micro batch by
-        formula. It returns 0 for candidates that are known, or if it cannot predict.
+        It is a linear regression over the candidates so far, of their times on the formula's time
+        of a micro batch. It returns 0 for known candidates, or if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:
@@ -528,14 +529,14 @@ class SharedTrials:
         return lasts_s
 
     def compiled_s(self) -> float:
-        """The seconds of a candidate that compiles; 0 before the first extrapolation."""
+        """The typical seconds of a candidate that compiles; 0 before the first extrapolation."""
         took = self.evaluator.truncated_s.values()
         return statistics.median(took) + COMPILING_S if took else 0.0
 
     def spare_s(self) -> float:
         """The seconds that the search may spend now on one whole model.
 
-        It is 0 before plenty of candidates were judged on truncated models.
+        It is 0 as long as `lacks_plenty`.
         """
         if self.lacks_plenty():
             return 0.0
@@ -543,7 +544,7 @@ class SharedTrials:
         return max(min(unspent_s, self.search_s()), 0.0)
 
     def affords(self, config: TrainConfig) -> bool:
-        """Whether the shortest confirmation should fit into the time left for it."""
+        """Whether the shortest confirmation of `config` should fit into the time left."""
         left_s = self.left_s()
         baselines = self.task.baselines
         if config in baselines:
@@ -555,7 +556,7 @@ class SharedTrials:
         return took_s is None or LATE * took_s <= left_s
 
     def can_end(self, config: TrainConfig) -> bool:
-        """Whether its shortest confirmation should end before the budget does.
+        """Whether the shortest confirmation of `config` should end before the budget does.
 
         An unknown duration counts as 0.
         """
@@ -566,7 +567,7 @@ class SharedTrials:
 
         The confirmation measures each finalist and the baseline once, and the winner in every
         round. The result is 0 if the likely winner's confirmation would not end before the budget
-        does: the search uses the time instead.
+        does, because the search can then use the time.
         """
         finalists = self.selection.finalists(self.limits.finalists)
         if not finalists or not self.can_end(finalists[0]):

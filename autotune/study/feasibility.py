@@ -19,10 +19,10 @@ from autotune.study.evaluator import FAILED, Evaluator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feasible:
-    """The result of the tries before a search.
+    """The configurations that were tried before a search.
 
     `tried` are the configurations whose results begin the study. With `opens_reserve`, the search
-    needs the reserve of the space. `problem` is set if no configuration fits.
+    needs the values of last resort in the reserve space. `problem` is set if no configuration fits.
     """
 
     tried: list[TrainConfig]
@@ -36,7 +36,7 @@ def find_feasible(
     evaluator: Evaluator,
     say: Callable[[str], None],
 ) -> Feasible:
-    """Find a configuration that fits: the baseline at some micro batch size, or the leanest one.
+    """Find a configuration that fits: the baseline at some micro batch size, or the smallest one.
 
     Truncated models decide if they can, because the whole baseline of a large model would take the
     search's time. Raises Cancelled if the user asked to stop, or if the budget is over.
@@ -44,23 +44,24 @@ def find_feasible(
     tried_configs: list[TrainConfig] = []
 
     def one_fits(baselines: Iterable[TrainConfig]) -> bool:
-        """Try one after another until one fits."""
+        """Try the configurations in order until one fits."""
         for config in baselines:
             say(f"baseline: {config.label()}")
             tried_configs.append(config)
             result = evaluator.evaluate(config, None, spare_s=0.0).result
             if result.outcome in FAILED:
-                # The winner is compared with the baseline, so it is worth a second try.
+                # The winner is compared with the baseline, so the baseline is worth a second try.
                 result = evaluator.evaluate(config, None, spare_s=0.0).result
                 evaluator.failures_in_a_row = 0
 
             if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
                 return True
-            say(f"it does not fit: {result.reason}")
+            say(f"the baseline does not fit: {result.reason}")
         return False
 
-    # A probe of a configuration that hardly fits may take a fifth of the budget. These come last,
-    # because the measured memory of a smaller configuration refuses most of them.
+    # A probe of a configuration that hardly fits may take a fifth of the budget. Such
+    # configurations come last. By then, the measured memory of a smaller configuration rules most
+    # of them out.
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
@@ -68,7 +69,10 @@ def find_feasible(
 
     for space in (task.space, reserve):
         for config in leanest_of(space):
-            say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
+            say(
+                "the baseline does not fit; trying the configuration with the least memory: "
+                f"{config.label()}"
+            )
             result = evaluator.evaluate(config, None, spare_s=0.0).result
             opens_reserve = space is reserve and reserve != task.space
             if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
@@ -97,7 +101,7 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
         pinned = space.pin("num_gpus", most).pin("sharding", way)
         narrowing = Narrowing(space=pinned, reserve=pinned)
-        with suppress(UsageError):  # this strategy trains no configuration of the space
+        with suppress(UsageError):  # this strategy can train no configuration of the space
             narrow_to_sharing(narrowing)
             leanest.append(narrowing.space.config(narrowing.space.leanest()))
     return leanest
@@ -106,23 +110,23 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
     """Return the error that no configuration fits.
 
-    It names the memory that the leanest configuration needs, and its speed if it is known.
+    The message has the memory that the smallest configuration needs, and its speed if known.
     """
-    need = "more memory than there is"
+    need = "more memory than is available"
     speed_note = ""
     if result.oom is not None:
         least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
         limit = fmt_gib(result.oom.limit_gib)
-        need = f"more than {least} (what it held when it ran out) of the {limit} there are"
+        need = f"more than {least} (allocated when memory ran out) of the {limit} available"
         if result.measurement is not None:
-            need = f"{least} of the {limit} there are (extrapolated from a few layers)"
+            need = f"{least} of the {limit} available (extrapolated from a few layers)"
 
     if result.measurement is not None:
         speed = run_performance(task, result.config, [result.measurement]).tokens_per_second
         speed_note = f"; it would train {speed:,.0f} tokens/s here if it fitted"
 
     return NothingFits(
-        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, "
-        f"needs {need}{speed_note}",
+        "nothing in the search space fits: the configuration with the least memory,"
+        f" {result.config.label()}, needs {need}{speed_note}",
         remedy=ways_to_fit(result.config),
     )

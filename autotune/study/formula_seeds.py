@@ -1,9 +1,9 @@
 """Warm start by formula: the fastest configuration that fits, for each possible host speed.
 
 On a GPU-bound step the formulas are within a few percent (`step_time`). The host's time to issue
-the work is unknown without a calibration. If memory is short, it decides whether small micro
-batches or recomputation pay. Probes show which of these seeds is right, and coordinate search
-continues from there. Only the knobs in VARIED change.
+the work is unknown without a calibration. If memory is short, this time decides whether small micro
+batches or recomputation are faster. Probes show which of these seeds is right, and coordinate
+search continues from there. Only the knobs in VARIED change.
 """
 
 import math
@@ -24,8 +24,8 @@ VARIED = (
     *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
     *("packing", "packed_attention", "padding", "sharding", "lora_kernels"),
 )
-HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes
-MAX_CONFIGS = 20_000  # the number of configurations that the formulas rank: about 5 s
+HOSTS = (1.0, 0.67, 0.5)  # the host's time to issue work, relative to the formula's assumption
+MAX_CONFIGS = 20_000  # the most configurations that the formulas rank, in about 5 s
 
 
 def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
@@ -87,7 +87,7 @@ def formula_speed(task: Task, config: TrainConfig) -> float:
 def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
     """The useful tokens/s of all GPUs; 0 without a prediction.
 
-    It leaves out communication if the link is unknown.
+    The prediction omits communication if the link is unknown.
     """
     if prediction is None or prediction.single_gpu is None:
         return 0.0
@@ -102,7 +102,7 @@ def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
 def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:
     """Return the configurations that differ from `current` only in VARIED knobs.
 
-    If there are too many, return the nearest ones.
+    If there are more than MAX_CONFIGS, return the nearest configurations.
     """
     space = task.space
     for knob in space.knobs:

@@ -15,7 +15,8 @@ from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Projections, Recipe, StudySummary, TrialRecord
 
-# Projects the winner's run to other devices. The number is the share of memory to keep free.
+# Projects the winner's run to other devices. The float argument is the share of memory to keep
+# free.
 Project = Callable[[Selection, Recipe, float], Projections]
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
@@ -62,7 +63,7 @@ def restore(
     records = []
     for trial in finished:
         result = by_trial.get(trial.number) or by_config.get(trial.config.digest)
-        if result is None:  # another study's probe answered it
+        if result is None:  # the trial reused another study's probe
             result = ProbeResult(
                 request_digest="",
                 config=trial.config,
@@ -143,7 +144,7 @@ def summarize(
 
 
 def _is_of(decomposition: Decomposition | None, recipe: Recipe) -> bool:
-    """Whether these are the factors of this speed-up: its winner may have changed since."""
+    """Whether a decomposition belongs to this recipe, whose winner may have changed since."""
     baseline = recipe.baseline and recipe.baseline.config
     return decomposition is not None and (decomposition.winner, decomposition.baseline) == (
         recipe.config,

@@ -1,7 +1,7 @@
 """The learning rate of a winner, from short real trainings; the better rates are trained longer.
 
-Each training is a run of its own: warm-up, and a cosine down to zero over its own steps. The best
-rate over few steps may be too large for many, so the last round is as long as the budget allows.
+Each training is a complete run, with warm-up and a cosine schedule that ends at zero. The best rate
+over few steps may be too large for many steps, so the last round is as long as the budget allows.
 """
 
 import math
@@ -15,24 +15,25 @@ from autotune.core.json_view import also_native
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # the ratio of neighbouring rates
-# The numbers of rates below and above the default. A rate that diverges locates the slope, and
-# a rate that learns little takes the same time.
+# The numbers of rates below and above the default. A high rate that diverges shows the limit; a low
+# rate that learns little takes as long and shows less.
 BELOW = 3
 ABOVE = 5
 # For each round: the number of rates, and the steps relative to the first round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
 FEW = ((5, 1), (2, 3))  # for a small budget: every second rate
-BEYOND = 2  # the number of rates beyond the ends that the first round may try
+BEYOND = 2  # the most rates that the first round may try beyond the ends
 SEEDS = 2  # the number of seeds in the last round
 LEAST_STEPS = 5  # the fewest steps of the first round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A training: `loss` is the loss of the held-out examples after it.
+    """One training with one learning rate and one seed.
 
-    It is None if the training diverged or failed (`reason`). `curve` holds steps and the mean
-    training loss since the step before.
+    `loss` is the loss of the held-out examples afterwards, or None if the training diverged or
+    failed (`reason`). `curve` has pairs of a step and the mean training loss since the previous
+    pair.
     """
 
     learning_rate: float
@@ -46,9 +47,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Another configuration that can learn more or less, trained as in the last round.
+    """A configuration that can learn more or less than the winner, trained as in the last round.
 
-    Its learning rate is the chosen one.
+    The training uses the chosen learning rate.
     """
 
     config: TrainConfig
@@ -56,7 +57,7 @@ class Compared:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Its losses by seed; infinite if it diverged."""
+        """The losses by seed; infinite for a training that diverged."""
         return tuple(map(_loss, self.attempts))
 
 
@@ -66,7 +67,7 @@ class Learning:
 
     `run_steps` is the number of optimizer steps of the full run, and `held_out` the number of
     evaluated examples. `others` are configurations that were compared at the chosen rate. `default`
-    is the rate that others use, or None in a search by an older version.
+    is the usual rate of the method, or None in a search by an older version.
     """
 
     JSON: ClassVar = also_native("learning_rate", "is_sure", "steps", "seconds", notes="notes()")
@@ -80,12 +81,12 @@ class Learning:
 
     @property
     def last_round(self) -> tuple[Attempt, ...]:
-        """The trainings with the most steps, including the default's."""
+        """The trainings with the most steps, including those at the default rate."""
         longest = max(attempt.steps for attempt in self.attempts)
         return tuple(attempt for attempt in self.attempts if attempt.steps == longest)
 
     def losses(self) -> dict[float, tuple[float, ...]]:
-        """Return the losses by seed for each rate of the last round; infinite if it diverged."""
+        """Return the losses by seed for each rate of the last round; infinite after divergence."""
         ordered = sorted(self.last_round, key=lambda attempt: (attempt.learning_rate, attempt.seed))
         grouped = groupby(ordered, key=lambda attempt: attempt.learning_rate)
         return {rate: tuple(map(_loss, attempts)) for rate, attempts in grouped}
@@ -98,7 +99,7 @@ class Learning:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the best rate beats every other rate of the last round from every seed."""
+        """Whether the best rate beats every other rate of the last round with every seed."""
         losses = self.losses()
         best = losses.pop(self.learning_rate)
         return all(
@@ -108,7 +109,7 @@ class Learning:
 
     @property
     def is_at_an_end(self) -> bool:
-        """Whether it is the lowest or highest rate tried, so a better one may lie beyond."""
+        """Whether the best rate is the lowest or highest tried, so a better rate may lie beyond."""
         tried = {attempt.learning_rate for attempt in self.attempts}
         return self.learning_rate in (min(tried), max(tried))
 
@@ -129,7 +130,7 @@ class Learning:
     def difference(self, other: Compared) -> str:
         """Compare the held-out losses of another configuration, in words.
 
-        It learned more or less only if all seeds agree.
+        The words are "learned more" or "learned less" only if all seeds agree.
         """
         pairs = list(zip(other.losses, self.losses()[self.learning_rate], strict=False))
         if all(theirs < own for theirs, own in pairs):
@@ -143,10 +144,12 @@ class Learning:
         notes = []
         if not self.is_sure:
             notes.append(
-                "another rate learned as much from one of the seeds: the difference is not sure"
+                "with one of the seeds, another rate learned as much: the best rate is not certain"
             )
         if self.is_at_an_end:
-            notes.append(f"{self.learning_rate:.2g} is at an end of the rates that were tried")
+            notes.append(
+                f"{self.learning_rate:.2g} is the lowest or the highest rate that was tried"
+            )
         return notes
 
 
@@ -184,7 +187,8 @@ def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
 def _max_trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
     """Return the largest number of trainings of a round.
 
-    The first round may go on beyond an end. The last round includes the default, and several seeds.
+    The first round may try rates beyond the ends. The last round includes the default, and several
+    seeds.
     """
     number, _ = rounds[place]
     return (
@@ -199,8 +203,8 @@ def search(
 ) -> tuple[Attempt, ...]:
     """Search the rates around a default by successive halving.
 
-    `train` takes a rate, steps and a seed. If a rate at an end wins the first round, the round goes
-    on beyond that end until a rate is worse.
+    `train` takes a rate, steps and a seed. If the lowest or highest rate wins the first round, the
+    round tries rates beyond it until a rate is worse.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]

@@ -1,4 +1,4 @@
-"""The likely next configurations of a search, for processes that compile their code ahead."""
+"""The likely next configurations of a search, for processes that compile code in advance."""
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
 from autotune.study.ranking import more_capable
 
-MOST = 8  # requests at a time: after the next trial the search may go elsewhere
+MOST = 8  # the most requests at a time, because the next trial may redirect the search
 NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
 
 
@@ -67,9 +67,9 @@ def code_key(config: TrainConfig) -> str:
 def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConfig]:
     """Yield configurations that compile and were not tried, the likeliest first.
 
-    A coordinate search goes on from its current configuration, or from the running trial if that is
-    better. Eager configurations lead to their compiled variants. The best configuration with its
-    learning knobs raised comes next, then its neighbours by formula.
+    A coordinate search continues from its current configuration, or from the running trial if that
+    is better. Configurations without compilation are replaced by their compiled variants. Next come
+    more capable variants of the best configuration, then its neighbours, ranked by formula.
     """
     space = trials.task.space
     best = trials.best()

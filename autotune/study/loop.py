@@ -1,7 +1,7 @@
 """The loop of a study: propose, evaluate and record configurations, then measure the best again.
 
-Adapters are passed in: this module knows no database, GPU or screen. Every result is stored before
-Optuna gets it, so a study that is killed continues without loss.
+This module knows no database, GPU or screen; it gets interfaces to them. Every result is stored
+before Optuna gets it, so a study that is killed continues without loss.
 """
 
 import math
@@ -28,7 +28,7 @@ class Study:
     trials: SharedTrials
 
     def run(self) -> None:
-        """Search until a limit is reached, then raise the learning knobs of the best configuration.
+        """Search until a limit is reached, then try more capable variants of the best one.
 
         Unfinished trials always go back to the queue.
         """
@@ -53,8 +53,8 @@ class Study:
     def work(self, is_over: Callable[[], bool]) -> None:
         """Help a study that another session leads.
 
-        First run its queue, then neighbours of the best configuration, then the sampler. `is_over`
-        returns whether the leader has stopped searching.
+        First run its queue, then neighbours of the best configuration, then the sampler's
+        proposals. `is_over` returns whether the leader has stopped searching.
         """
         trials = self.trials
         with trials.giving_back():
@@ -100,7 +100,7 @@ class Study:
         """Propose only the most frequent LoRA rank, once there is one.
 
         The code for this rank is compiled. Another rank changes the speed by 1 to 2 % and costs a
-        compilation for each micro batch size. The end of the search raises the rank.
+        compilation for each micro batch size. Higher ranks are tried at the end of the search.
         """
         trials = self.trials
         ranks = [row.config.lora_rank for row in trials.rows if row.config.lora_rank]
@@ -142,8 +142,8 @@ class Study:
         """Try the best configuration with its learning knobs at their most capable values.
 
         First raise all knobs, then each knob alone. Other configurations about as fast as the best
-        are tried too, with the learning values that would win by now. Chance decides the fastest
-        of them, and the winner must not depend on chance.
+        are tried too, with the learning values of the likely winner. Chance decides which of these
+        configurations is fastest, and the winner must not depend on chance.
         """
         best = self.trials.best()
         if best is None:
@@ -159,8 +159,8 @@ class Study:
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
         """Return the best three of the configurations that tie with `best`.
 
-        They get the likely winner's learning knobs. GPU-bound configurations come first, and among
-        them those with the least memory.
+        They get the likely winner's learning knobs. GPU-bound configurations come first, then
+        configurations with less memory.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
@@ -187,7 +187,7 @@ class Study:
     def _try_sizes(self, config: TrainConfig) -> None:
         """Try this configuration; while it does not fit, try smaller and smaller micro batches.
 
-        There is no pruner: the cost of capability needs measurements of whole models, and most
+        No pruner is used: the cost of more capability must be measured on whole models, and most
         candidates are close.
         """
         trials = self.trials

@@ -40,13 +40,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """The result of a case.
+    """The result of a case, which is a named configuration.
 
-    Speeds count whole rows. `with_context_gib` is the reserved memory plus the CUDA context.
-    `interval` belongs to the tokens/s: it covers 80 % of cases for an estimate, or the range of the
-    measurements. `interval_gib` belongs to an estimated `peak_reserved_gib`; it is None for a
-    measured one. `tight` means that the configuration may not fit, or that less than a tenth of the
-    memory is free.
+    Speeds count full rows of `seq_len` tokens. `with_context_gib` is the reserved memory plus the
+    CUDA context. `interval` is the 80 % interval of an estimated `tokens_per_s`, or the range of
+    the measurements. `interval_gib` is the interval of an estimated `peak_reserved_gib`; it is None
+    for a measured peak. `tight` means that the configuration may not fit, or that less than a tenth
+    of the memory is free.
     """
 
     JSON: ClassVar = keys(name="case.name") | keys(
@@ -133,12 +133,12 @@ class ConfigResult:
         }
 
     def ratios(self, names: Collection[str]) -> list[float]:
-        """Return published / ours for each of these numbers that both have."""
+        """Return published / ours for each of these numbers if both are known."""
         pairs = [pair for name, pair in self.against().items() if name in names]
         return [float(theirs) / float(ours) for theirs, ours in pairs]
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row: name, configuration, verdict, speed, memory, published numbers."""
+        """Return table cells: name, configuration, verdict, speed, memory, published numbers."""
         published = "; ".join(
             f"{name} {_number(theirs)}"
             + (
@@ -178,10 +178,12 @@ class SourcedResult:
     source: str | None
 
 
-SPEEDS = ("tokens/s", "samples/s")  # a row has one of them, or both with the same meaning
+SPEEDS = ("tokens/s", "samples/s")  # a case has one of them, or both with the same meaning
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
-SEVERAL = "configurations that are named are probed on one GPU: search with `autotune run --gpus`"
+SEVERAL = (
+    "named configurations are probed on one GPU; for several, search with `autotune run --gpus`"
+)
 COLUMNS = {
     "case": "left",
     "configuration": "left",

@@ -1,6 +1,6 @@
 """The health of a node, compared with the other nodes of its fleet.
 
-Each node measures the baseline before its results count, and every 10 minutes.
+Each node measures the baseline before its results count, and then every 10 minutes.
 """
 
 import statistics
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from autotune.study.evaluator import Prober
     from autotune.study.storage.probe_store import ProbeStore
 
-# Relative to the median of the others.
+# The largest differences of a healthy node from the median of the other nodes. The differences in
+# speed and memory are relative.
 MAX_SPEED_DIFFERENCE = 0.05
 MAX_MEMORY_DIFFERENCE = 0.02
 MAX_KELVIN = 10.0
-# torch reserves 20 MiB at a time, which is a large share of a tiny model's memory.
+# A smaller memory difference never counts: torch reserves 20 MiB at a time, which is a large share
+# of a tiny model's memory.
 SEGMENT_GIB = 0.02
 CHECK_EVERY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """The baseline on one node.
+    """The measurement of the baseline on one node.
 
     A value that the driver does not report is None. `about` holds clocks and power in words.
     """
@@ -42,7 +44,7 @@ class NodeReading:
 
     @classmethod
     def of(cls, measurement: Measurement) -> "NodeReading":
-        """Read the median micro batch and the driver's report during the probe."""
+        """Take the median micro batch, and the driver's report during the probe."""
         telemetry = measurement.telemetry or Telemetry()
         readings = (
             (telemetry.sm_clock_mhz, "MHz"),
@@ -65,7 +67,7 @@ def differences(
 ) -> list[str]:
     """Describe the differences of a node from the median of the others.
 
-    The list is empty without others. Speed and temperature count only if `timed`: on shared
+    The list is empty without other nodes. Speed and temperature count only if `timed`: on shared
     processors they depend on other processes.
     """
     if not others:
@@ -127,7 +129,7 @@ class NodeMonitor:
         measured = self.selection.record(baseline).measured if baseline else None
         if baseline is None or measured is None:
             return []
-        # The first reading is the leader's, or the first worker's.
+        # The first reading comes from the leader, or from the first worker.
         others = [NodeReading.of(measured)]
         others += [
             NodeReading.of(row.result.measurement)
@@ -145,7 +147,8 @@ class NodeMonitor:
         else:
             own = NodeReading.of(result.measurement)
             if self._is_warm:
-                # A card that has worked is warmer than the others were at their reading.
+                # This GPU has worked since its first check, so it is warmer than the others were at
+                # theirs.
                 own = replace(own, temperature_c=None)
             reasons = differences(own, others, timed=self.timed)
 

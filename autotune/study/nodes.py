@@ -1,7 +1,7 @@
 """The nodes of a study side by side: the latest reading of the baseline of each process.
 
-A node is compared with the others. Probes that were stored before probes named their node count as
-one node without a name.
+A node is compared with the others. Probes that older versions stored without a node's name count as
+one unnamed node.
 """
 
 import statistics
@@ -34,8 +34,9 @@ class Node:
     - `num_failed` counts probes that failed for reasons other than memory.
     - `config` is the configuration of the reading, taken at `read_at`.
     - `variation` is the relative standard deviation of the timed micro batches. `relative_speed` is
-      relative to the median of the others.
-    - `apart` lists the differences from that median. It is empty without differences or others.
+      relative to the median of the other nodes.
+    - `apart` lists the differences from the median of the other nodes. It is empty if there are no
+      differences or no other nodes.
     - `unmeasured` is the reason for a missing reading, or None.
     """
 
@@ -105,7 +106,7 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
     """Return the configuration that all nodes measured.
 
-    It is the configuration of their readings, else the study's first baseline that fits.
+    It is the configuration of their readings, otherwise the study's first baseline that fits.
     """
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}
@@ -117,7 +118,8 @@ def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
 def _why_unmeasured(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
     """Return why a node has no reading of the baseline.
 
-    The reason is the outcome of its last probe of the baseline, or that it ran none.
+    The reason is the outcome of its last probe of the baseline, or that it never probed the
+    baseline.
     """
     last = next((one for one in reversed(results) if one.config in baselines), None)
     if last is None:
@@ -169,7 +171,7 @@ def _add_reading(node: Node, result: ProbeResult | None, task: Task) -> Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """A node of a study, for programs; an unknown value is None."""
+    """A node of a study as data for programs; an unknown value is None."""
 
     JSON: ClassVar = keys(
         "study",

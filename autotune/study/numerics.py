@@ -1,7 +1,7 @@
 """The numerics check: whether a cheaper number format trains like the reference.
 
-It compares the losses of the same micro batches. This needs real weights: with random weights the
-loss is about the logarithm of the vocabulary in any format.
+It compares the losses of the same micro batches. The comparison needs real weights: with random
+weights the loss is about the logarithm of the vocabulary in any format.
 """
 
 import statistics
@@ -10,8 +10,8 @@ from dataclasses import replace
 from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 
-# A larger mean relative difference of the losses marks a format as unsound. bf16 itself rounds
-# losses to 0.4 %.
+# A format is unsound if the mean relative difference of its losses exceeds this value. bf16 itself
+# rounds losses to 0.4 %.
 BOUND = 0.02
 REFERENCE = "bf16 under autocast (fp32 where there is none) and 32-bit optimizer state"
 FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
@@ -53,7 +53,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
 def deviation(measurement: Measurement, reference: Measurement) -> float | None:
     """The mean relative difference of the losses of the micro batches that both ran.
 
-    It is None if they have none in common.
+    It is None if they have no micro batch in common.
     """
     shared = list(zip(measurement.losses, reference.losses, strict=False))
     return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

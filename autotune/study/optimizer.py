@@ -1,7 +1,8 @@
 """The interface to Optuna: the next configuration to try, and the outcome of each.
 
-Out of memory is information: such a trial is PRUNED with a signed margin, never FAIL, which
-samplers ignore. FAIL marks trials that have to run again. The history leaves as plain data.
+A trial that runs out of memory gets the state PRUNED and a signed margin. It never gets FAIL,
+because samplers ignore failed trials. FAIL marks trials that have to run again. The history is
+returned as plain data.
 """
 
 import contextlib
@@ -154,7 +155,8 @@ class Optimizer:
         unnamed_since = dict[int, float]()
         now = time.monotonic()
         running = self._in_state(TrialState.RUNNING)
-        # Read after the running trials, so that the worker of each such trial has joined.
+        # The live workers are read after the running trials, so each such trial's worker is
+        # registered.
         live = workers()
         for trial in running:
             worker = trial.user_attrs.get("worker")
@@ -238,7 +240,8 @@ class Optimizer:
 
         self._is_asking = True
         proposal = None
-        # The loop repeats if another worker took this worker for dead and gave the trial back.
+        # The loop repeats if another worker assumed that this worker was dead and gave the trial
+        # back.
         while proposal is None:
             with (
                 optuna_errors(self._url),
@@ -276,8 +279,8 @@ class Optimizer:
     def _begin(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
         """Begin a trial of this choice.
 
-        Optuna's public way is its queue, but another worker could take the trial from it. So this
-        uses private names.
+        Optuna's public interface is its queue, but another worker could take the trial from the
+        queue. So this method uses private functions of Optuna.
         """
         known = {
             name: distribution(knob)
@@ -312,15 +315,15 @@ class Optimizer:
     ) -> bool:
         """Finish a trial. Margins are signed: above 0 is infeasible.
 
-        Returns False if another worker took this worker for dead and gave the trial back. That
-        decision stands.
+        Returns False if another worker assumed that this worker was dead and gave the trial back.
+        That decision stands.
         """
         with (
             optuna_errors(self._url),
             contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
         ):
             trial = self._own_trials.pop(number, None)
-            if trial is None:  # begun by a killed session; its id is not public anywhere
+            if trial is None:  # begun by a killed session; Optuna does not publish the id
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
 
             state = self._trial(number).state
@@ -435,7 +438,7 @@ def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
 def distribution(knob: Knob) -> BaseDistribution:
     """Return the Optuna distribution of a knob.
 
-    A list of ordered integers stays categorical, since it may have gaps.
+    A list of ordered integers stays categorical, because it may have gaps.
     """
     if knob.low is not None and knob.high is not None:
         return IntDistribution(knob.low, knob.high, log=knob.log)

@@ -29,9 +29,9 @@ from autotune.study.worker_group import further_cards, require_ray
 class SessionPlan:
     """One session of a study, resolved: task, target, storage and time.
 
-    `cards` are the cards of the further local workers (None for each on the CPU). `started` is the
-    time.monotonic() at which the budget starts. `preparation_s` comes before it and is not part of
-    the budget; most of it is spent reading the dataset.
+    `cards` are the GPUs of the additional local workers; each is None on a CPU. `started` is the
+    time.monotonic() at which the budget starts. `preparation_s` is the time before `started`; it is
+    not part of the budget. Most of it is spent reading the dataset.
     """
 
     spec: StudySpec
@@ -81,7 +81,7 @@ def prepare_session(
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    # With named configurations, the pins belong to the cases.
+    # With named configurations, each of them applies the pins itself.
     searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)
@@ -133,7 +133,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     gpus = numbers[-1]
     if spec.play_ranks and gpus == 1:
         raise UsageError(
-            "--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus"
+            "--play-ranks needs several GPUs", remedy="give the number of GPUs with --gpus"
         )
 
     here = gpus if target.card is None else len(visible())
@@ -143,8 +143,8 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     if spec.verify:
         raise UsageError(
             f"--verify runs the exported script on {gpus} GPUs, "
-            f"and a rank is played on one of {here}",
-            remedy="leave out --verify, and run `autotune verify` where the GPUs are",
+            f"but a rank is simulated on one of {here}",
+            remedy="omit --verify, and run `autotune verify` on a machine with the GPUs",
         )
 
     if any(
@@ -152,22 +152,22 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         for config in task.baselines
         if config.num_gpus > 1
     ):
-        reason = f"nobody published how fast {task.device.label} exchanges data with its like"
-        remedy = "describe your card in --gpu, with its link_gb_s (docs/using.md)"
+        reason = f"the interconnect bandwidth of {task.device.label} is unknown"
+        remedy = "describe your GPU in a file for --gpu, with its link_gb_s (docs/using.md)"
         if target.card is None:
-            remedy = "on a processor give one number with --gpus, without --play-ranks"
+            remedy = "on a CPU, give one number with --gpus, without --play-ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
 
     if True in task.space.choices("offload"):
         raise UsageError(
-            "one GPU cannot play a rank whose model waits in the host's memory: "
-            "real steps took 2 to 5 times as long",
-            remedy=f"run --gpus {gpus} where the GPUs are, or leave offload out; "
-            "`autotune plan` knows the memory",
+            "one GPU cannot simulate a rank with offload to the host's memory: "
+            "real steps took 2 to 5 times as long as simulated steps",
+            remedy=f"run --gpus {gpus} on a machine with the GPUs, or omit offload; "
+            "`autotune plan` estimates the memory",
         )
 
     played = " or ".join(str(number) for number in numbers if number > 1)
-    say(f"one GPU plays a rank of {played}: memory is measured, speeds are projected")
+    say(f"one GPU simulates a rank of {played}: memory is measured, speeds are projected")
     return replace(setup, task=replace(task, world=World.FAKE))
 
 
@@ -175,39 +175,40 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
     """Raise UsageError for options that exclude each other."""
     if spec.quality and spec.shallow_only:
         raise UsageError(
-            "--quality trains the whole model, --shallow-only none", remedy="leave one of them out"
+            "--quality trains a whole model, and --shallow-only excludes that",
+            remedy="omit one of them",
         )
 
     if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
         raise UsageError(
-            "configs are probed as they are",
-            remedy="leave --quality, --verify and --shallow-only out",
+            "named configurations (configs) are probed unchanged",
+            remedy="omit --quality, --verify and --shallow-only",
         )
 
     if spec.verify and (spec.shallow_only or target.measured_on is not None):
         raise UsageError(
-            "--verify runs what is exported on the device itself",
-            remedy="leave out --verify, or --shallow-only",
+            "--verify runs the exported script on the target GPU itself",
+            remedy="omit --verify, or --shallow-only",
         )
 
     if (spec.numbers_of_gpus or (1,)) != (1,) and (
         spec.workers > 1 or spec.ray is not None or spec.quality
     ):
         raise UsageError(
-            "--gpus takes all GPUs for one training at a time",
-            remedy="leave out --workers, --ray and --quality",
+            "--gpus uses all GPUs for one training at a time",
+            remedy="omit --workers, --ray and --quality",
         )
 
     if spec.quality and spec.objective != Objective.SFT:
         raise UsageError(
-            "--quality compares losses of the next token",
-            remedy="leave --quality out, or --objective",
+            "--quality compares next-token losses",
+            remedy="omit --quality, or --objective",
         )
 
     if spec.quality and spec.trained_by != "transformers":
         raise UsageError(
             "--quality trains with transformers' Trainer",
-            remedy="leave --quality out, or --trainer trl",
+            remedy="omit --quality, or --trainer trl",
         )
 
 

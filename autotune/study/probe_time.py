@@ -1,8 +1,9 @@
 """The predicted duration of a probe of a whole model.
 
 The prediction uses probes of a few of its layers, or an earlier probe. Loading and a micro batch
-are linear in the number of layers. The lead and the first round scale with the number of micro
-batches and their time. Whole rounds are timed; the first may count.
+are linear in the number of layers. A probe has a lead (warm-up steps) and rounds of steps
+(`probe.schedule`). The lead and the first round scale with the number of micro batches and their
+time. Timing covers whole rounds, sometimes including the first.
 """
 
 import statistics
@@ -12,10 +13,11 @@ from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, Pro
 from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
-WHOLE = 0  # the depth of a whole model here
-# An evaluated micro batch takes at most this share of a training micro batch: its forward pass.
+WHOLE = 0  # stands for the depth of a whole model
+# An evaluated micro batch is only a forward pass, at most this share of a training micro batch.
 EVALUATED = 0.5
-# Lead and first round have at most this number of average micro batches; more time is compilation.
+# Lead and first round last at most this number of average micro batches; further time is
+# compilation.
 FIRST_MICROS = 12
 
 
@@ -23,7 +25,7 @@ FIRST_MICROS = 12
 class _ProbeTime:
     """The times of one probe, in seconds, with `micro_steps` micro batches in a step.
 
-    `micro_s` is the mean of a micro batch, `first_s` the time of the lead and the first round.
+    `micro_s` is the mean time of a micro batch, `first_s` the time of the lead and the first round.
     `new_length_s` is the extra time for a micro batch of a new length, or None if it was not tried.
     """
 
@@ -35,11 +37,11 @@ class _ProbeTime:
 
 @dataclass(slots=True)
 class ProbeTimes:
-    """The probe times of one model, by configuration and depth. `shape` gives its layer count."""
+    """The probe times of one model, by configuration and depth. `shape` has the layer count."""
 
     shape: ModelShape | None
     _times_of: dict[TrainConfig, dict[int, _ProbeTime]] = field(default_factory=dict)
-    # The longest load by depth: a model may be loaded already.
+    # The longest load time by depth; it is shorter if the model was loaded already.
     _loads_s: dict[int, float] = field(default_factory=dict)
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:

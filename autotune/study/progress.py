@@ -40,7 +40,7 @@ class Progress(Protocol):
 
 
 class TextProgress:
-    """Passes every step and note on as a line; the default discards them."""
+    """Passes every step and note on as a line; by default, discards the lines."""
 
     def __init__(self, write: Callable[[str], Any] = lambda text: None) -> None:
         self._write = write

@@ -12,9 +12,9 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.problem.search_space import SearchSpace
 
-# A configuration is tight if it leaves less than this share of the memory limit free. Beyond it,
-# more free memory is not worth a measurable loss of speed. It only decides between equals in speed,
-# whose order is chance.
+# A configuration is tight if less than this share of the memory limit is free. Above this share,
+# free memory is not worth a measurable loss of speed. It only decides between configurations whose
+# speeds are within the error.
 ROOMY = 0.1
 
 
@@ -23,8 +23,8 @@ class Scored:
     """A configuration that fits, with its score and the free share of the memory limit.
 
     `noise` is the relative difference to expect between two measurements. `spread` is the range of
-    the timed steps relative to the reported one (`Performance`); the default never separates two
-    configurations. `host_bound` marks a CPU-bound configuration.
+    the timed steps relative to the reported step (`Performance`); with the default, no
+    configuration beats another. `host_bound` marks a CPU-bound configuration.
     """
 
     config: TrainConfig
@@ -37,8 +37,8 @@ class Scored:
     def ties(self, other: "Scored") -> bool:
         """Whether the two scores are within the error.
 
-        A few long steps on a busy machine make much noise. Even so, all steps of one configuration
-        may be slower than the other's; then they do not tie.
+        A few long steps on a busy machine make the noise large. Even then, two configurations do
+        not tie if all steps of one are slower than all steps of the other.
         """
         ratio = max(self.score, other.score) / min(self.score, other.score)
         return ratio - 1 <= max(self.noise, other.noise) and not (
@@ -46,7 +46,7 @@ class Scored:
         )
 
     def beats(self, other: "Scored") -> bool:
-        """Whether the score by the slowest step exceeds the other's score by its fastest step."""
+        """Whether this score at the slowest step exceeds the other score at the fastest step."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:
@@ -82,7 +82,7 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
 
 
 def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
-    """Return the best class within the slack of the cheapest, the fastest first."""
+    """Return the candidates of the best class within the slack, the fastest first."""
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
     best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
     return [
@@ -141,7 +141,7 @@ def why(
     if winner is cheapest:
         return f"{best} above the floors; {larger}"
     steadier = winner.equals(cheapest) and cheapest.host_bound and not winner.host_bound
-    reason = "the host does not set its pace" if steadier else "it leaves more memory free"
+    reason = "it is not CPU-bound" if steadier else "it leaves more memory free"
     return f"{reason}, {cost}; {larger}"
 
 

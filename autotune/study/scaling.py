@@ -132,7 +132,7 @@ class GpuPlan:
 
     @property
     def has_unknown_speed(self) -> bool:
-        """Whether a row fits and its speed is unknown: a comparison then covers only the others."""
+        """Whether a row fits and its speed is unknown; a comparison then omits that row."""
         return has_unknown_speed(self.rows)
 
     @property
@@ -164,7 +164,7 @@ class Scaling:
     """The run on each number of GPUs, the fewest first.
 
     The winner takes `own` GPUs. For the numbers in `known`, the rows come from the study's best
-    configurations. For the other numbers, they scale the winner.
+    configurations. For other numbers, the rows are projections of the winner.
     """
 
     own: int = 1
@@ -173,7 +173,7 @@ class Scaling:
 
     @property
     def has_unknown_speed(self) -> bool:
-        """Whether a row fits and its speed is unknown: a comparison then covers only the others."""
+        """Whether a row fits and its speed is unknown; a comparison then omits that row."""
         return has_unknown_speed(self.rows)
 
     @property

@@ -230,7 +230,7 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
 
 
 def test_search_options_are_refused_for_a_suite() -> None:
-    with pytest.raises(UsageError, match="configs are probed as they are"):
+    with pytest.raises(UsageError, match="are probed unchanged"):
         run_spec(replace(spec_of(NamedConfig(name="one"), gpu="cpu"), quality=True))
 
 

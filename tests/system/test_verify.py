@@ -210,7 +210,9 @@ def test_winners_that_cannot_run_on_this_machine_are_refused(
 def test_shallow_only_and_verify_are_refused_together() -> None:
     from autotune.cli.commands.run import run_spec
 
-    with pytest.raises(UsageError, match=r"--verify runs what is exported on the device itself"):
+    with pytest.raises(
+        UsageError, match=r"--verify runs the exported script on the target GPU itself"
+    ):
         run_spec(StudySpec(model="demo-3m", gpu="cpu", verify=True, shallow_only=True))
 
 

@@ -223,9 +223,8 @@ def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(
     found = find_feasible(task, SPACE, session.evaluator, session.said.append)
     assert isinstance(found.problem, NothingFits)  # it is a baseline too
     lean = task.space.config(task.space.leanest())
-    assert (
-        session.said[-1]
-        == f"the baseline does not fit; trying the leanest configuration: {lean.label()}"
+    assert session.said[-1] == (
+        f"the baseline does not fit; trying the configuration with the least memory: {lean.label()}"
     )
 
 
@@ -270,24 +269,24 @@ def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start
 @pytest.mark.parametrize(
     ("changes", "needs"),
     [
-        ({}, "more than 133.0 GiB (what it held when it ran out) of the 132.0 GiB there are"),
+        ({}, "more than 133.0 GiB (allocated when memory ran out) of the 132.0 GiB available"),
         (
             {"oom": replace(oom_detail(), requested_gib=None)},
-            "more than 131.0 GiB (what it held when it ran out) of the 132.0 GiB there are",
+            "more than 131.0 GiB (allocated when memory ran out) of the 132.0 GiB available",
         ),
         (
             {"measurement": measurement(0.5)},  # four of them and 0.02 s for 32 rows of 256 tokens
-            "133.0 GiB of the 132.0 GiB there are (extrapolated from a few layers); it would train"
+            "133.0 GiB of the 132.0 GiB available (extrapolated from a few layers); it would train"
             " 4,055 tokens/s here "
             "if it fitted",
         ),
-        ({"oom": None}, "more memory than there is"),
+        ({"oom": None}, "more memory than is available"),
     ],
 )
 def test_where_nothing_fits_the_least_need_is_said(changes: dict[str, Any], needs: str) -> None:
     error = nothing_fits(result(BASELINE, Outcome.OOM, **changes), subject_of())
     assert str(error) == (
-        f"nothing in the search space fits: the leanest configuration, {BASELINE.label()}, needs"
-        f" {needs}"
+        "nothing in the search space fits: the configuration with the least memory,"
+        f" {BASELINE.label()}, needs {needs}"
     )
     assert error.remedy

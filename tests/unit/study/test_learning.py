@@ -114,11 +114,11 @@ def test_how_sure_the_rate_is() -> None:
         attempt(1e-2, 1, loss=None),
     )
     assert (apart.learning_rate, apart.is_sure) == (1e-4, True)
-    assert apart.is_at_an_end and "is at an end" in apart.notes()[0]
+    assert apart.is_at_an_end and "the lowest or the highest rate" in apart.notes()[0]
     lucky = replace(
         apart, attempts=(*apart.attempts[:3], attempt(1e-3, 1, loss=1.09), *apart.attempts[4:])
     )
-    assert not lucky.is_sure and "not sure" in lucky.notes()[0]
+    assert not lucky.is_sure and "not certain" in lucky.notes()[0]
     inside = learned(attempt(1e-5, steps=5), *apart.attempts)
     assert not inside.is_at_an_end and inside.notes() == []
     assert inside.last_round == apart.attempts

@@ -113,7 +113,7 @@ def test_of_equals_none_wins_whose_host_sets_the_pace():
     )
     assert choose([steady, hosted], 0.05) is steady
     assert why(steady, [steady, hosted], 0.05, RANKS, ()) == (
-        "the host does not set its pace, at no measurable cost; nothing more capable was tried"
+        "it is not CPU-bound, at no measurable cost; nothing more capable was tried"
     )
     assert to_beat(steady, [hosted], 0.05) == pytest.approx(100.5 / 1.02)
     assert to_beat(hosted, [steady], 0.05) == 100.0
