@@ -1,8 +1,8 @@
-"""One process's part in a study: its prober, its database connections and their users.
+"""One process's session of a study: its prober, its database connections, and their users.
 
-All are closed at the end. `Leader` runs a study, `work` helps with a study that another process
-leads, `explain` probes a winner's knobs. The worker process loads torch while the rest is set up,
-so a session starts it first.
+The session closes prober and connections at its end. `Leader` runs a study, `work` helps with a
+study that another process leads, `explain` probes a winner's knobs. A session first starts the
+worker process, which loads torch while the rest is set up.
 """
 
 import math
@@ -83,9 +83,9 @@ JOIN_RETRY_S = 2.0
 class Session:
     """The prober and the database of one process, as a context manager that closes them.
 
-    `folder` takes logs and results that wait for the database. Probes end when the user asks to
+    `folder` holds logs, and results that wait for the database. Probes end when the user asks to
     stop, or at `until` in seconds of time.monotonic(). `num_gpus` GPUs take part in each probe.
-    With `reached`, even the first connection waits for the database, since this process has read
+    With `reached`, even the first connection waits for the database, because this process has read
     from it before.
     """
 
@@ -144,10 +144,11 @@ class Session:
         return self.prober.fingerprint
 
     def compile_ahead(self, number: int) -> CompileAhead | None:
-        """Start `number` processes that compile ahead for the prober, and return their handle.
+        """Start `number` processes that compile code in advance, and return their handle.
 
-        They end with this session. Returns None without processes, or if the memory of other
-        processes is unknown: then the worker's own memory would be unknown too.
+        They end with this session. Returns None if `number` is 0 or a probe uses several GPUs. Also
+        returns None if the memory of other processes is unknown, because the worker's own memory
+        would then be unknown too.
         """
         prober = self.prober
         if number == 0 or not isinstance(prober, WorkerProber) or not prober.knows_memory_of_others:
@@ -159,7 +160,7 @@ class Session:
     def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
         """Return the optimizer of a study, and create the study if necessary.
 
-        It closes with this session.
+        The optimizer closes with this session.
         """
         optimizer = Optimizer.create(self.url, name, task.space, seed=seed, outages=self.outages)
         self._opened.callback(optimizer.close)
@@ -177,7 +178,7 @@ class Session:
     ) -> Evaluator:
         """Return an evaluator for a task; its probes are stored under the name `study`.
 
-        With `fresh`, it reuses no result of other studies.
+        With `fresh`, the evaluator reuses no results of other studies.
         """
         # The formula was measured with these trainers and objectives.
         measured = task.trainer == "transformers" or task.workload.objective is not Objective.SFT
@@ -217,9 +218,9 @@ def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreak
 class Leader:
     """The process that leads a study: it sets up, searches, confirms and keeps the record.
 
-    `on_resumed` gets the trials of earlier sessions once, `on_trial` each new one as it ends.
-    `failure` holds an error that ended the search early. The caller raises it once the results so
-    far are written.
+    `on_resumed` gets the trials of earlier sessions once, `on_trial` gets each new trial at its
+    end. `failure` holds an error that ended the search early. The caller raises it once the results
+    so far are written.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class Leader:
         note = session.progress.note
         if target.held_by_others_gib:
             held = fmt_gib(target.held_by_others_gib)
-            note(f"others hold {held} of this GPU: {target.other_processes()}", "yellow")
+            note(f"other processes hold {held} of this GPU: {target.other_processes()}", "yellow")
 
         self.memory_gib = target.memory_cap_gib(
             session.prober.memory_gib,
@@ -259,7 +260,7 @@ class Leader:
                 f"--memory-gib {self.memory_gib:g} leaves nothing for tensors: "
                 f"the libraries hold {fmt_gib(held_gib)}",
                 remedy=f"give more than {fmt_gib(held_gib / (1 - plan.spec.headroom))}, "
-                "or leave it out",
+                "or omit --memory-gib",
             )
 
         if plan.spec.dataset is not None:
@@ -278,7 +279,7 @@ class Leader:
         return round(example_gib + self.session.prober.context_gib / (1 - spec.headroom), 2)
 
     def search(self) -> None:
-        """Set up, search and confirm. If no configuration fits, the study stores the tries.
+        """Set up, search and confirm. If no configuration fits, the study stores the attempts.
 
         Raises:
             UsageError: another process leads the study, or its options differ from before.
@@ -314,7 +315,8 @@ class Leader:
         if feasible.opens_reserve:
             if feasible.problem is None:
                 session.progress.note(
-                    f"nothing else fits, so these are searched too: {setup.reserved}", "yellow"
+                    f"nothing else fits, so these values are searched too: {setup.reserved}",
+                    "yellow",
                 )
             setup = open_reserve(setup)
 
@@ -337,7 +339,8 @@ class Leader:
         Raises UsageError.
         """
         setup = self.plan.setup
-        # All sessions use one conversion, or their values would not compare.
+        # All sessions use the same conversion to the target GPU, so that their speeds are
+        # comparable.
         if self._before is not None and setup.task.carried is not None:
             before = self._before.task
             setup = replace(
@@ -354,8 +357,8 @@ class Leader:
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(
-                "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
-                remedy="leave --shallow-only out",
+                "--shallow-only: this model's layers cannot be left out (too few, or no two alike)",
+                remedy="omit --shallow-only",
             )
         return adapt_to_layers(setup, shape), shape
 
@@ -375,7 +378,7 @@ class Leader:
                     raise UsageError(
                         f"study {plan.study!r} is being run by process {worker.pid} "
                         f"of {worker.host}",
-                        remedy="help it with `autotune worker`, or give another name with --study",
+                        remedy="join it with `autotune worker`, or give another name with --study",
                     )
 
             self.trials = SharedTrials(
@@ -437,7 +440,7 @@ class Leader:
                 self.update()
 
     def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:
-        """Compile the code of the formula seeds and the baseline ahead, if that pays."""
+        """Compile the formula seeds and the baseline in advance, if that saves time."""
         spec = self.plan.spec
         single_worker = spec.workers == 1 and spec.ray is None
         number = (
@@ -454,7 +457,7 @@ class Leader:
             self._ahead.want(shallow_requests(evaluator, likely))
 
     def _look_ahead(self, trials: SharedTrials) -> None:
-        """Compile the likely next configurations ahead at each trial, and track compiled code."""
+        """At each trial, request compilation of likely next configurations; track compiled code."""
         ahead = self._ahead
         trying = trials.on_begin
         keys = dict[int, str]()
@@ -479,7 +482,7 @@ class Leader:
         trials.is_compiled = is_compiled
 
     def _end_lookahead(self) -> None:
-        """Stop compilation ahead, so that confirmations have the machine to themselves."""
+        """Stop compilation in advance, so that confirmations run alone on the machine."""
         if self._ahead is None:
             return
         compiled = self._ahead.compile_seconds()
@@ -487,7 +490,7 @@ class Leader:
         if compiled:
             each_s = sum(compiled.values()) / len(compiled)
             self.session.progress.say(
-                f"compiled ahead: {len(compiled)} ways to compute, {fmt_seconds(each_s)} each"
+                f"compiled in advance: {len(compiled)} variants, {fmt_seconds(each_s)} each"
             )
 
     def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
@@ -572,20 +575,21 @@ def find_record(name: str | None, url: str) -> StudyRecord:
     if not names:
         raise UsageError(
             "there is no study in this database",
-            remedy="start one with `autotune run`, or name --storage",
+            remedy="start one with `autotune run`, or give another --storage",
         )
 
     if name is None:
         name = names[-1]
     if name not in names:
         raise UsageError(
-            f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}"
+            f"there is no study {name!r} in this database",
+            remedy=f"the studies are: {', '.join(names)}",
         )
 
     record = read_record(url, name)
     if record is None:
         raise UsageError(
-            f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made"
+            f"{name!r} is not a study of autotune", remedy="give a study that `autotune run` made"
         )
     return record
 
@@ -595,7 +599,7 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
     task = record.task
     with closing(Optimizer.open(url, task.study, task.space)) as optimizer:
         finished = optimizer.finished()
-    # Read last: a running study stores a probe before its trial is finished.
+    # The probes are read last, because a running study stores a probe before it finishes the trial.
     with closing(ProbeStore(url)) as store:
         stored = store.of_study(task.study)
 
@@ -637,7 +641,7 @@ def await_study(
 
 
 def worker_folder(record: StudyRecord, url: str, out: Path | None) -> Path:
-    """Return the directory of this worker's logs: `out`, or a new one in the study's directory."""
+    """Return the directory for this worker's logs: `out`, or a new one in the study's directory."""
     if out is not None:
         return out
     return (
@@ -662,7 +666,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
     differences = record.fingerprint.differences(session.start_prober())
     if differences and not allow_mixed:
         raise EnvironmentProblem(
-            f"this machine is not like the one that began the study: {'; '.join(differences)}",
+            f"this machine differs from the machine that began the study: {'; '.join(differences)}",
             remedy="workers of one study need the same GPU and the same packages "
             "(--allow-mixed to try nevertheless)",
         )
@@ -715,9 +719,9 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
 def _watched_rows(
     session: Session, record: StudyRecord, selection: Selection, *, allow_mixed: bool
 ) -> Callable[[], list[StoredProbe]]:
-    """Check that this node is like the others, and return a reader of new rows.
+    """Check that this node is like the others, and return a function that reads new results.
 
-    The reader repeats the check whenever it is due.
+    The function repeats the check whenever it is due.
     """
     node = NodeMonitor(
         session.prober,
@@ -728,11 +732,11 @@ def _watched_rows(
         log=session.logs / "node.log",
     )
 
-    remedy = "see what else runs on it, its cooling and its clocks"
+    remedy = "check this node's other processes, its cooling and its clock rates"
     if (reasons := node.check()) and not allow_mixed:
         raise TooManyFailures(
             f"this node is not like the others: {'; '.join(reasons)}",
-            remedy=f"{remedy}; --allow-mixed joins nevertheless",
+            remedy=f"{remedy}, or join anyway with --allow-mixed",
         )
 
     def new_rows() -> list[StoredProbe]:
@@ -748,7 +752,7 @@ def _watched_rows(
 
 def worker_device(record: StudyRecord) -> str:
     """Return the device for a worker of this study, "cpu" or "cuda". Raises EnvironmentProblem."""
-    remedy = "GPUs of different models never share a study: begin another one on this card"
+    remedy = "GPUs of different models never share a study: begin another study on this GPU"
     device = require_device(record.task.measured_on or record.task.device, remedy)
     if device == "cpu":
         return device
@@ -758,8 +762,8 @@ def worker_device(record: StudyRecord) -> str:
     free_gib = card.memory_gib - card.used_gib
     if free_gib < record.terms.memory_gib - IGNORED_GIB:
         raise EnvironmentProblem(
-            f"the study uses {fmt_gib(record.terms.memory_gib)} of each card, "
-            f"and {fmt_gib(free_gib)} of this one are free",
+            f"the study uses {fmt_gib(record.terms.memory_gib)} of each GPU, "
+            f"but only {fmt_gib(free_gib)} of this GPU are free",
             remedy="stop the processes that use this GPU's memory",
         )
     return device
@@ -780,10 +784,13 @@ def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
         is_here = False
 
     if not is_here:
-        raise EnvironmentProblem(f"the study is for {device.name}, here is {here}", remedy=remedy)
+        raise EnvironmentProblem(
+            f"the study is for {device.name}, but this machine has {here}", remedy=remedy
+        )
     if kind == "cuda" and (number := len(visible())) < gpus:
         raise EnvironmentProblem(
-            f"the study is for {gpus} GPUs, visible here: {number}", remedy=remedy
+            f"the study is for {gpus} GPUs, but only {number} of this machine's are visible",
+            remedy=remedy,
         )
     return kind
 
@@ -804,7 +811,7 @@ def explain(
     shape = session.prober.describe(task.model.config)
     shallow = shape is not None and depths_of(shape, winner) is not None
 
-    # The probes get another name: otherwise a lucky probe could make another configuration win.
+    # The probes are stored under another study's name, so that no lucky probe changes the winner.
     study = _explained(task.study)
     evaluator = session.evaluator(
         task,
@@ -835,7 +842,8 @@ def profile(
     prober = session.prober
     if not isinstance(prober, WorkerProber):
         raise UsageError(
-            "one GPU is profiled, and the study probes several", remedy="profile a study of one GPU"
+            "a profile covers one GPU, but the study probes several",
+            remedy="profile a study of one GPU",
         )
 
     session.start_prober()
@@ -847,20 +855,21 @@ def profile(
     if result.outcome is not Outcome.OK:
         raise EnvironmentProblem(
             f"the probe failed this time: {result.reason or result.outcome}",
-            remedy=f"see {log}, and whether something else uses the device (`autotune doctor`)",
+            remedy=f"see {log}, and check whether another process uses the device"
+            " (`autotune doctor`)",
         )
     if micro_profile is None:
         raise EnvironmentProblem(
             "the driver does not show what the GPU runs",
-            remedy="let this user profile: NVreg_RestrictProfilingToAdminUsers=0, "
-            "or end another profiler",
+            remedy="allow this user to profile (NVreg_RestrictProfilingToAdminUsers=0), "
+            "or end the other profiler",
         )
 
-    session.progress.say("measuring what the device reaches")
+    session.progress.say("measuring the rates of the device")
     return request, micro_profile, prober.rates()
 
 
 def amend_record(url: str, record: StudyRecord, **changes: Any) -> None:
-    """Write fields of the record of a study, which need not be running."""
+    """Write fields of a study's record, even if the study is not running."""
     with closing(Optimizer.open(url, record.task.study, record.task.space)) as optimizer:
         update_record(optimizer, **changes)

@@ -1,7 +1,7 @@
-"""The further workers of a study: processes on the other GPUs of this machine or of a Ray cluster.
+"""The additional workers of a study, on the other GPUs of this machine or of a Ray cluster.
 
-Each is an `autotune worker` process, which ends with the leader or before. If a worker is lost, its
-trials are queued again when its leases expire, so neither group restarts workers.
+Each is an `autotune worker` process, which ends with the leader or before. Lost workers are not
+restarted, because their trials are queued again once their leases (reservations) expire.
 """
 
 import os
@@ -29,11 +29,11 @@ RAY_RESOURCE = "autotune"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 # The URL may hold a password, which other users could read on a command line.
 STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
-WAITING = "waiting for the other workers to end what they probe"
+WAITING = "waiting for the other workers to finish their probes"
 
 
 def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
-    """Return the GPUs of the `workers` other than the leader, or None for each on the CPU.
+    """Return the GPU of each worker except the leader; on a CPU, None for each.
 
     Raises EnvironmentProblem if there are too few GPUs.
     """
@@ -42,7 +42,7 @@ def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
     cards = nvml.visible() if workers > 1 else []
     if workers > max(len(cards), 1):
         raise EnvironmentProblem(
-            f"--workers {workers}: GPUs here: {len(cards)}",
+            f"--workers {workers} needs a GPU for each worker, but this machine has {len(cards)}",
             remedy=f"give --workers {max(len(cards), 1)}",
         )
     return cards[1:workers]
@@ -61,7 +61,7 @@ def _worker_command(study: str, *arguments: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a worker, and kill it if it does not leave."""
+    """Terminate a worker, and kill it if it does not end in time."""
     process.terminate()
     try:
         process.wait(LEAVE_S)
@@ -79,10 +79,10 @@ def local_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """Run a worker process on each of these GPUs (None: the CPU) while the block runs.
+    """While the block runs, run a worker process on each of these GPUs (None: the CPU).
 
-    At its end the workers have LEAVE_S seconds to finish. After an error, or once `is_over`, they
-    have no time. A failed worker is reported.
+    At the end of the block, the workers have LEAVE_S seconds to finish. After an error, or once
+    `is_over` returns True, they end at once. A failed worker is reported.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -139,10 +139,10 @@ def ray_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """Run a worker on each GPU of a Ray cluster that is like this one while the block runs.
+    """While the block runs, run a worker on each GPU of a Ray cluster that is like this machine's.
 
     The leader's own GPU gets no worker. Ray only places the workers: an actor holds a GPU and
-    starts `autotune worker` as a process that ends with it. Without an address there are no
+    starts `autotune worker` as a process that ends with the actor. Without an address there are no
     workers. The workers end in the same way as in `local_workers`.
 
     Raises:
@@ -203,10 +203,10 @@ def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> l
         actors += [actor.remote() for _ in range(count)]
 
     if not actors:
-        missing = f"the resource {RAY_RESOURCE}" if on_cpu else "such GPUs"
+        missing = f"the resource {RAY_RESOURCE}" if on_cpu else "GPUs of this type"
         raise EnvironmentProblem(
             f"no node of the Ray cluster has {missing}",
-            remedy=f"""for processors: ray start --resources '{{"{RAY_RESOURCE}": 1}}'""",
+            remedy=f"""for workers on CPUs: ray start --resources '{{"{RAY_RESOURCE}": 1}}'""",
         )
     return actors
 
@@ -224,13 +224,11 @@ def _report(calls: list[Any], seconds: float, failure: str, progress: Progress) 
         try:
             code = ray.get(call)
         except ray.exceptions.RayError as error:
-            progress.note(
-                f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow"
-            )
+            progress.note(f"a Ray worker {failure}: {str(error).strip().splitlines()[0]}", "yellow")
         else:
             if code:
                 progress.note(
-                    f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node",
+                    f"a Ray worker failed (exit code {code}): see Ray's logs of its node",
                     "yellow",
                 )
 
@@ -285,7 +283,7 @@ class _WorkerActor:
     ) -> None:
         """Start the worker. On the leader's own GPU, only hold the GPU.
 
-        `leader` is that GPU: (node id, CUDA_VISIBLE_DEVICES).
+        `leader` identifies the leader's GPU: (node id, CUDA_VISIBLE_DEVICES).
         """
         import ray
 
@@ -308,9 +306,9 @@ class _WorkerActor:
         )
 
     def end(self, patience: float) -> int:
-        """Wait `patience` seconds for the worker to leave, then end it.
+        """Wait `patience` seconds for the worker to finish, then end it.
 
-        Returns its exit code, or 0 if it was still working.
+        Returns the worker's exit code, or 0 if it was still working.
         """
         if self._worker is None:
             return 0

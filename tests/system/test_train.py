@@ -246,12 +246,16 @@ def test_another_device_than_the_study_is_for_needs_a_flag(
         "resume": True,
     }
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(EnvironmentProblem, match=r"^the study is for h200-sxm, here is no GPU$"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"^the study is for h200-sxm, but this machine has no GPU$"
+    ):
         command.train(**asked)
     assert not Path("train.ran").exists()
     command.train(**asked | {"other_device": True})
     assert Path("train.ran").exists()
-    assert "warning: the study is for h200-sxm, here is no GPU" in capsys.readouterr().err
+    assert (
+        "warning: the study is for h200-sxm, but this machine has no GPU" in capsys.readouterr().err
+    )
 
 
 def test_a_trl_study_names_the_trl_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,6 @@ def test_a_worker_that_cannot_join_fails_with_its_exit_code(place: Place) -> Non
         search.remember("fingerprint", theirs | {"packages": theirs["packages"] | {"torch": "1.0"}})
     other = place.start("worker", "--study", "one")
     assert (
-        "not like the one that began the study" in other.communicate(timeout=60)[1]
+        "differs from the machine that began the study" in other.communicate(timeout=60)[1]
         and other.returncode == 3
     )

@@ -1,6 +1,6 @@
 """The gateway to a study's database: its URL, connections, outages and errors.
 
-A session waits through an outage. Every error leaves as a StorageError in plain words, with the
+A session waits through an outage. Every error is raised as a StorageError in plain words, with the
 true cause and without a password.
 """
 
@@ -31,8 +31,8 @@ from autotune.core.units import fmt_seconds, parse_duration
 
 WAIT_VARIABLE = "AUTOTUNE_DATABASE_WAIT"
 WAIT_S = 300.0
-# The remedy for a row of unknown form.
-OTHER = "open it with the version that wrote it, or name another database with --storage"
+# The remedy for a table row that this version cannot read.
+OTHER = "use the version of autotune that wrote it, or another database with --storage"
 RETRY_EVERY_S = 1.0
 TRIES = 4  # the attempts at an operation whose connection breaks
 TABLE_TRIES = 30  # more than the number of tables; another process may be creating each of them
@@ -42,8 +42,9 @@ T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# PostgreSQL's client gives up on a host that vanished after these times. They apply to a connection
-# attempt (s), to unacknowledged data (ms), and to waiting for an answer (s, s, count).
+# After these times, PostgreSQL's client gives up on a host that does not respond. The times apply
+# to a connection attempt (s), to unacknowledged data (ms), and to waiting for an answer (s, s,
+# count).
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,
@@ -71,11 +72,11 @@ NETWORK_FILE_SYSTEMS = {
 
 
 class Outages:
-    """The waiting of a session for a server that became unreachable: a retry every second.
+    """Makes a session wait for an unreachable server, with a retry every second.
 
-    It lasts at most `seconds`. Only the thread that created this object waits. `say` reports the
-    outage and its end, and `should_stop` ends the waiting. With `reached`, even the first
-    connection is waited for. SQLite files are never waited for.
+    The wait lasts at most `seconds`. Only the thread that created this object waits. `say` reports
+    the outage and its end, and `should_stop` ends the wait. With `reached`, the session waits even
+    for the first connection. It never waits for SQLite files.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Outages:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._reached = reached
-        # The end of the patience during an outage, shared by all connections.
+        # The time at which the wait for an outage ends, shared by all connections.
         self._until: float | None = None
 
     def waits(self) -> bool:
@@ -129,7 +130,7 @@ class Outages:
         sa.event.listen(engine, "do_connect", connect)
 
     def _wait_after(self, error: BaseException, url: URL) -> None:
-        """Sleep before the next attempt to connect, or raise the error if there is none."""
+        """Sleep before the next attempt to connect, or raise the error if no attempt is left."""
         if not self._reached or not self.waits():
             raise error
 
@@ -157,7 +158,7 @@ class HasOutages(Protocol):
 
 
 def retried(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Decorate an idempotent method: it runs again if its connection broke and `outages` wait."""
+    """Decorate an idempotent method to run again if its connection broke and `outages.waits()`."""
 
     @wraps(operation)
     def run(self: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -175,7 +176,7 @@ def retried(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatena
 class Database:
     """The connections of one component to one database.
 
-    Errors are translated, and outages are waited for.
+    Errors become StorageError, and operations wait through outages.
     """
 
     def __init__(self, url: str, outages: Outages, tables: sa.MetaData) -> None:
@@ -298,7 +299,7 @@ def require_database(url: str) -> None:
     if url.startswith("sqlite") and (path is None or not path.exists()):
         raise UsageError(
             f"there is no database {public_url(url)}",
-            remedy="start a study with `autotune run`, or name --storage",
+            remedy="start a study with `autotune run`, or give another --storage",
         )
 
 
@@ -391,7 +392,7 @@ def storage_errors(url: str) -> Iterator[None]:
         message = _first_line(getattr(cause, "orig", None) or cause, make_url(url))
         failed = StorageError(
             f"the database {public_url(url)} failed: {message}",
-            remedy="check that it can be reached and written, "
+            remedy="check that the database can be reached and written, "
             "then run the same command with --study to continue",
         )
         failed.lost = isinstance(error, PendingRollbackError) or getattr(

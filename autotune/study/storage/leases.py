@@ -1,8 +1,9 @@
 """The workers of a study, their leases of configurations, and the detection of lost workers.
 
-The database keeps two workers from probing the same configuration: its lease is a unique row.
-Workers count heartbeats. Each observer measures by its own clock how long a count has not changed,
-so the clocks need not agree. A worker on this machine is lost as soon as its process ends.
+A lease reserves a configuration for one worker. It is a unique row of the database, so two workers
+never probe the same configuration. Each worker counts its heartbeats in the database. The other
+workers measure, by their own clocks, how long that count has not changed, so the clocks need not
+agree. A worker on this machine counts as lost as soon as its process ends.
 """
 
 import json
@@ -85,7 +86,10 @@ class Worker:
 
 
 class Leases:
-    """One worker's view of a study. Raises StorageError if the database cannot be reached."""
+    """The workers and leases of a study, as one worker sees them.
+
+    Raises StorageError if the database cannot be reached.
+    """
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class Leases:
 
     @contextmanager
     def joined(self) -> Iterator["Leases"]:
-        """Join the study's workers for a `with` block. At its end, release all own leases."""
+        """Join the study's workers for a `with` block. At its end, release this worker's leases."""
         self._beat()
         stop = threading.Event()
         heart = threading.Thread(target=self._beat_on, args=(stop,), daemon=True)
@@ -119,7 +123,7 @@ class Leases:
         finally:
             stop.set()
             heart.join()
-            with suppress(StorageError):  # the other workers will notice by themselves
+            with suppress(StorageError):  # the other workers will detect the loss
                 self.forget(self.name)
             self._database.close()
 
@@ -129,12 +133,13 @@ class Leases:
 
     @retried
     def take(self, config: str, trial: int) -> bool:
-        """Take a configuration by its digest; False if another worker has it."""
+        """Lease a configuration by its digest; return False if another worker has it."""
         row = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
         with storage_errors(self._database.url):
             try:
                 with self._database.engine.begin() as connection:
-                    # PostgreSQL assigns row numbers before rows become visible to others.
+                    # PostgreSQL assigns row ids before the rows become visible to other
+                    # connections, so a lock serializes the inserts.
                     if connection.dialect.name == "postgresql":
                         lock = sa.func.pg_advisory_xact_lock(crc32(self._study.encode()))
                         connection.execute(sa.select(lock))
@@ -148,7 +153,7 @@ class Leases:
     def _holds(self, config: str, trial: int) -> bool:
         """Whether this worker has the lease.
 
-        Its connection may have broken after the lease was taken.
+        The connection may have broken after the database stored the lease.
         """
         same = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
         with self._database.begin() as connection:
@@ -208,7 +213,7 @@ class Leases:
             elif name != self.name:
                 self.forget(name)
 
-        # A worker may have been removed, have taken a lease and have been killed.
+        # A removed worker may have taken another lease before it was killed.
         with self._database.begin() as connection:
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
@@ -253,7 +258,11 @@ class Leases:
             connection.execute(_workers.delete().filter_by(study=self._study, name=name))
 
     def _beat(self) -> None:
-        """Count up. A missing worker joins: it is new, or was taken for lost during a pause."""
+        """Count a heartbeat.
+
+        A worker that is missing in the table is added: it is new, or it was considered lost during
+        a pause.
+        """
         with self._database.begin() as connection:
             self._count_up(connection)
         before = self._beaten
@@ -272,14 +281,14 @@ class Leases:
             )
 
     def _beat_on(self, stop: threading.Event) -> None:
-        """Count up until `stop`, even if the database fails."""
+        """Count heartbeats until `stop` is set, even if the database fails."""
         while not stop.wait(BEAT_S):
             with suppress(StorageError):
                 self._beat()
 
 
 class SingleWorker:
-    """The replacement of Leases in a session without other workers: no configuration is taken."""
+    """The replacement of Leases in a session without other workers; it never holds a lease."""
 
     name = ""
 
@@ -307,7 +316,7 @@ Coordinator = Leases | SingleWorker
 
 
 def began(pid: int) -> int | None:
-    """The start of a process of this machine in ticks after the boot.
+    """The time when a process of this machine started, in ticks since the boot.
 
     It is None if the process does not exist or is a zombie.
     """
@@ -319,7 +328,7 @@ def began(pid: int) -> int | None:
 
 
 def _realm() -> str:
-    """Name this boot of this machine and this process namespace; a pid is unique within both."""
+    """Name this boot of the machine and this process namespace; a pid is unique within the two."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -27,7 +27,7 @@ def storage_url(storage: str | None) -> str:
 
 
 def existing_url(storage: str | None) -> str:
-    """Return the same URL without creating a folder.
+    """Return the URL that `storage_url` returns, without creating a folder.
 
     Raises UsageError if the SQLite file does not exist.
     """
@@ -57,9 +57,9 @@ def shared_url(storage: str | None) -> str:
     if kind:
         raise UsageError(
             f"the database is an SQLite file on a network drive ({kind}), "
-            "whose locks do not hold between machines",
+            "where locks do not work between machines",
             remedy="give --storage postgresql+psycopg://..., "
-            "or a file on a disk of this machine for its own workers",
+            "or a file on a local disk if all workers run on this machine",
         )
     return url
 
@@ -72,8 +72,8 @@ def study_directory(out: str | None, study: str) -> Path:
 def stored_out(out: Path, url: str) -> str:
     """Convert a study's directory to the form that a record stores.
 
-    Inside the SQLite file's directory it is a relative path, so both can be moved or copied
-    together. Otherwise it is the full path.
+    Inside the SQLite file's directory it is a relative path, so that the file and the study's
+    directory can be moved or copied together. Otherwise it is the full path.
     """
     from autotune.study.storage.database import sqlite_folder
 
@@ -84,9 +84,10 @@ def stored_out(out: Path, url: str) -> str:
 
 
 def opened_out(stored: str, url: str, study: str) -> Path:
-    """Return the directory that `stored_out` stored, relative to the database's present place.
+    """Return the study's directory from the form that `stored_out` returns.
 
-    If this host has no such directory, return one under runs/.
+    A relative path starts at the present directory of the database. If this host has no such
+    directory, return one under runs/.
     """
     from autotune.study.storage.database import sqlite_folder
 
@@ -110,5 +111,5 @@ def make_writable(directory: Path) -> None:
     if space.f_bavail * space.f_frsize < FREE_BYTES:
         raise StorageError(
             f"less than {FREE_BYTES >> 20} MiB are free at {directory}",
-            remedy="free some, or give another --out",
+            remedy="free disk space, or give another --out",
         )

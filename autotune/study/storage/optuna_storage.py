@@ -17,12 +17,12 @@ _compatible: set[str] = set()  # URLs of databases whose tables suit this versio
 def optuna_storage(url: str) -> RDBStorage:
     """Open Optuna's storage on this database. The caller disposes of its engine.
 
-    To check the tables, Optuna reads all its migrations. This happens once per process and
+    To check the tables, Optuna reads all its migrations. The check happens once per process and
     database.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url not in _compatible:
-        # If this fails, no caller can close its connections, so it has no pool.
+        # This storage has no connection pool, because no caller could close it if the check fails.
         with_tables(lambda: RDBStorage(url, engine_kwargs=engine_options(url, pooled=False)))
         _compatible.add(url)
     return RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=True)
@@ -30,7 +30,7 @@ def optuna_storage(url: str) -> RDBStorage:
 
 @contextlib.contextmanager
 def opened_storage(url: str) -> Iterator[RDBStorage]:
-    """Open the same storage for a `with` block, which closes its connections."""
+    """Open Optuna's storage for a `with` block, which closes its connections."""
     storage = optuna_storage(url)
     try:
         yield storage

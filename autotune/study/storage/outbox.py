@@ -28,7 +28,8 @@ class Outbox:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, which is on disk when this returns. Raises StorageError."""
         with self._locked() as file:
-            # A process that was killed while writing leaves half a line. The newline separates it.
+            # A process that was killed while writing leaves half a line. The newline separates the
+            # next row from it.
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -24,7 +24,7 @@ def locked(directory: Path, study: str) -> Iterator[None]:
             file.seek(0)
             raise UsageError(
                 f"study {study!r} is being run by process {file.read().strip() or '?'}",
-                remedy="wait for it, or give another name with --study",
+                remedy="wait until it ends, or give another name with --study",
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -2,7 +2,7 @@
 
 The record is versioned and has named fields. Each field is a user attribute of the Optuna study, as
 JSON, so the leader and its workers can update their own fields independently. A record of another
-schema version is refused, because its probe results do not compare.
+schema version is refused, because its probe results are not comparable.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -27,7 +27,7 @@ _WORKER = "worker_seconds:"  # plus a worker's name: each worker writes its own 
 
 
 class StudyPhase(StrEnum):
-    """The phase of a study's leader; workers help while it searches."""
+    """The phase of a study's leader; workers help while the phase is SEARCHING."""
 
     SEARCHING = "searching"
     CONFIRMING = "confirming"
@@ -73,7 +73,7 @@ class StudyRecord:
 
     `out` is the study's directory in the form that `location.opened_out` reads. `wall_seconds`
     counts all sessions, `earlier_seconds` the sessions before the current one, `worker_seconds` the
-    time of each further worker. `limits` and `phase` are None until the search begins.
+    time of each additional worker. `limits` and `phase` are None until the search begins.
     """
 
     task: Task
@@ -91,7 +91,7 @@ class StudyRecord:
     quality: Quality | None = None
     verification: Verification | None = None
     learning: Learning | None = None
-    too_short_for: tuple[str, ...] = ()  # the parts that the last session's budget left out
+    too_short_for: tuple[str, ...] = ()  # the parts for which the last session had no time
     ablation: Ablation | None = None
     decomposition: Decomposition | None = None
 
@@ -103,7 +103,7 @@ class StudyRecord:
     def identity(self) -> dict[str, Any]:
         """Return the values that must stay the same when the study continues.
 
-        The keys are their names in error messages.
+        The keys name these values in error messages.
         """
         task = self.task
         return {
@@ -172,7 +172,7 @@ class StudyRecord:
         }
 
         carried = (values.get("task") or {}).get("carried")
-        if carried and "ratio" in carried:  # products and bytes had one ratio before
+        if carried and "ratio" in carried:  # an earlier version's ratio of products and bytes
             ratio = carried.pop("ratio")
             carried |= {"products": ratio, "bytes": ratio}
 

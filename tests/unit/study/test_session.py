@@ -298,7 +298,9 @@ def test_what_nothing_else_than_quantised_bases_fit_is_said_and_kept() -> None:
     assert record().reserve_opened and {row.config.quantization for row in leader.trials.rows} == {
         "nf4"
     }
-    assert any(line.startswith("nothing else fits, so these are searched too: ") for line in said)
+    assert any(
+        line.startswith("nothing else fits, so these values are searched too: ") for line in said
+    )
     lead(trials=4)  # a later session knows it
     assert record().reserve_opened
 
@@ -393,7 +395,7 @@ def test_a_worker_of_another_kind_is_refused_unless_that_is_allowed() -> None:
         FINGERPRINT, driver="590.1", packages={**FINGERPRINT.packages, "torch": "2.9"}
     )
     with pytest.raises(
-        EnvironmentProblem, match="this machine is not like the one that began the study"
+        EnvironmentProblem, match="this machine differs from the machine that began the study"
     ):
         join(found)
     assert join(found, allow_mixed=True) == 3
@@ -456,7 +458,7 @@ def test_a_record_is_found_by_name_and_a_worker_has_a_folder_of_its_own(tmp_path
     lead()
     lead(study="newer", out="elsewhere")
     assert find_record(None, URL).task.study == "newer" and find_record("mine", URL) == record()
-    with pytest.raises(UsageError, match="there is no study 'none' here") as caught:
+    with pytest.raises(UsageError, match="there is no study 'none' in this database") as caught:
         find_record("none", URL)
     assert caught.value.remedy == "the studies are: mine, newer"
     with (
@@ -498,13 +500,16 @@ def test_a_device_is_required_by_its_product(cards: Callable[..., None]) -> None
     h200, cpu = resolve_device("h200"), resolve_device("cpu")
     cards(card())
     assert (require_device(h200, "go"), require_device(cpu, "go", 4)) == ("cuda", "cpu")
-    with pytest.raises(EnvironmentProblem, match="the study is for 2 GPUs, visible here: 1"):
+    with pytest.raises(
+        EnvironmentProblem,
+        match="the study is for 2 GPUs, but only 1 of this machine's are visible",
+    ):
         require_device(h200, "go", 2)
     for found, here in (((card("NVIDIA A10"),), "a10"), ((), "no GPU")):
         cards(*found)
         assert require_device(cpu, "go") == "cpu"
         with pytest.raises(
-            EnvironmentProblem, match=f"the study is for h200-sxm, here is {here}"
+            EnvironmentProblem, match=f"the study is for h200-sxm, but this machine has {here}"
         ) as caught:
             require_device(h200, "another card")
         assert caught.value.remedy == "another card"
@@ -518,7 +523,9 @@ def test_a_row_of_the_users_own_may_be_of_the_card_that_is_here(
     )
     cards(card())
     assert require_device(resolve_device(str(tmp_path / "mine.yaml")), "go") == "cuda"
-    with pytest.raises(EnvironmentProblem, match="the study is for card-140gb, here is h200-sxm"):
+    with pytest.raises(
+        EnvironmentProblem, match="the study is for card-140gb, but this machine has h200-sxm"
+    ):
         require_device(resolve_device("memory=140,bf16_tflops=900"), "go")
 
 
@@ -535,7 +542,7 @@ def test_a_worker_needs_the_memory_that_the_study_uses_of_each_card(
         assert worker_device(on_h200) == worker_device(stands_in) == "cuda"
     cards(card(used_gib=61.0))
     with pytest.raises(
-        EnvironmentProblem, match=r"uses 80\.0 GiB of each card, and 79\.4 GiB of this one"
+        EnvironmentProblem, match=r"uses 80\.0 GiB of each GPU, but only 79\.4 GiB of"
     ):
         worker_device(on_h200)
     assert worker_device(record_of(subject_of(device=resolve_device("cpu")))) == "cpu"
@@ -587,7 +594,9 @@ def test_memory_that_others_hold_is_said() -> None:
         )
         with Session(URL, plan.out, "cpu", progress=TextProgress(said.append)) as session:
             Leader(session, shared)
-        assert ["others hold 3.10 GiB of this GPU: " in line for line in said].count(True) == notes
+        assert ["other processes hold 3.10 GiB of this GPU: " in line for line in said].count(
+            True
+        ) == notes
 
 
 def test_the_time_of_a_study_that_still_runs_is_that_of_its_probes() -> None:

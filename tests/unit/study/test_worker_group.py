@@ -56,7 +56,9 @@ def test_there_are_no_more_workers_than_cards(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert further_cards(2, cpu=False) == [3] and further_cards(1, cpu=False) == []
     assert further_cards(3, cpu=True) == [None, None]
-    with pytest.raises(EnvironmentProblem, match="--workers 3: GPUs here: 2") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match="--workers 3 needs a GPU for each worker, but this machine has 2"
+    ) as caught:
         further_cards(3, cpu=False)
     assert caught.value.remedy == "give --workers 2"
 

@@ -213,11 +213,11 @@ def test_workers_that_fail_or_do_not_answer_are_reported(work: Work, cluster: Fa
     }
     assert work() == [
         "1 of Ray's workers did not answer within 60 s",
-        "a worker of Ray's could not begin: it died",
+        "a Ray worker could not begin: it died",
         "searching",
         worker_group.WAITING,
-        "a worker of Ray's failed (exit code 3): see Ray's logs of its node",
-        "a worker of Ray's did not end: lost",
+        "a Ray worker failed (exit code 3): see Ray's logs of its node",
+        "a Ray worker did not end: lost",
     ]
 
 
@@ -226,12 +226,12 @@ def test_a_cluster_without_anything_to_probe_on_is_refused_and_left(
     work: Work, cluster: FakeRay, device: Any
 ) -> None:
     cluster.found = [cluster.node("home"), cluster.node("dead", alive=False, GPU=1.0, autotune=1.0)]
-    what = "such GPUs" if device is GPU else "the resource autotune"
+    what = "GPUs of this type" if device is GPU else "the resource autotune"
     with pytest.raises(
         EnvironmentProblem, match=f"no node of the Ray cluster has {what}"
     ) as caught:
         work(device)
-    assert caught.value.remedy == """for processors: ray start --resources '{"autotune": 1}'"""
+    assert caught.value.remedy == """for workers on CPUs: ray start --resources '{"autotune": 1}'"""
     assert cluster.asked[-1] == ("shutdown",) and cluster.of("begin") == []
 
 
