@@ -1,5 +1,5 @@
-"""The training. The probe runs these files, and the export copies them beside train.py unchanged.
+"""Trains a model. Probes run these files, and the export copies them unchanged beside train.py.
 
-They import no other package of ours. Imports within the folder are relative, so that they work
-under both names.
+These files import no other package of autotune. Their imports of each other are relative, so that
+they also work in the exported copy, which is called `runtime`.
 """

@@ -1,7 +1,8 @@
-"""Finds the folders of this user's cache. Those of compiled code are closed to other users.
+"""Finds this user's cache folders, and keeps other users out of the folders of compiled code.
 
 Torch unpickles the files that it finds in its cache, which is by default a folder with a known name
-in the shared temporary directory. A stranger who makes that folder first has code executed.
+in the shared temporary directory. Another user who makes that folder first could execute code in
+this process.
 """
 
 import os
@@ -15,17 +16,18 @@ COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for a user's data between runs: in $XDG_CACHE_HOME or ~/.cache."""
+    """Return autotune's cache folder, in $XDG_CACHE_HOME or in ~/.cache."""
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
 
 
 def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that name the folders of compiled code, and make the folders.
+    """Return the environment variables for the folders of compiled code, and make the folders.
 
-    Folders that `environment` names are kept. Raises PermissionError, with the remedy, if another
-    user owns a folder or can write to it. A folder that cannot be made stops only a compilation.
+    If `environment` already names a folder, that folder is used. Raises PermissionError, with the
+    remedy, if another user owns a folder or can write to it. If a folder cannot be made, only a
+    later compilation fails.
     """
-    if sys.platform == "win32":  # each user has a temporary directory there
+    if sys.platform == "win32":  # Windows has a temporary directory for each user
         return {}
 
     found = {}
@@ -48,5 +50,5 @@ def _require_private(folder: Path, name: str) -> None:
     else:
         return
     raise PermissionError(
-        f"{folder} {reason}, who could have code run here: name a folder of your own with {name}"
+        f"{folder} {reason}, who could run code as you: set {name} to a folder of your own"
     )

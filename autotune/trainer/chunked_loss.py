@@ -1,9 +1,9 @@
-"""Cross-entropy without the logits of all tokens.
+"""Computes cross-entropy without holding the logits of all tokens at once.
 
 The head, the loss and their gradients are computed for one chunk of tokens at a time. Positions
-without a target (padding, prompts) do not reach the head. The gradients of a chunk are computed
-together with its loss, so that each product runs once. With a frozen head, only the gradients of
-the hidden states are kept.
+without a target (padding, prompts) do not reach the head. A chunk's gradients are computed together
+with its loss, so that the backward pass recomputes nothing. With a frozen head, only the gradients
+of the hidden states are kept.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,14 @@ from torch.nn.functional import cross_entropy, pad
 
 from .graphs import is_capturing
 
-# With a vocabulary of 128,000: about 1.2 GiB of logits, their fp32 copy and its gradient
+# Tokens in a chunk. With a vocabulary of 128,000, a chunk's logits, their fp32 copy and its
+# gradient take about 1.2 GiB.
 CHUNK_TOKENS = 1024
 IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """Replaces the output of any model's layers; it holds the hidden states only."""
+    """Stands in for the output of any model's layers, and holds only the hidden states."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -31,7 +32,8 @@ class _Outputs(tuple[torch.Tensor, ...]):
 def has_plain_head(model: Any) -> bool:
     """Return whether the model returns the head's output unchanged as its logits.
 
-    Some models cap, scale or shift them, or add a loss. The model's layers do not run.
+    Some models cap, scale or shift the logits, or add another loss. The check does not run the
+    model's layers.
     """
     head = model.get_output_embeddings()
     layers = model.base_model
@@ -39,7 +41,8 @@ def has_plain_head(model: Any) -> bool:
     if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
 
-    # The substitutes need the right number of dimensions and the model's device; any size will do.
+    # These placeholder tensors need the right number of dimensions and the model's device, but may
+    # have any size.
     hidden = weight.new_zeros(1, 1, 1)
     tokens = hidden[..., 0].long()
     logits = hidden.clone()
@@ -54,12 +57,14 @@ def has_plain_head(model: Any) -> bool:
 def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     """Return a Trainer's `compute_loss_func` for this causal language model.
 
-    From now on the loss runs the head. Raises ValueError if the model changes its logits after the
-    head.
+    Afterwards the loss runs the head, and the model's forward pass does not. Raises ValueError if
+    the model changes its logits after the head.
     """
     if not has_plain_head(model):
         name = type(model).__name__
-        raise ValueError(f"{name} changes its logits after its head, so chunks are impossible")
+        raise ValueError(
+            f"{name} changes its logits after its head, so the loss cannot be computed in chunks"
+        )
 
     head = model.get_output_embeddings()
     compute_logits = partial(type(head).forward, head)
@@ -99,7 +104,8 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
 def _target_positions(targets: torch.Tensor) -> torch.Tensor:
     """Return the positions that have a target.
 
-    In a CUDA graph these are all positions, because the host would have to read their number.
+    In a CUDA graph, all positions are returned, because the host cannot read how many have a
+    target.
     """
     if is_capturing():
         return torch.arange(len(targets), device=targets.device)
@@ -129,7 +135,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for positions in _target_positions(targets).split(CHUNK_TOKENS):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[positions].detach().requires_grad_(needs_gradients)
-                # The logits have no name, so that they are freed before the next chunk's.
+                # The logits have no variable, so that they are freed before the next chunk's logits
+                # exist.
                 loss = cross_entropy(
                     compute_logits(chunk).float(), targets[positions], reduction="sum"
                 )
@@ -138,7 +145,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    # A name would keep this chunk's gradient beside the next one, as a third copy.
+                    # A variable would keep this chunk's gradient while the next one is computed.
                     gradient += of_weights.pop(0)
             total += loss.detach()
 

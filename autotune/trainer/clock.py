@@ -1,4 +1,4 @@
-"""A callback that times the steps of a run, reads its peaks, reports its progress and stops it."""
+"""Times the steps of a run, reads its memory peaks, reports its progress, and stops it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from .ranks import AGAIN_S
 from .terminal import leave_terminal
 
-STOP = "stop after step"  # the key under which ranks agree on their last step
+STOP = "stop after step"  # the key in torch's store under which ranks agree on their last step
 # The exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it.
 PREEMPTED = 75
 HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has no such signal
@@ -25,10 +25,10 @@ GIB = 2**30
 
 
 class Clock(TrainerCallback):
-    """Measures each optimizer step. On a GPU it records events, so that the host does not wait.
+    """Measures each optimizer step, on a GPU with CUDA events, so that the host does not wait.
 
     SIGINT, SIGTERM and SIGHUP stop the run after the current step, or two steps later on several
-    GPUs. A second signal ends it at once if it comes more than AGAIN_S seconds after the first.
+    GPUs. A second signal, more than AGAIN_S seconds after the first, ends the process at once.
     """
 
     def __init__(self, saves: bool, progress: str | None = None) -> None:
@@ -44,17 +44,17 @@ class Clock(TrainerCallback):
             self._progress = open(progress, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._start_time = time.time()
 
-        # One entry for the start of each step:
+        # Each list has one entry for the start of each step, and one for the end of the run.
         self._starts: list[float] = []
-        self._events: list[Any] = []  # the same times on the device's clock; a CPU has one clock
-        self._tokens = [0]  # tokens of the micro batches since the start before, with padding
-        self._graphs: list[int] = []  # number of graphs compiled until then
-        self._pauses: list[float] = []  # seconds of evaluations and saves since then
-        self._ends: list[Any] = []  # when evaluations or saves began, None for a step without them
-        self._peaks_allocated: list[float] = []  # GiB, of the step that ended there
+        self._events: list[Any] = []  # the same moments as CUDA events; on a CPU, the same times
+        self._tokens = [0]  # tokens since the previous start, with padding
+        self._graphs: list[int] = []  # number of graphs that torch.compile had made by then
+        self._pauses: list[float] = []  # seconds of evaluations and saves before the next start
+        self._ends: list[Any] = []  # when the step's evaluation or save began, else None
+        self._peaks_allocated: list[float] = []  # GiB, in the step that ended then
         self._peaks_reserved: list[float] = []
 
-        self._step_ended: float | None = None  # set if an evaluation or a save follows
+        self._step_ended: float | None = None  # the time, if an evaluation or a save follows
         self._loss: float | None = None
         self._signal: int | None = None
         self._signal_time = 0.0
@@ -88,7 +88,7 @@ class Clock(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the last step, and report the pause after it."""
-        # A run that continues from its own end has no steps left.
+        # A run that resumes from its last checkpoint may have no steps left.
         if any(self._pauses[-1:]):
             self._report(state)
         self.mark()
@@ -113,7 +113,7 @@ class Clock(TrainerCallback):
         self._ends.append(None)
 
     def _event(self, now: float) -> Any:
-        """Return the moment when the device has done all work issued until `now`."""
+        """Return an event for the end of all work issued to the device so far; on a CPU, `now`."""
         if not torch.cuda.is_available():
             return now
         event = torch.cuda.Event(enable_timing=True)
@@ -153,7 +153,7 @@ class Clock(TrainerCallback):
 
         store = dist.distributed_c10d._get_default_store()
         if self._signal is not None:
-            store.compare_set(STOP, "", str(step + 2))  # no rank is more than one step ahead
+            store.compare_set(STOP, "", str(step + 2))  # no rank is over one step ahead of another
         if not store.check([STOP]) or step < int(store.get(STOP)):
             return False
         self._signal = self._signal or signal.SIGTERM
@@ -195,12 +195,12 @@ class Clock(TrainerCallback):
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)
 
     def measurements(self) -> dict[str, Any]:
-        """Return the mean seconds and padded tokens of a step, and the peaks in GiB.
+        """Return the mean seconds and padded tokens of a step, and the memory peaks in GiB.
 
         `peak_reserved_gib` is the peak of the run; `peaks_gib` are the allocated peaks of its
-        quarters. The mean leaves out the first step and steps that compile code. It leaves out
-        evaluations and saves between two steps, but the peaks include them. A value is None if it
-        was not measured, for example reserved memory on a CPU.
+        quarters. The means leave out the first step, steps that compile code, and evaluations and
+        saves between steps. The peaks include evaluations and saves. A value is None if it was not
+        measured, for example reserved memory on a CPU.
         """
         self._synchronize()
 

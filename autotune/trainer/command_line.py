@@ -35,8 +35,8 @@ def start(folder: Path) -> None:
     except PermissionError as error:
         sys.exit(f"train.py: error: {error}")
 
-    # The libraries create a million objects. Collections among them take a fifth of the import
-    # time.
+    # The libraries create a million objects. Garbage collection among these objects would take a
+    # fifth of the import time.
     gc.disable()
     from .train import main
 
@@ -60,14 +60,15 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     has_weights = given.model != settings.model or settings.has_published_weights
     if given.dataset and not has_weights:
         parser.error(
-            "this model has no published weights: name another with --model, or leave --dataset out"
+            "this model has no published weights: name another model with --model,"
+            " or leave --dataset out"
         )
     if given.random_weights == bool(given.dataset) and has_weights:
         parser.error(
             "give either --dataset PATH to train, or --random-weights to measure only the speed"
         )
     if given.split and not given.dataset:
-        parser.error("--split is a part of --dataset: give --dataset as well")
+        parser.error("--split selects a part of --dataset: give --dataset as well")
     if given.lengths and not Path(given.lengths).is_file():
         parser.error(f"there is no file {given.lengths}")
     if given.dataset and not (Path(given.dataset).exists() or is_on_hub(Path(given.dataset))):
@@ -82,7 +83,8 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     # Without this check, the Trainer would take one more step.
     if checkpoint and 0 < given.max_steps <= (step := checkpoint_step(checkpoint)):
         parser.error(
-            f"{checkpoint} has been trained for {step} steps: give a larger --max-steps, or none"
+            f"{checkpoint} has been trained for {step} steps: give a larger --max-steps,"
+            " or leave --max-steps out"
         )
 
     if given.dataset and saves and given.max_steps < 1:
@@ -90,7 +92,7 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
         if settings.checkpoints_gib is not None and settings.checkpoints_gib > free:
             parser.error(
                 f"the checkpoints take up to {settings.checkpoints_gib:.3g} GiB, and"
-                f" {given.output_dir} has {free:.3g} GiB free: free more, or give another"
+                f" {given.output_dir} has {free:.3g} GiB free: free disk space, or give another"
                 " --output-dir"
             )
 
@@ -98,8 +100,8 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     report_to = given.report_to or (settings.report_to if given.dataset else "none")
     if report_to != "none" and importlib.util.find_spec(report_to) is None:
         parser.error(
-            f"to report to {report_to}, pip install {report_to};"
-            " or report nowhere with --report-to none"
+            f"reporting to {report_to} needs its package: pip install {report_to},"
+            " or turn reporting off with --report-to none"
         )
 
     held_out, held_out_tokens = given.held_out

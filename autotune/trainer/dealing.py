@@ -1,10 +1,10 @@
-"""Orders the rows of an optimizer step so that its ranks get equal work. It needs no torch."""
+"""Orders the rows of an optimizer step so that all ranks get equal work. It needs no torch."""
 
 from collections.abc import Sequence
 
 
 def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
-    """Return the indices of a step's rows, ordered as its micro batches take them.
+    """Return the indices of a step's rows in the order that its micro batches take them.
 
     `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
     micro batch, which keeps padding small. The ranks then compute micro batches of similar length
@@ -17,10 +17,11 @@ def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
 
 
 def deal(longest: Sequence[int], ranks: int) -> list[int]:
-    """Return the indices of micro batches, ordered as the ranks take them in turn.
+    """Return the order of micro batches: rank 0 takes the first, rank 1 the second, and so on.
 
-    `longest` holds the length of each micro batch, in descending order. Each group of `ranks`
-    neighbours has one micro batch for each rank. The rank with the fewest tokens gets the longest.
+    `longest` holds the length of each micro batch, in descending order. Each `ranks` consecutive
+    micro batches have one for each rank. The rank with the fewest tokens so far gets the longest of
+    them.
     """
     taken_by = ranks_of(longest, ranks)
     return sorted(range(len(longest)), key=lambda index: (index // ranks, taken_by[index]))

@@ -31,34 +31,36 @@ from .tables import size_of
 from .time_limit import time_limit
 
 BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
-BATCH_BYTES = 2**24  # fewer long rows are tokenised at once
-RENDER_S = 10.0  # processor time for a row, which takes milliseconds
+BATCH_BYTES = 2**24  # the most bytes of rows to tokenise at once
+RENDER_S = 10.0  # limit of the processor time to render a row, which usually takes milliseconds
 MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
 LOST_TOOLS = "the chat template leaves out the tools that the model may call"
 NO_STOP = (
-    "the chat template ends no answer with a token of its own, so the model does not learn to stop"
+    "the chat template writes no end token after an answer, so the model does not learn to stop"
 )
 DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
-NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # by the kind of a lost text
+NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # by the kind of text left out
 
 Ranges = list[tuple[int, int]]  # the start and end of the characters to train on
 
 
 class BadExample(ValueError):
-    """Raised for an example that cannot be trained on as the user wants it."""
+    """Raised for an example that cannot be trained on with the user's options."""
 
 
 @contextmanager
 def _row_errors(where: str) -> Iterator[None]:
-    """Limit the time of a row's chat template, and convert its errors to BadDataset."""
+    """Limit the time to render a row, and convert errors to BadDataset with the row's location."""
     try:
         with time_limit(RENDER_S):
             yield
     except UnicodeEncodeError:
-        raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
+        raise BadDataset(
+            f"{where}: its text has half of a surrogate pair, which is not a character"
+        ) from None
     except BadExample as error:
         raise BadDataset(f"{where}: {error}") from None
     except Exception as error:  # chat templates raise many kinds of errors
@@ -80,12 +82,13 @@ def _batches(rows: Iterable[Located]) -> Iterator[list[Located]]:
 
 
 class Encoder:
-    """Makes examples of rows with a tokenizer of transformers.
+    """Converts rows into token examples with a tokenizer of transformers.
 
-    `loss_on` selects the tokens to train on: `completion`, `assistant` (all text of the assistant)
-    or `all`. The completion of a row of messages is its last answer. By default, completions are
-    trained on, or the assistant's text in rows without one. With `parts`, the chat template gets
-    messages in parts, as models with images need them.
+    `loss_on` selects the tokens to train on: `completion` (in a conversation, the last answer),
+    `assistant` (all text of the assistant) or `all`. By default, a row with a separate completion
+    is trained on that completion, another conversation on the assistant's text, and a plain text on
+    all tokens. With `parts`, the chat template gets the content of messages as lists of text and
+    image parts.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str | None, *, parts: bool = False) -> None:
@@ -98,7 +101,7 @@ class Encoder:
         self._arguments = inspect.signature(tokenizer.apply_chat_template).parameters
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
-        # Such a template marks the assistant's text itself.
+        # A template with a generation block marks the assistant's text itself.
         self._is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
@@ -107,7 +110,7 @@ class Encoder:
             yield from self._encode_batch(batch)
 
     def describe_notes(self, number: int) -> list[str]:
-        """Return the notes on `number` examples, with the number that each note concerns."""
+        """Return the notes on a dataset of `number` examples, each with its number of examples."""
         return [f"{note} ({count:,} of {number:,} examples)" for note, count in self.notes.items()]
 
     def _encode_batch(self, batch: list[Located]) -> list[list[int]]:
@@ -131,7 +134,7 @@ class Encoder:
         return examples
 
     def _adapt(self, where: str, form: Plain | Chat) -> Plain | Chat:
-        """Return the form with messages as the chat template reads them."""
+        """Return the example with its messages in the form that the chat template reads."""
         if isinstance(form, Plain):
             return form
         if not self.tokenizer.chat_template:
@@ -141,7 +144,7 @@ class Encoder:
             )
         if not self._arguments.keys().isdisjoint(form.options):
             self.notes[DROPPED] += 1
-        with _row_errors(where):  # the template runs
+        with _row_errors(where):  # this property runs the template
             reads_parts = self._reads_parts
         try:
             messages = adapt(form.messages, self._template)
@@ -155,10 +158,10 @@ class Encoder:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template gets messages in parts.
+        """Whether the template gets the content of messages as lists of parts.
 
-        Templates of models with images often leave out a message that is a plain string, or refuse
-        it, although the row has only text. A template with marks is not tried, because
+        Templates of image models often leave out or refuse content that is a plain string, even in
+        rows without images. Templates that mark the assistant's text are not tested, because
         transformers loses a mark before a space.
         """
         if self.parts or not self._template or self._is_marked:
@@ -174,7 +177,7 @@ class Encoder:
         return not keeps(MARK) and keeps([{"type": "text", "text": MARK}])
 
     def _check_text(self, form: Chat, text: str) -> None:
-        """Note the thoughts that a template leaves out. Raises BadExample if it leaves out more."""
+        """Note left-out thoughts and tools. Raises BadExample if other text is left out."""
         lost = self._lost_text.find(form, text, lambda chat: self._render(chat, chat.messages))
         for index, kind in lost:
             role = form.messages[index]["role"]
@@ -193,7 +196,8 @@ class Encoder:
     def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
         """Return whether the template itself marks the tokens to train on.
 
-        It marks all answers, also those with a flag that excludes them.
+        The template would also mark an answer that a flag excludes, so its marks are not used for
+        such rows.
         """
         if not isinstance(form, Chat) or any(map(is_untrained, form.messages)):
             return False
@@ -207,7 +211,8 @@ class Encoder:
         needs_offsets = any(ranges is not None for _, _, ranges in found)
         if needs_offsets and not self.tokenizer.is_fast:
             raise BadDataset(
-                "this tokenizer does not return the text of a token: only loss_on all is possible"
+                "this tokenizer does not return the position of a token in the text:"
+                " only loss_on all is possible"
             )
 
         # A chat template writes special tokens itself.
@@ -222,14 +227,14 @@ class Encoder:
             if ranges is None:
                 yield index, tokens[first:]
                 continue
-            # Only the ends count: a token that reaches into an answer belongs to it, as in TRL. A
-            # token's start is not reliable, because it may skip a leading space.
+            # Only the ends count: a token that reaches into an answer belongs to the answer, as in
+            # TRL. A token's start is not reliable, because it may leave out a leading space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
             is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
             yield index, _mask(tokens, is_trained)[first:]
 
     def _doubled_start(self, tokens: list[int]) -> int:
-        """Return 1 if a text that has the beginning-of-text token got a second one, else 0."""
+        """Return 1 if the tokenizer added a second beginning-of-text token, else 0."""
         start = getattr(self.tokenizer, "bos_token_id", None)
         return int(start is not None and tokens[:2] == [start, start])
 
@@ -238,13 +243,13 @@ class Encoder:
         if isinstance(form, Plain):
             if self.loss_on in ("completion", "assistant") and form.prompt is None:
                 raise BadExample(
-                    f"plain text has no {self.loss_on} to train on: loss_on is {self.loss_on}"
+                    f"plain text has no {self.loss_on} to train on, but loss_on is {self.loss_on}"
                 )
             return "all" if self.loss_on == "all" or form.prompt is None else "completion"
         return self.loss_on or ("assistant" if form.completion is None else "completion")
 
     def render(self, where: str, form: Plain | Chat) -> tuple[str, Ranges | None]:
-        """Return the text of an example, and the characters to train on, or None for all.
+        """Return an example's text, and the ranges of characters to train on (None for all).
 
         Raises BadDataset with the row's location.
         """
@@ -315,7 +320,8 @@ class Encoder:
         try:
             text: str = self.tokenizer.apply_chat_template(messages, **settings)
         except TypeError:
-            # A few templates, for example DeepSeek's, add the arguments of a tool call to text.
+            # A few templates, for example DeepSeek's, need the arguments of a tool call as JSON
+            # text.
             messages = [serialize_arguments(one) for one in messages]
             text = self.tokenizer.apply_chat_template(messages, **settings)
         return text
@@ -323,25 +329,26 @@ class Encoder:
     def _variables(self, form: Chat) -> dict[str, Any]:
         """Return the template's variables from a row, without arguments of the tokenizer.
 
-        One of these arguments is another chat template.
+        A row must not set such an argument: one of them replaces the chat template.
         """
         return {name: form.options[name] for name in form.options if name not in self._arguments}
 
     def _find_answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
-        """Return the start and the end of the answer `index`.
+        """Return the start and the end of the answer with this message `index` in `text`.
 
-        The start is after the prompt, and the end is after the end of turn.
+        The start is after the prompt, and the end is after the end-of-turn text.
         """
         messages = form.messages
         prompt = self._render(form, messages[:index], add_generation_prompt=True) if index else None
         through = self._render(form, messages[: index + 1])
         if prompt is not None and text.startswith(prompt) and text.startswith(through):
-            # Some templates write no header into the prompt after the result of a tool.
+            # After the result of a tool, some templates end the prompt without a header for the
+            # answer.
             is_open = self._opening and text.startswith(self._opening, len(prompt))
             return len(prompt) + (len(self._opening) if is_open else 0), len(through)
 
         # This template renders messages differently if more messages follow. A mark in place of
-        # each text of the answer locates it.
+        # each text of the answer locates the answer.
         marked = [*messages[:index], _with_marks(messages[index])]
         head, tail = _around_marks(self._render(form, [*marked, *messages[index + 1 :]]))
         head_alone, tail_alone = _around_marks(self._render(form, marked))
@@ -359,9 +366,10 @@ class Encoder:
     def _length_of_opening(
         self, form: Chat, index: int, head: str, head_alone: str, prompt: str | None
     ) -> int:
-        """Return the number of characters between the header of an answer and its first own text.
+        """Return the number of characters between an answer's header and its first text.
 
-        They belong to the model, for example an empty thought. `head` ends before the own text.
+        The template writes these characters, for example an empty thought, and the model must learn
+        them. `head` ends before the answer's first text.
         """
         start = head.rfind(self._opening) + len(self._opening)
         before = texts_of(form.messages[index - 1]) if index else []
@@ -373,9 +381,10 @@ class Encoder:
         return len(preamble) if head.endswith(preamble) else 0
 
     def _end_of_turn(self, form: Chat, marked: list[Message], tail: str, tail_alone: str) -> int:
-        """Return the length of the end of turn at the beginning of `tail`.
+        """Return the length of the end-of-turn text at the beginning of `tail`.
 
-        The end of turn precedes the next header. A conversation may end differently.
+        This text stands before the header of the next message. The end of a conversation may
+        differ.
         """
         common = _common_length(tail, tail_alone)
         if not self._opening:
@@ -414,10 +423,10 @@ class Encoder:
 def _refusal(error: Exception) -> str:
     """Return why a chat template renders no text for a row, as part of a sentence.
 
-    Jinja and Python report their own errors in terms of the template's code.
+    The errors of Jinja and Python speak of the template's code instead of the row.
     """
     text = str(error).strip().partition("\n")[0]
-    kinds = {one.__name__ for one in type(error).__mro__}  # jinja2 is not imported for them
+    kinds = {one.__name__ for one in type(error).__mro__}  # by name, without importing jinja2
     if "UndefinedError" in kinds and (key := re.search(r"attribute '(\w+)'", text)):
         if "'str object'" in text:
             return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
@@ -431,11 +440,12 @@ def _refusal(error: Exception) -> str:
 
 
 def _with_marks(message: Message) -> Message:
-    """Return a message with a mark in place of each of its texts, or with the mark as content."""
+    """Return a message with MARK in place of each text, or as its content if it has no text."""
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
         return message | {"content": MARK}
-    # The name of a function appears in its result too, so it is marked only without other text.
+    # A function's name also appears in the message with its result, so it is marked only in a
+    # message without other text.
     kept = "name" if kinds != {"name"} else ""
 
     def change(kind: str, text: str) -> str:
@@ -445,7 +455,7 @@ def _with_marks(message: Message) -> Message:
 
 
 def _around_marks(text: str) -> tuple[str | None, str]:
-    """Return the text before the first mark, or None without a mark, and after the last one."""
+    """Return the text before the first mark (None without marks) and after the last mark."""
     head, mark, _ = text.partition(MARK)
     return (head, text.rpartition(MARK)[2]) if mark else (None, "")
 
@@ -463,11 +473,13 @@ def label_of(row: dict[str, Any]) -> int | str:
     for name in ("text", "label"):
         if row.get(name) is None:
             columns = ", ".join(map(str, row)) or "none"
-            raise ValueError(f"classification needs text and label; its columns: {columns}")
+            raise ValueError(
+                f"a row for classification needs text and label; its columns: {columns}"
+            )
     if not isinstance(row["text"], str):
-        raise ValueError(f"text is {row['text']!r:.40}, which is not text")
+        raise ValueError(f"the column text is {row['text']!r:.40}, which is not text")
     label = row["label"]
-    # A table with gaps stores whole numbers as floats.
+    # A table with missing values stores whole numbers as floats.
     if isinstance(label, float) and label.is_integer():
         return int(label)
     if not isinstance(label, int | str):
@@ -478,7 +490,7 @@ def label_of(row: dict[str, Any]) -> int | str:
 def label_names(rows: Iterable[Located]) -> list[Any]:
     """Return the sorted labels of a dataset.
 
-    Raises BadDataset if there are fewer than two, or if a row has none.
+    Raises BadDataset if there are fewer than two labels, or if a row has no label.
     """
     found: set[int | str] = set()
     for where, row in rows:
@@ -488,9 +500,11 @@ def label_names(rows: Iterable[Located]) -> list[Any]:
             raise BadDataset(f"{where}: {error}") from None
 
     if len({isinstance(label, str) for label in found}) > 1:
-        raise BadDataset("some labels are numbers, and others text")
+        raise BadDataset("some labels are numbers, and other labels are text")
     if len(found) < 2:
-        raise BadDataset(f"classification needs at least two labels, and there are {len(found)}")
+        raise BadDataset(
+            f"classification needs at least two labels, but the dataset has {len(found)}"
+        )
     return sorted(found, key=lambda label: (isinstance(label, str), label))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-MULTIPLE = 16  # both sides of a matrix must be multiples of it
+MULTIPLE = 16  # both dimensions of a weight must be multiples of 16
 VALUE_DTYPE = torch.float8_e4m3fn  # of weights and inputs
 GRADIENT_DTYPE = torch.float8_e5m2  # gradients need a wider range
-LEAST = 1e-12  # a lower bound of the largest value: a tensor of zeros stays zero
+LEAST = 1e-12  # avoids a division by zero: a tensor of zeros stays zero
 
 
 def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
@@ -20,7 +20,7 @@ def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
 
     The model moves to `device`. Weights move one by one, so that the device never holds all of them
     in 16 bits. Weights on the meta device get memory, but no values. Call this before adapters are
-    added, because adapters stay unchanged. Adapters cannot be merged into this base: merge them
+    added, so that adapters stay unchanged. Adapters cannot be merged into this base: merge them
     into a base that is loaded anew.
     """
     device = model.device if device is None else device
@@ -40,10 +40,11 @@ def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
 class Float8Linear(nn.Linear):
     """A frozen linear layer whose weight is `weight_fp8` [out, in] times `scale` (fp32, a scalar).
 
-    There is one copy, of half the size of 16 bits. Tensor cores read the second factor column by
-    column, and the transpose of `weight_fp8` has this layout. The backward pass needs `weight_fp8`
-    itself column by column, so each product copies it, which moves two bytes for each value. A
-    stored second copy would take all the memory that 8 bits save.
+    The layer stores one copy of the weight, half as large as in 16 bits. Tensor cores read the
+    second factor column by column, and the transpose of `weight_fp8` has this layout. The backward
+    pass needs `weight_fp8` itself column by column, so each backward product copies the weight,
+    which moves two bytes for each value. A stored second copy would take all the memory that 8 bits
+    save.
     """
 
     weight_fp8: nn.Parameter
@@ -51,7 +52,7 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
         """Replace `layer`. If its weight is on the meta device, call `store` afterwards."""
-        nn.Module.__init__(self)  # nn.Linear's own would make a weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a weight
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self.dtype = layer.weight.dtype
@@ -95,7 +96,7 @@ class Float8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Multiplies inputs by a frozen 8-bit weight, and saves only that for the backward pass."""
+    """Multiplies inputs by a frozen 8-bit weight, and saves only the weight for `backward`."""
 
     @staticmethod
     def forward(
@@ -117,7 +118,7 @@ def _multiply(
     """Cast rows [..., k] to an 8-bit dtype, and multiply them by an 8-bit factor [k, n].
 
     `scale` belongs to the factor. `fast` accumulates in fewer bits, as is usual in forward passes.
-    Gradients would lose more.
+    Gradients would lose more precision.
     """
     values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
     # The first factor must be stored row by row, the second column by column.
@@ -130,8 +131,8 @@ def _multiply(
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values in an 8-bit dtype, and the scale (fp32, a scalar) that restores them.
 
-    The largest value becomes the largest value of the dtype. On an H200, one scale for each tensor
-    was 5 % faster than one for each row.
+    The tensor's largest absolute value becomes the largest value of the dtype. On an H200, one
+    scale for each tensor was 5 % faster than one scale for each row.
     """
     least, most = values.aminmax()  # abs() would allocate a tensor
     largest = torch.maximum(-least, most).float().clamp(min=LEAST)

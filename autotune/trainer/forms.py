@@ -39,7 +39,7 @@ ROLES = {
     **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function", "ipython"), "tool"),
 }
-CALL_ROLES = ("function_call", "tool_call")  # the content is the call
+CALL_ROLES = ("function_call", "tool_call")  # the content of such a message is a tool call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
 FLAGS = ("loss", "train", "weight")  # keys that exclude a message from the training
 
@@ -51,7 +51,7 @@ ALPACA = (
 ALPACA_GIVEN = ", paired with an input that provides further context"
 
 Message = dict[str, Any]
-Change = Callable[[str, str], str]  # takes the kind of a text and the text, and returns another
+Change = Callable[[str, str], str]  # (kind of a text, text) -> new text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Plain:
 class Chat:
     """Messages for the tokenizer's chat template.
 
-    The messages from the index `completion` on answer the messages before it.
+    The messages from the index `completion` on answer the earlier messages.
     """
 
     messages: list[Message]
@@ -76,7 +76,7 @@ class Chat:
 
 
 def parse_row(where: str, row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
-    """Parse a row. Raises BadDataset with the location of a row that is not an example."""
+    """Parse a row. Raises BadDataset with the row's location if the row is not an example."""
     try:
         return parse(row, has_template=has_template)
     except ValueError as error:
@@ -88,7 +88,8 @@ def parse_row(where: str, row: dict[str, Any], *, has_template: bool = True) -> 
 def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
     """Parse a row. Columns that are null count as missing.
 
-    Raises ValueError for a row of unknown form, and RecursionError for nested values without end.
+    Raises ValueError for a row of unknown form, and RecursionError for values that are nested too
+    deeply.
     """
     columns: dict[str, Any] = _drop_nulls(row)
     beside = {
@@ -106,11 +107,11 @@ def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
         return _parse_alpaca(columns, has_template=has_template)
     if "text" in columns:
         return Plain(completion=_check(str, columns["text"], "text"))
-    raise ValueError(f"needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}")
+    raise ValueError(f"a row needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}")
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return `value` without keys of null values. A table adds them to rows without these keys."""
+    """Return `value` without keys whose value is null. A table adds such keys to rows."""
     if isinstance(value, dict):
         return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
@@ -120,14 +121,14 @@ NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 
 
 def _check(kind: type, value: Any, name: str) -> Any:
-    """Return a value of this type. Raises ValueError with its name if it has another type."""
+    """Return the value. Raises ValueError with `name` if it is not of the type `kind`."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")
     return value
 
 
 def _parse_json(value: Any, name: str) -> Any:
-    """Return the value of JSON text, or a value that is no text."""
+    """Parse JSON text. Return a value that is not text unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -149,7 +150,7 @@ def _parse_messages(given: Any, name: str) -> list[Message]:
 
 
 def _parse_message(given: Any, number: int) -> Message:
-    """Return a message with the names of chat templates."""
+    """Return a message with the role names and keys that chat templates use."""
     name = f"message {number}"
     message = dict(_check(dict, given, name))
     for theirs, ours in (("from", "role"), ("value", "content")):
@@ -165,7 +166,7 @@ def _parse_message(given: Any, number: int) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     message["role"] = ROLES[known] or known if known in ROLES else role
-    if "function_call" in message:  # the older name of one call
+    if "function_call" in message:  # an older key, for a single call
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     _check_flags(message, name)
 
@@ -176,7 +177,7 @@ def _parse_message(given: Any, number: int) -> Message:
         raise ValueError(f"{name} has no content; its keys: {', '.join(map(str, given))}")
     for key in THOUGHTS:
         _check(str, message.get(key, ""), f"{key} of {name}")
-    # Some templates render no message without a content.
+    # Some templates do not render a message without the key `content`.
     content = message.setdefault("content", "")
     if not isinstance(content, str | list):
         raise ValueError(f"the content of {name} is {content!r:.40}, which is not text")
@@ -184,7 +185,7 @@ def _parse_message(given: Any, number: int) -> Message:
 
 
 def _parse_call(call: Any, name: str) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, as chat templates take it."""
+    """Return a tool call whose arguments are an object, as chat templates expect."""
     call = _check(dict, call, f"a tool call of {name}")
     inside: dict[str, Any] = _check(dict, call.get("function", call), f"a tool call of {name}")
     if "name" not in inside:
@@ -198,7 +199,7 @@ def _parse_call(call: Any, name: str) -> dict[str, Any]:
 
 
 def serialize_arguments(message: Message) -> Message:
-    """Return a message whose tool calls have their arguments as JSON."""
+    """Return a message whose tool calls have their arguments as JSON text."""
     calls = []
     for call in message.get("tool_calls", []):
         inside = call.get("function", call)
@@ -222,7 +223,9 @@ def _check_flags(message: Message, name: str) -> None:
         if value and message["role"] != "assistant" and key != "weight":
             raise ValueError(f"{name} has {key}: true, and only the assistant's text is trained on")
     if "train_detail" in message:
-        raise ValueError(f"{name} has train_detail: parts of a message cannot be left out")
+        raise ValueError(
+            f"{name} has train_detail, but parts of a message cannot be excluded from the training"
+        )
 
 
 def is_untrained(message: Message) -> bool:
@@ -231,7 +234,7 @@ def is_untrained(message: Message) -> bool:
 
 
 def _with_system(columns: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages after the text of the column `system`."""
+    """Return the messages with the column `system` as the first message."""
     system = columns.get("system")
     if not system:
         return messages
@@ -239,7 +242,9 @@ def _with_system(columns: dict[str, Any], messages: list[Message]) -> list[Messa
     if messages[0]["role"] != "system":
         return [first, *messages]
     if messages[0].get("content") != system:
-        raise ValueError("it has a system message and another text in its column system: keep one")
+        raise ValueError(
+            "it has a system message, and a different text in its column system: keep one of them"
+        )
     return messages
 
 
@@ -257,8 +262,8 @@ def _parse_prompt(columns: dict[str, Any], beside: dict[str, Any]) -> Plain | Ch
     for name in ("system", "tools"):
         if columns.get(name):
             raise ValueError(
-                f"its column {name} goes with messages, and its prompt is text:"
-                " write it into the prompt, or give the prompt as messages"
+                f"its column {name} needs messages, but its prompt is text:"
+                " write the column into the prompt, or give the prompt as messages"
             )
     return Plain(prompt=prompt, completion=_check(str, completion, "completion"))
 
@@ -357,7 +362,7 @@ def is_text(part: Any) -> bool:
 
 
 def is_image(part: Any) -> bool:
-    """Return whether this part of a message is the place of an image."""
+    """Return whether this part of a message stands for an image."""
     return isinstance(part, dict) and part.get("type") == "image"
 
 
@@ -402,7 +407,7 @@ def _adapt(message: Message, number: int, template: str) -> Message:
     if role == "developer" and not _names(template, role):
         message = message | {"role": "system"}
 
-    # Templates know one of several names for a thought.
+    # A template may read only one of several keys for a thought, so use that key.
     if not any(key in template for key in THOUGHTS):
         return message
     wanted = next(key for key in THOUGHTS if key in template)
@@ -415,7 +420,7 @@ def _adapt(message: Message, number: int, template: str) -> Message:
 
 
 def _names(template: str, role: str) -> bool:
-    """Return whether a chat template compares a role with this name."""
+    """Return whether a chat template has this role as a quoted string, and so knows it."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 
@@ -425,8 +430,8 @@ def _names(template: str, role: str) -> bool:
 def split_parts(messages: list[Message], number: int) -> list[Message]:
     """Return messages whose content is a list of parts, for the chat templates of image models.
 
-    If the messages have no place for an image, the first user message begins with `number` images.
-    Raises ValueError for a part that is neither text nor an image.
+    If the messages have no image part, `number` image parts are added at the beginning of the first
+    user message. Raises ValueError for a part that is neither text nor an image.
     """
     made = [
         message | {"content": _parse_parts(message.get("content") or "")} for message in messages
@@ -453,10 +458,11 @@ def _check_part(part: Any) -> Any:
 
 
 def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list[Any]]:
-    """Parse a row with messages in parts, and return its images in the order of their places.
+    """Parse a row, and return it with its images in the order of the image parts.
 
     The columns `images` and `image` name the images; without these columns, the parts of messages
-    do. Raises BadDataset with the location if the images and the places do not match.
+    name them. Raises BadDataset with the row's location if the numbers of images and image parts
+    differ.
     """
     listed = row.get("images") or row.get("image") or []
     named = list(listed) if isinstance(listed, list | tuple) else [listed]
@@ -465,7 +471,8 @@ def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list
     if isinstance(form, Plain):
         if named or PLACEHOLDER in (form.prompt or "") + form.completion:
             raise BadDataset(
-                f"{where}: a row with images needs messages, or columns that become messages"
+                f"{where}: a row with images needs messages, or columns that become messages,"
+                " such as instruction and output"
             )
         return form, []
 
@@ -479,7 +486,7 @@ def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list
     places = sum(is_image(part) for message in form.messages for part in message["content"])
     if places != len(named):
         raise BadDataset(
-            f"{where}: its messages have places for {places} images, and it names {len(named)}"
+            f"{where}: its messages have places for {places} images, but the row names {len(named)}"
         )
     return form, named
 

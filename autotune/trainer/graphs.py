@@ -1,8 +1,8 @@
 """Runs the forward and backward pass of a micro batch as a CUDA graph.
 
-The graph of each shape is captured once and then replayed. A replay costs the host one call instead
-of thousands of kernel launches. With a small micro batch or a small model, a step is CPU-bound
-without it.
+Each shape of micro batch has its graph, which is captured once and then replayed. A replay costs
+the host one call instead of thousands of kernel launches. Without a graph, a step with a small
+micro batch or a small model is CPU-bound.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-MOST_SHAPES = 4  # the number of lengths that rows are padded to
+MOST_SHAPES = 4  # as many as the lengths that rows are padded to
 Batch = dict[str, torch.Tensor]
 
 
@@ -22,8 +22,8 @@ class MicroBatchGraphs:
 
     The first micro batch of a shape runs without a graph, so that libraries load their kernels and
     layers are compiled. Then its graph is captured, and later micro batches replay it. A graph
-    stores addresses, so gradients are added up in permanent buffers. If the optimizer has released
-    the buffers, they are filled with zeros and used again. All graphs share one memory pool.
+    stores memory addresses, so gradients are added up in permanent buffers. If a parameter has no
+    gradient, its buffer is filled with zeros and used again. All graphs share one memory pool.
     """
 
     captured = 0  # number of graphs in this process
@@ -51,8 +51,8 @@ class MicroBatchGraphs:
                     f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
                     " needs a CUDA graph"
                 )
-            # The capture skips the check too. If the check ran here, the capture would compile the
-            # layers again and fail.
+            # The capture skips the packing check, so this run skips it too. Otherwise the capture
+            # would compile the layers again, and fail.
             with skip_packing_check():
                 loss = self._step(batch).clone()
                 self._graphs[shape] = self._capture(batch)
@@ -89,8 +89,8 @@ class MicroBatchGraphs:
 def skip_packing_check() -> Iterator[None]:
     """Stop transformers from checking whether rows are packed.
 
-    The check reads from the device whether positions restart. During a capture it cannot read, and
-    makes a mask instead.
+    The check reads from the device whether positions restart. A capture allows no such read, and
+    the check would make a mask instead.
     """
     find = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

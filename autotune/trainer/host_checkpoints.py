@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# torch's allocator of pinned memory rounds up to powers of two. These blocks waste no memory, but
-# whole inputs would waste up to half.
+# torch's allocator of pinned memory rounds up to powers of two. Blocks of this size waste no
+# memory, but whole inputs would waste up to half of it.
 BLOCK_BYTES = 64 * 2**20
-# Smaller inputs return while the layer behind computes, which needs a second input on the device.
-# For an 8B model with 32,000 tokens on an H100, copying an input takes about a fortieth of its
-# layer's time, and less for longer rows.
+# Smaller inputs return to the device one layer early, so that the device holds two of them. Larger
+# inputs return when they are needed. For an 8B model with 32,000 tokens on an H100, copying an
+# input takes only a fortieth of its layer's time, and less for longer rows.
 PREFETCHED_BYTES = 2**28
 
 
 class HostCheckpoints:
-    """Stores tensors for the backward pass, which reads them in reverse order, for all layers."""
+    """Stores the tensors of all layers for the backward pass, which reads them in reverse order."""
 
     def __init__(self) -> None:
         self.held_bytes = 0  # pinned memory, used or free
@@ -52,7 +52,7 @@ class HostCheckpoints:
             with torch.cuda.stream(stream):
                 stored.copy_out(tensor)
                 stored.copy_event = stream.record_event()
-            # The last tensor's copy must end before its memory is reused.
+            # The previous tensor's copy must end before its device memory is reused.
             if self._last is not None and self._last.device_tensor is not None:
                 current.wait_event(self._last.copy_event)
 
@@ -94,7 +94,8 @@ class HostCheckpoints:
             return
         if stored.blocks is None:
             raise RuntimeError(
-                "the input of a layer was freed after its backward pass: a second one is impossible"
+                "a layer's input was freed after its backward pass:"
+                " a second backward pass is impossible"
             )
 
         stored.device_tensor = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)

@@ -32,14 +32,14 @@ def load_files(dataset: str, split: str) -> tuple[Path, ...]:
 
     Raises CannotLoad, or ImportError without the library.
     """
-    if not SPLIT_NAME.fullmatch(split):  # files have all rows of a split
+    if not SPLIT_NAME.fullmatch(split):  # no slice: the files hold the whole split
         raise CannotLoad(f"{split} is not the name of a split: give --split NAME, such as train")
     try:
         import datasets
     except ImportError:
         raise ImportError(
-            f"there is no file or folder {dataset}, and a dataset of the Hub is read with datasets:"
-            " pip install datasets, or give a file"
+            f"there is no file or folder {dataset}, and a dataset of the Hub needs the library"
+            " datasets: pip install datasets, or give a local file"
         ) from None
 
     name, _, config = dataset.partition(":")

@@ -35,7 +35,7 @@ def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
         for length, pictures in zip(settings.lengths, settings.images, strict=True)
     ]
 
-    # The sample always has the longest.
+    # The sample always includes the longest example.
     measured.sort(key=lambda one: -one[0])
     num_others = min(RANDOM_ROWS, len(measured)) - 1
     others = random.Random(0).sample(measured[1:], num_others)  # noqa: S311
@@ -65,7 +65,7 @@ def collate_image_examples(
 
 
 class ImageRows(Sequence[ImageExample]):
-    """The examples of a dataset. A processor makes an example each time it is read."""
+    """The examples of a dataset. The processor converts a row each time the row is read."""
 
     def __init__(
         self, dataset: Path, processor: Any, *, split: str | None, loss_on: str | None, seq_len: int
@@ -111,14 +111,16 @@ class ImageRows(Sequence[ImageExample]):
         tokens: list[torch.Tensor] = []
         values: list[Tensors] = []
         num_tokens = 0
-        images_end = 0  # the number of tokens up to the last one of an image
+        images_end = 0  # the number of tokens up to the last image token
         for piece, is_trained in _split(text, ranges):
             number = piece.count(self._processor.image_token)
             if number > len(pictures):
-                raise BadDataset(f"{where}: its messages have places for more images than it has")
+                raise BadDataset(
+                    f"{where}: its messages have places for more images than the row has"
+                )
             try:
                 ids, more = self._process(piece, pictures[:number])
-            except ValueError as error:  # for example of an image of 1 x 1,000 pixels
+            except ValueError as error:  # for example for an image of 1 x 1,000 pixels
                 raise BadDataset(f"{where}: the processor refuses it: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)
@@ -130,7 +132,7 @@ class ImageRows(Sequence[ImageExample]):
 
         if pictures:
             raise BadDataset(
-                f"{where}: it has {len(pictures)} more images than places for them in its messages"
+                f"{where}: it has {len(pictures)} more images than its messages have places for"
             )
         if images_end > self._seq_len:
             raise BadDataset(
@@ -147,7 +149,8 @@ class ImageRows(Sequence[ImageExample]):
         positions = found.nonzero().flatten().tolist()
         gaps = [pair for pair in pairwise(positions) if pair[1] - pair[0] > 1]
         for before, after in gaps:
-            # In some vocabularies, the tags of tiles are text. A line break ends a row of tiles.
+            # In some vocabularies, the tags between tiles are ordinary text. A line break ends a
+            # row of tiles.
             is_break = not self._processor.tokenizer.decode(ids[before + 1 : after]).strip()
             if is_break or ids[after] == self._processor.image_token_id:
                 found[before + 1 : after] = True
@@ -162,7 +165,8 @@ class ImageRows(Sequence[ImageExample]):
         made = self._processor(
             text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
         )
-        # With this mask, the values have one more dimension: the rows of a micro batch.
+        # With a pixel_attention_mask, the values have one more dimension: the rows of a micro
+        # batch.
         in_rows = "pixel_attention_mask" in made
         values = {name: made[name][0] if in_rows else made[name] for name in VALUES if name in made}
         return made["input_ids"][0], values
@@ -175,7 +179,7 @@ class ImageRows(Sequence[ImageExample]):
 
 
 def _split(text: str, ranges: list[tuple[int, int]] | None) -> list[tuple[str, bool]]:
-    """Split a text into pieces, each with whether it is trained on.
+    """Split a text into pieces, and return for each piece whether it is trained on.
 
     Without `ranges`, the whole text is trained on.
     """

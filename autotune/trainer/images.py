@@ -1,4 +1,4 @@
-"""Places images in rows of tokens, and makes the tensors that a micro batch adds for them.
+"""Puts image tokens into rows, and makes the image tensors of a micro batch.
 
 A picture describes an image in a row: the number of its placeholders (`tokens`), the number of
 tokens around them (`beside`), the shape of its values (`pixels`), and for some models the `grid` of
@@ -39,7 +39,7 @@ def random_example(
     """
     taken = count_tokens(pictures)
     if taken + 2 > length:
-        raise ValueError(f"the images of a row take {taken} tokens, and it has {length}")
+        raise ValueError(f"the images of a row take {taken} tokens, but the row has {length}")
 
     vocab_size = config.get_text_config().vocab_size
     image = config.image_token_id
@@ -73,7 +73,7 @@ def random_values(
 
 
 def add_token_types(text: Tensors, config: Any) -> Tensors:
-    """Return a batch (rows x length), with a marker of its image tokens if the model takes one."""
+    """Return a batch (rows x length), with a tensor that marks image tokens, if needed."""
     name = TOKEN_TYPES.get(config.model_type)
     return (
         text if name is None else text | {name: (text["input_ids"] == config.image_token_id).long()}
@@ -83,8 +83,8 @@ def add_token_types(text: Tensors, config: Any) -> Tensors:
 def join_values(each: Sequence[Tensors]) -> Tensors:
     """Join the values of the pictures of all rows in a micro batch.
 
-    Patches, their grids and whole images are concatenated. Tiles stay in their rows, which are
-    padded with empty tiles.
+    Patches, their grids and whole images are concatenated. Tiles stay grouped by row, and each row
+    is padded with empty tiles to the same number of tiles.
     """
     joined: Tensors = {}
     for name in dict.fromkeys(name for values in each for name in values):

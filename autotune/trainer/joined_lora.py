@@ -1,4 +1,4 @@
-"""Joins LoRA's narrow products with the products of the frozen base, in compiled layers of PEFT.
+"""Computes LoRA's sums inside the large products of the frozen base, in compiled layers of PEFT.
 
 PEFT computes `y = x W' + s (x A') B'` in three products, and reads and writes all of y again for
 the sum. Its backward pass does the same with the gradient of x. Here both sums are part of the
@@ -7,9 +7,10 @@ large product, whose inner dimension is slightly longer.
     Forward:    y  = [x | h] [W | sB]'      with h  = x A'.
     Backward:   dx = [dy | dh] [W ; A]      with dh = dy sB.
 
-`[x | h]` and `[dy | dh]` are wide tensors. The kernels that compute x and dy write into them, and
-the narrow products write h and dh beside these. One wide matrix holds W, sB and A. Linear layers
-with the same input, for example queries, keys and values, are one product.
+`[x | h]` and `[dy | dh]` are one tensor each. The kernels that compute x and dy write directly into
+it, and the low-rank products write h and dh into its further columns. One wide matrix holds W, sB
+and A of a group: the linear layers with the same input, for example the projections to queries,
+keys and values.
 """
 
 import functools
@@ -32,19 +33,21 @@ GROUPS = (
     ("mlp", ("gate_up_proj",)),
     ("mlp", ("down_proj",)),
 )
-MULTIPLE = 64  # of added columns, because the kernels of products need aligned rows
-# Up to this number of columns, one product for the gradients of all members' h takes no longer.
+MULTIPLE = 64  # the number of added columns is a multiple of 64, for kernels that need aligned rows
+# If the ranks of a group's adapters add up to at most this, one product for the whole group takes
+# no longer than one product for each member.
 ONE_PRODUCT = 64
 ADAPTER = "default"  # PEFT's name of a single adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class JoinedLayers:
-    """The joined layers of a model. PEFT's modules and parameters keep their values and places.
+    """The joined layers of a model. PEFT's modules and parameters stay in the model.
 
-    Until `undo`, the weights of the base are views of the wide matrices. A and sB are copied in the
-    base's dtype. The copies are made again before a forward pass if A or B have changed. torch
-    counts only its own changes, so call `watch` for an optimizer of another library.
+    Until `undo`, the weights of the base are views of the wide matrices. A and sB are copied into
+    these matrices in the base's dtype. The copies are made again before a forward pass if A or B
+    have changed. torch notices only changes by its own operations, so call `watch` for an optimizer
+    of another library.
     """
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
@@ -78,7 +81,7 @@ class JoinedLayers:
         return [tensor for group in self._groups for tensor in (group.wide, group.a, group.b)]
 
     def extra_bytes(self) -> int:
-        """Return the memory of these tensors beyond the weights of the base."""
+        """Return the bytes that the joined tensors take in addition to the weights of the base."""
         weights = (module.base_layer.weight for group in self._groups for module in group.members)
         return int(
             sum(tensor.nbytes for tensor in self.tensors())
@@ -114,15 +117,16 @@ class JoinedLayers:
 class _Group:
     """PEFT linear layers that share an input of K values and have N outputs in total.
 
-    `wide` (N + P x K + P) is [[W, sB], [A, 0]]. P is R, the sum of the adapters' ranks, rounded up.
-    `a` (R x K) is A, and `b` (N x R) is sB with a block for each member. Both are contiguous for
-    the narrow products.
+    `wide` (N + P x K + P) is [[W, sB], [A, 0]]. R is the sum of the adapters' ranks, and P is R
+    rounded up to a multiple of MULTIPLE. `a` (R x K) is A, and `b` (N x R) is sB with a block for
+    each member. Both are contiguous copies for the low-rank products.
     """
 
     def __init__(self, part: nn.Module, members: list[Any], others: list[Any]) -> None:
         """Move the weights into the wide matrix. Only this group's weights exist twice meanwhile.
 
-        `part` calls all members, and also `others`, which have the same input and no adapters.
+        `part` is the module that calls all members. It also calls `others`, linear layers with the
+        same input and without adapters.
         """
         self.members = members
         self.kind = type(members[0])
@@ -186,7 +190,7 @@ class _Group:
 
 
 def _find_groups(layer: nn.Module) -> Iterator[tuple[nn.Module, list[Any], list[Any]]]:
-    """Yield the groups of a decoder layer: a part, its members, and others with the same input."""
+    """Yield each group of a decoder layer: `part`, `members` and `others` (see `_Group`)."""
     for name, names in GROUPS:
         part: Any = getattr(layer, name, None)
         found = [module for name in names if (module := getattr(part, name, None)) is not None]
@@ -204,7 +208,8 @@ def _find_groups(layer: nn.Module) -> Iterator[tuple[nn.Module, list[Any], list[
 def _is_plain(module: Any) -> bool:
     """Return whether this is a linear layer with one plain LoRA adapter.
 
-    It has no dropout, and its base is frozen and not quantised.
+    A plain adapter has no bias, no dropout and no variant such as DoRA, and its base is frozen and
+    not quantised.
     """
     from peft.tuners.lora import Linear
 
@@ -221,7 +226,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def _padding(rank: int) -> int:
-    """Return P for R."""
+    """Return P for R: the rank, rounded up to a multiple of MULTIPLE."""
     return -(-rank // MULTIPLE) * MULTIPLE
 
 
@@ -232,7 +237,7 @@ def _spans(sizes: list[int]) -> list[slice]:
 
 
 class _GroupInput:
-    """Replaces the input of a group; holds this tensor and the outputs of the members."""
+    """Replaces a group's input tensor, and holds that tensor and the outputs of the members."""
 
     def __init__(self, inputs: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         self.shape = inputs.shape  # the only attribute that attention and MLP read
@@ -259,7 +264,7 @@ def _part_class(kind: Any) -> Any:
 @functools.cache
 def _member_class(kind: Any) -> Any:
     class Member(kind):
-        """A linear layer with a group's input. `place` is None if it is not a member."""
+        """A linear layer with a group's input. `place` is its index as a member, or None."""
 
         def forward(self, inputs: "_GroupInput | torch.Tensor") -> Any:
             if isinstance(inputs, _GroupInput):
@@ -274,7 +279,7 @@ def _member_class(kind: Any) -> Any:
 @functools.cache
 def _lone_class(kind: Any) -> Any:
     class Lone(kind):
-        """A linear layer with an adapter and an input of its own."""
+        """A linear layer with an adapter that is the only member of its group."""
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return _compute(self.joined, inputs)[0]
@@ -300,7 +305,8 @@ def _compute(group: _Group, inputs: torch.Tensor) -> list[torch.Tensor]:
 class _Products(torch.autograd.Function):
     """Returns the outputs (M x size) of each member for inputs (M x K).
 
-    `trained` are each A, then each B. The backward pass returns their gradients too.
+    `trained` holds A of each member, then B of each member. The backward pass returns their
+    gradients too.
     """
 
     @staticmethod
@@ -342,8 +348,8 @@ class _Products(torch.autograd.Function):
         return of_inputs.to(of_inputs_dtype), None, None, None, None, None, *of_down, *of_up
 
 
-# Compiled code on disk refers to these operations by name. If a shape or the number of operations
-# below changes, the name must change too.
+# Compiled code on disk refers to these operations by name. If a shape or a FLOP formula below
+# changes, the name must change too.
 #
 # Both operations write into columns of their first argument that are not read elsewhere: h and dh.
 # The mutation is not declared, because the compiler would copy the argument. A recomputation writes
@@ -357,8 +363,9 @@ def _products(
     """Return the outputs (M x size) of one member from [x | 0] (M x K + P) and h (M x R).
 
     `begin` and `end` are the member's rows of `wide`. Each member has a separate operation for two
-    reasons. A tensor of all outputs would live as long as any part of it is saved, and values are
-    saved. For one of several outputs, the compiler would assume that its recomputation is free.
+    reasons. One tensor of all outputs would stay in memory as long as any part of it is saved, and
+    the values of attention are saved. If one operation had several outputs, the compiler would
+    assume that recomputing one of them is free.
     """
     fan_in = padded.shape[1] - _padding(hidden.shape[1])
     padded[:, fan_in : fan_in + hidden.shape[1]].copy_(hidden)
@@ -382,9 +389,9 @@ def _gradients(
     b: torch.Tensor,
     sizes: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of inputs (M x K), A (R x K), and B before its scale (N x r).
+    """Return the gradients of inputs (M x K), A (R x K), and B without its scale s (N x r).
 
-    `gradient` is [dy | 0] (M x N + P).
+    `gradient` is [dy | 0] (M x N + P), and r is the rank of one adapter.
     """
     fan_out, rank = b.shape
     fan_in = a.shape[1]
@@ -400,7 +407,8 @@ def _gradients(
     of_a = torch.empty_like(a)
     of_b = b.new_empty(fan_out, rank // len(sizes))
     at_once = rank <= ONE_PRODUCT and len(sizes) > 1
-    # Allocated here, because a side stream would keep memory that is freed on it.
+    # `blocks` is allocated here, because only the side stream could reuse memory that was allocated
+    # on it.
     blocks = torch.empty_like(b) if at_once else of_b
 
     def run_narrow() -> None:
@@ -413,8 +421,8 @@ def _gradients(
             else:
                 torch.mm(own[:, rows].t(), hidden[:, part], out=of_b[rows])
 
-    # The narrow products run beside the large one. Memory is freed or written only after both
-    # streams have finished.
+    # The low-rank products run on a side stream during the large product. Memory is freed or
+    # overwritten only after both streams have finished.
     with _run_beside(gradient.device, run_narrow):
         of_inputs = torch.mm(gradient, wide[:, :fan_in])
     return of_inputs, of_a, of_b
@@ -440,7 +448,7 @@ def _gradients_shape(
 
 @contextmanager
 def _run_beside(device: torch.device, run_narrow: Callable[[], None]) -> Iterator[None]:
-    """Run the narrow products on a side stream beside the block, or after it on a CPU."""
+    """Run the low-rank products on a side stream during the block; on a CPU, after the block."""
     if device.type != "cuda":
         yield
         run_narrow()
@@ -461,7 +469,7 @@ def _run_beside(device: torch.device, run_narrow: Callable[[], None]) -> Iterato
 
 @register_flop_formula(torch.ops.lora.joined_forward)  # type: ignore[untyped-decorator]
 def _forward_flops(padded: Any, hidden: Any, wide: Any, begin: int, end: int, **_: Any) -> int:
-    """Return the operations of a product (twice its multiply-adds) from the arguments' shapes."""
+    """Return the FLOPs of a product (two for each multiply-add) from the arguments' shapes."""
     return int(2 * padded[0] * padded[1] * (end - begin))
 
 

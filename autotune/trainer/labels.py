@@ -29,7 +29,7 @@ class LabelEncoder:
         self.key = ("labels", *names, longest)
 
     def describe_notes(self, number: int) -> list[str]:
-        """Return no notes: a text has no chat template that could leave out a part of it."""
+        """Return no notes: without a chat template, no part of a text is left out."""
         return []
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
@@ -62,8 +62,8 @@ def label_loss(
 ) -> torch.Tensor:
     """Compute the loss as a Trainer's `compute_loss_func` does.
 
-    It is the sum over the rows, divided by the number of labels in the whole step. The loss of
-    transformers is the mean of each micro batch, and the Trainer would add these means.
+    The loss is the sum over the rows, divided by the number of labels in the whole step. The loss
+    of transformers is the mean of each micro batch, and the Trainer would add these means.
     """
     total = cross_entropy(outputs.logits.float(), labels, reduction="sum")
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)

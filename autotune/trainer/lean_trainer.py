@@ -1,4 +1,4 @@
-"""A Trainer without transformers' work on every module of a model for every micro batch."""
+"""A Trainer that does not visit every module of a model in every micro batch."""
 
 import functools
 import weakref
@@ -32,8 +32,8 @@ NUM_ITEMS = "num_items_in_batch"
 def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments of TrainingArguments that affect speed and memory.
 
-    The probe and the full run share them. `settings` are the RunSettings of a script, or the
-    configuration of a probe, which has the same names.
+    The probe and the full run share these arguments. `settings` are the RunSettings of a script, or
+    the configuration of a probe, which has the same names.
     """
     return {
         "per_device_train_batch_size": settings.micro_batch_size,
@@ -43,10 +43,11 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         "fp16": settings.precision == "fp16_mixed",
         "use_cpu": on_cpu,
         "learning_rate": settings.learning_rate,
-        # With the optimizer in the backward pass, the norm of all gradients is known too late.
+        # With the optimizer in the backward pass, the norm of all gradients is known too late to
+        # clip them.
         "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,
         "logging_steps": 10,
-        # The filter would hide an invalid loss, and wait for the device at every micro batch.
+        # The filter would hide a loss that is NaN, and wait for the device at every micro batch.
         "logging_nan_inf_filter": False,
         "report_to": [],
         "dataloader_drop_last": True,
@@ -69,7 +70,7 @@ def sharing_arguments(
     if settings.sharding == "none":
         return {}
 
-    # The Trainer's default with adapters is to search for unused parameters at every step.
+    # By default, the Trainer searches a model with adapters for unused parameters at every step.
     if settings.sharding == "ddp":
         return {"ddp_find_unused_parameters": False}
 
@@ -106,8 +107,9 @@ def _copies(settings: Any) -> dict[str, Any]:
 def shard_outline(trainer: Trainer, device: torch.device) -> None:
     """Shard a model that no device can hold whole, and give each shard of a matrix its memory.
 
-    accelerate would shard it when the training begins. It identifies weights by their addresses,
-    and weights without memory have no address. It leaves a sharded model unchanged.
+    accelerate would shard the model when the training begins, but it identifies weights by their
+    addresses, and weights without memory have no address. accelerate leaves a sharded model
+    unchanged.
     """
     trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     materialize(trainer.model, device)
@@ -117,8 +119,8 @@ class _ReleaseFirstBuckets(TrainerCallback):
     """Waits after the first step under DDP until NCCL has released the buckets of gradients.
 
     DDP makes new buckets in the second step. NCCL holds reduced buckets for up to a tenth of a
-    second longer. Short steps would therefore keep both for good, at a cost of the size of all
-    gradients. This was observed on two H100s.
+    second longer. If steps are short, the old and the new buckets would therefore both stay in
+    memory, which costs a second copy of all gradients. This was observed on two H100s.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -136,8 +138,8 @@ class _ReleaseFirstBuckets(TrainerCallback):
 class _BalancedSampler(Sampler[int]):
     """Draws the same rows for each step as accelerate, and orders them by `order`.
 
-    `order` returns the indices of rows of the given lengths. An incomplete step at the end of a
-    pass keeps its random order.
+    `order` gets the lengths of a step's rows, and returns the rows' indices in the new order. An
+    incomplete step at the end of a pass keeps its random order.
     """
 
     def __init__(
@@ -161,20 +163,21 @@ class _BalancedSampler(Sampler[int]):
             yield from step
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the rows of this pass. A resumed run begins in the middle of a pass."""
+        """Choose the pass over the data to draw. A resumed run begins in the middle of a pass."""
         self._sampler.set_epoch(epoch)
 
 
 class LeanTrainer(Trainer):
-    """A Trainer that visits modules only when the mode changes, and counts no FLOPs.
+    """A Trainer that visits modules only to switch between training and evaluation.
 
-    On a 7B model with adapters, each of the two takes the host milliseconds for each micro batch.
-    With a small micro batch, the device idles meanwhile. `total_flos` stays 0.
+    It does not count FLOPs either, so `total_flos` stays 0. On a 7B model with adapters, a visit
+    and a count each take the host milliseconds in each micro batch. With a small micro batch, the
+    device idles meanwhile.
 
-    `row_lengths` are the tokens of each row to train on. They group rows of similar length into
-    micro batches, from many steps, or with `dealt` from each step separately. For
-    `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see `graphs`. Layers that
-    are `joined` track the optimizer's steps.
+    `row_lengths` are the numbers of tokens of the rows to train on. If they are given, rows of
+    similar length share a micro batch. With `dealt`, only rows of the same step are grouped. For
+    `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see `graphs`. The
+    `joined` layers copy their adapters again after each step of the optimizer.
     """
 
     def __init__(
@@ -333,8 +336,8 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
 def budget_options(activation_budget: float) -> dict[str, Any]:
     """Return torch's settings for a partitioner that keeps a share of the activations.
 
-    The partitioner otherwise counts operations from outside torch, for example joined adapters, as
-    element-wise.
+    Otherwise the partitioner treats operations from outside torch, for example joined adapters, as
+    cheap element-wise operations.
     """
     return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
 

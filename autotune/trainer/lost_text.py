@@ -32,7 +32,7 @@ class LostText:
         self._of_structure: dict[Any, Lost] = {}
 
     def find(self, form: Chat, text: str, render: Render) -> Lost:
-        """Return the messages with a text that is not in the rendered `text`, and its kind."""
+        """Return the index of each message whose text `text` lacks, and the kind of that text."""
         texts = [texts_of(message) for message in form.messages]
         structure = (
             tuple(
@@ -62,7 +62,7 @@ class LostText:
 
 
 def _find_by_marks(form: Chat, render: Render) -> Lost:
-    """Return the texts that are lost if each text is a unique mark."""
+    """Return the texts that the template leaves out when a unique mark replaces each text."""
     marks: dict[str, tuple[int, str]] = {}
 
     def mark_message(index: int, message: Message) -> Message:
@@ -87,7 +87,7 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
 
 
 def _appears(part: str, text: str) -> bool:
-    """Return whether a text is in the rendered text, also as JSON writes it."""
+    """Return whether a text is in the rendered text, as it is or as JSON writes it."""
     return (
         part in text
         or json.dumps(part, ensure_ascii=False)[1:-1] in text

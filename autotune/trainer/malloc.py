@@ -3,8 +3,8 @@
 import ctypes
 
 # On a CPU, blocks below this size are kept from step to step. By default glibc keeps blocks below
-# 32 MiB at most. The logits of a small model are larger, and clearing pages then took 30 % of the
-# time.
+# 32 MiB at most. The logits of a small model are larger than 32 MiB, and clearing their pages took
+# 30 % of a step.
 KEPT_BYTES = 2**30
 # glibc's own constants
 M_TRIM_THRESHOLD = -1
@@ -14,9 +14,10 @@ LARGEST_THRESHOLD = 2**25  # older releases of glibc refuse a larger value
 
 
 def set_release_threshold(threshold: int) -> None:
-    """Map blocks of at least `threshold` bytes separately, and keep a free heap end of twice that.
+    """Let malloc keep freed blocks below `threshold` bytes, and up to twice that at the heap's end.
 
-    The kernel gets larger free ends back. A C library other than glibc stays unchanged.
+    Larger blocks and a larger free end of the heap return to the kernel. A C library other than
+    glibc stays unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -117,8 +117,8 @@ def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) 
 def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
     """Load the base into host memory in the first rank, and without values in other ranks.
 
-    accelerate sends them their shards (see `sharing_arguments`). Without these variables,
-    transformers would load the model in all ranks.
+    accelerate sends the other ranks their shards (see `sharing_arguments`). Without the two
+    environment variables, transformers would load the model in all ranks.
     """
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     return load(source, settings, torch.device("cpu"))
@@ -129,9 +129,9 @@ def outline(
 ) -> PreTrainedModel | None:
     """Build the base without memory for its matrices. Shard it, then call `materialize`.
 
-    Three bases return None. One fits whole into `room_gib` of the device before it is sharded, with
-    fp32 masters if it is trained. One has its embedding as its head, because they would become two
-    weights. The third is a base for bitsandbytes.
+    Returns None in three cases. The unsharded base fits into `room_gib` of the device (in fp32 if
+    the base itself is trained). The head and the embedding are one weight, which would become two.
+    The base is for bitsandbytes.
     """
     if settings.bitsandbytes_arguments() is not None:
         return None
@@ -149,7 +149,7 @@ def outline(
 
 
 def is_outline(model: nn.Module) -> bool:
-    """Return whether some of its matrices have no memory yet."""
+    """Return whether some matrices of the model have no memory yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -208,21 +208,21 @@ def base_dtype(settings: ModelSettings) -> torch.dtype:
 def _set_labels(config: Any, num_labels: int) -> None:
     config.num_labels = num_labels
     if config.pad_token_id is None:
-        config.pad_token_id = 0  # the head finds the last token of a row before it
+        config.pad_token_id = 0  # the head reads the last token of a row before padding
 
 
 def _model_class(settings: ModelSettings, config: Any) -> Any:
     if settings.num_labels is not None:
         return AutoModelForSequenceClassification
-    # Several models with images have a class for text alone.
+    # Several image models also have a class for text alone, which is preferred.
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
-    """Return the attention implementation, by part of the config if a tower lacks it.
+    """Return the attention implementation, or one for each part of the config if a tower lacks it.
 
-    Such a tower computes its attention eagerly.
+    The tower then computes its attention eagerly.
     """
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
     kinds = {name: MODEL_MAPPING.get(type(part), None) for name, part in parts.items()}
@@ -237,13 +237,13 @@ def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
-    """Make a model on the current default device, with tied weights without initial values."""
+    """Make a model on torch's default device. Its weights are tied, and have no initial values."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _model_class(settings, config).from_config(
         config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
-    # `no_init_weights` skips this, and a separate head would count twice.
+    # `no_init_weights` skips this step. A head that is not tied would be a second weight.
     model.tie_weights()
     return model
 
@@ -254,7 +254,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
         attend_windows_at_once(model)
     _mark_text(model)
     model.requires_grad_(False)
-    # As peft's prepare_model_for_kbit_training, which would also set checkpointing
+    # Like peft's prepare_model_for_kbit_training, which would also set checkpointing
     if settings.kbit_preparation:
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -263,7 +263,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
 
 
 def _mark_text(model: PreTrainedModel) -> None:
-    """Tell a model that requires the type of each token in training that all tokens are text."""
+    """Mark all tokens as text for a model that requires the type of each token in training."""
     names = ("token_type_ids", "mm_token_type_ids")
     required = [name for name in names if name in inspect.signature(model.forward).parameters]
     if not _towers(model) or not required:
@@ -293,7 +293,8 @@ def trainable_model(
             tower.requires_grad_(False)
         return base
 
-    # PEFT imports bitsandbytes, and bitsandbytes torch's compiler. A base alone needs neither.
+    # PEFT imports bitsandbytes, which imports torch's compiler. A base without adapters needs
+    # neither.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
@@ -307,7 +308,7 @@ def trainable_model(
     if settings.quantization == "fp8":
         _exclude_from_ddp(model)
 
-    # PEFT copies a head over labels in the dtype of the base.
+    # PEFT's copy of a classification head has the dtype of the base.
     wrappers = {
         name: module
         for name, module in model.named_modules()
@@ -319,7 +320,7 @@ def trainable_model(
 
     for name in settings.modules_to_save or []:
         if not any(path.endswith(f".{name}") for path in wrappers):
-            raise ValueError(f"{type(base).__name__} has no module {name} to train whole")
+            raise ValueError(f"modules_to_save: {type(base).__name__} has no module {name}")
     return model
 
 
@@ -400,10 +401,10 @@ def _towers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _unhook_towers(base: nn.Module) -> None:
-    """Allow inputs without gradients in vision towers.
+    """Stop the inputs of vision towers from requiring gradients.
 
     With recomputation, transformers and PEFT each make the patch embeddings require gradients, so
-    that a frozen tower would be differentiated. Non-reentrant recomputation does not need this.
+    that a frozen tower would be differentiated. Non-reentrant recomputation needs no such gradient.
     """
     for tower in _towers(base).values():
         for module in tower.modules():
@@ -447,8 +448,8 @@ def compute_in_tiles(base: PreTrainedModel) -> None:
     """Compute norms, projections and MLPs over tiles of tokens.
 
     Adapters and checkpointing must be present already. transformers and PEFT each make the output
-    of the embedding require gradients, which would keep it and its gradient for the whole step.
-    Non-reentrant recomputation does not need this.
+    of the embedding require gradients, which would keep that output and its gradient for the whole
+    step. Non-reentrant recomputation does not need this gradient.
     """
     base.get_input_embeddings()._forward_hooks.clear()
     tile_layers(base, decoder_layers(base))
@@ -526,7 +527,7 @@ def _quantize(
     device: torch.device,
     quantized_linear: QuantizedLinear,
 ) -> None:
-    """Replace all linear layers but the head."""
+    """Replace all linear layers except the head with quantised layers."""
     head = find_head(model)
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear:
@@ -563,7 +564,7 @@ def _cached_linear(device: torch.device) -> QuantizedLinear:
 def _copy(layer: nn.Module) -> nn.Module:
     """Return another layer with the same values.
 
-    The weight and the layer share one copy of the weight's statistics.
+    The new layer and its weight share one quantisation state.
     """
     copied = copy.deepcopy(layer)
     if hasattr(copied, "quant_state"):

@@ -1,8 +1,8 @@
-"""Describes the origin of a run: its data, tokenizer, weights and settings. Checkpoints keep it.
+"""Describes the origin of a run: its data, tokenizer, weights and settings.
 
-A checkpoint is only continued with the same origin. A dataset is compared by the content of its
-files of rows, without the content of images. Weights in a directory are compared by their config
-and the sizes of their files.
+Checkpoints store the origin, and a run continues only from a checkpoint with the same origin. A
+dataset is compared by the content of its files of rows, without the content of images. Weights in a
+directory are compared by their config and the sizes of their files.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class Origin(TrainerCallback, ExportableState):
 
 
 def describe(settings: RunSettings, options: Options) -> dict[str, Any]:
-    """Return the name and the digest of the dataset, the tokenizer and the model, and the settings.
+    """Return the settings, and the name and digest of the dataset, the tokenizer and the model.
 
     Raises BadDataset if the dataset has no files.
     """
@@ -65,9 +65,9 @@ def describe(settings: RunSettings, options: Options) -> dict[str, Any]:
 
 
 def find_difference(checkpoint: str, facts: dict[str, Any]) -> str | None:
-    """Return a sentence on the first fact that the checkpoint has differently, or None.
+    """Return a sentence on the first fact that differs from the checkpoint's, or None.
 
-    A checkpoint of an earlier version has no facts, which a sentence says too.
+    A checkpoint of an earlier version of autotune has no facts; then the sentence says so.
     """
     state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
     stored = (state.get("stateful_callbacks") or {}).get(Origin.__name__)
@@ -86,7 +86,7 @@ def find_difference(checkpoint: str, facts: dict[str, Any]) -> str | None:
         if before[1] != now[1]:
             return f"{start} was trained {phrase} {_show(before)}, not {phrase} {_show(now)}"
 
-    # The file has lists for tuples.
+    # The checkpoint's JSON has lists instead of tuples.
     settings = json.loads(json.dumps(facts["settings"]))
     for key in sorted(stored["settings"] | settings):
         before, now = (one.get(key) for one in (stored["settings"], settings))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"PAR1"
-VALUE_BYTES = 8  # of a number, or of an absent value
+VALUE_BYTES = 8  # memory of a number or of a missing value
 ROW_BYTES = 64  # the least size of a row in memory
 # The ids of the fields in the format's definition, parquet.thrift
 ROW_GROUPS = 4  # of the file
@@ -36,19 +36,19 @@ def _group_bytes(group: dict[int, Any]) -> int:
 
 
 def _read_footer(path: Path) -> dict[int, Any]:
-    """Return the file's metadata: it ends 8 bytes before the end, after which its size follows."""
+    """Return the file's metadata, which stands before the last 8 bytes: its size and a constant."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - 8
         file.seek(max(end, 0))
         size, magic = int.from_bytes(file.read(4), "little"), file.read(4)
         if magic != MAGIC or size > end:
-            raise ValueError("it is no Parquet file, or a part of one")
+            raise ValueError("it is not a complete Parquet file")
         file.seek(end - size)
         return _Thrift(file.read(size)).struct()
 
 
 class _Thrift:
-    """A reader of structs as {id of a field: value}."""
+    """Reads Thrift's structs as {id of a field: value}."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -65,7 +65,7 @@ class _Thrift:
         return fields
 
     def _value(self, kind: int) -> Any:
-        if kind in (1, 2, 3):  # truth values in a list, and bytes
+        if kind in (1, 2, 3):  # booleans in a list, and bytes
             return self._byte()
         if kind in (4, 5, 6):
             return self._integer()

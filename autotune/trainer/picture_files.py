@@ -1,7 +1,7 @@
 """Opens the images that rows of a dataset name or hold.
 
-A row may come from a stranger. It reaches no file outside the dataset's folder, no pipe or device,
-and of Pillow's formats only common ones: a reader of another format starts a program.
+A row may come from a stranger, so it can name only regular files in the dataset's folder. Only
+common formats are read, because Pillow starts a program for some other formats.
 """
 
 import io
@@ -19,7 +19,7 @@ class BadPicture(ValueError):
 
 
 def open_file(named: Any, folder: Path) -> BinaryIO:
-    """Open an image: its path, or an object with its `bytes` or its `path`.
+    """Open an image, given by its path, or by an object with its `bytes` or its `path`.
 
     Paths are relative to `folder`, and lie below it. Raises BadPicture.
     """
@@ -28,9 +28,9 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
         return io.BytesIO(content)
     path = named.get("path") if isinstance(named, dict) else named
     if not isinstance(path, str):
-        raise BadPicture("it is no path of a file")
+        raise BadPicture("it is not the path of a file")
 
-    # Links below the folder are the user's own, for example in the cache of the Hub.
+    # Symbolic links in the folder are the user's own, for example in the cache of the Hub.
     root = os.path.abspath(folder)
     full = os.path.normpath(os.path.join(root, path))
     if os.path.commonpath([root, full]) != root:
@@ -46,7 +46,7 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
 
 
 def check_size(width: int, height: int) -> None:
-    """Raise BadPicture for a size that no image to train on has."""
+    """Raise BadPicture for an image without pixels, or with more than MAX_PIXELS."""
     if width < 1 or height < 1:
         raise BadPicture("it has no pixels")
     if width * height > MAX_PIXELS:
@@ -63,7 +63,7 @@ def read_header(file: BinaryIO) -> Any:
     try:
         image = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
-        raise BadPicture(f"it is none of {', '.join(FORMATS)}") from None
+        raise BadPicture(f"its format is none of {', '.join(FORMATS)}") from None
     except Exception as error:
         raise _broken(error) from None
     check_size(*image.size)
@@ -80,5 +80,5 @@ def read_picture(named: Any, folder: Path) -> Any:
 
 
 def _broken(error: Exception) -> BadPicture:
-    """Return the error of a broken file, for which readers raise many kinds of errors."""
+    """Return a BadPicture with the message of any error that Pillow raised."""
     return BadPicture(str(error).partition("\n")[0] or type(error).__name__)

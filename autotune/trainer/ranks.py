@@ -1,8 +1,8 @@
 """Starts the program once for each GPU of this machine, like torchrun, and ends all ranks together.
 
 torchrun differs in three ways. It kills a rank that has not saved its checkpoint 30 seconds after a
-signal. Its exit code is 1, independent of its ranks' exit codes. A signal raises an exception in it
-at any point, after which it may wait for a minute.
+signal. Its exit code is 1, independent of its ranks' exit codes. A signal raises an exception in
+torchrun at any point, after which torchrun may wait for a minute.
 
 The launcher starts a supervisor, and the supervisor starts the ranks. If the launcher is killed,
 the supervisor still ends all ranks.
@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 SUPERVISOR = "AUTOTUNE_SUPERVISOR"  # an environment variable: the process id of a rank's parent
-MEETING = "AUTOTUNE_MEETING"  # an environment variable: the file in which ranks meet
+MEETING = "AUTOTUNE_MEETING"  # an environment variable: the file that lets ranks find each other
 CLEAN_EXITS = (
     0,
     75,
     130,
-)  # exit codes of a complete rank, and of one that SIGTERM or SIGINT stopped
+)  # exit codes of a complete rank, and of a rank that SIGTERM or SIGINT stopped
 GRACE_S = 5.0  # the time for other ranks to print their errors, after one has failed
 # A scheduler signals each process of a job. Signals within this time count as one.
 AGAIN_S = 1.0
@@ -62,9 +62,9 @@ def run(count: int) -> int:
 
 
 def _supervise(count: int, launcher: int, signals: Sequence[tuple[float, int]]) -> int:
-    """Start the ranks, wait for their end, and return the exit code of the launcher.
+    """Start the ranks, wait for their end, and return the exit code for the launcher.
 
-    They meet by a file without a name, so that no other user can join them.
+    Ranks find each other by a file without a name, so that no other user can join them.
     """
     os.setsid()
     _end_with(launcher)
@@ -112,7 +112,7 @@ def _variables(rank: int, count: int, meeting: int) -> dict[str, str]:
 
 
 def on_loopback() -> dict[str, str]:
-    """Return the variables that keep gloo and NCCL off other interfaces, if they are not set."""
+    """Return the variables that bind gloo and NCCL to the loopback interface, unless set."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: os.environ.get(name, LOOPBACK) for name in names}
 
@@ -161,11 +161,11 @@ def _wait(
 
 
 def end_at_once(run: Callable[[], object]) -> NoReturn:
-    """Call `run`, and end this process with its exit code. Neither frees an object.
+    """Call `run`, and end this process with its exit code, without freeing any object.
 
-    Freeing can hang. DDP's reducer, if it has the last reference to gloo's group, joins a thread
-    that waits for Python's lock, which is held meanwhile. A shutdown of the interpreter can
-    deadlock with this thread too, or end with SIGABRT. All were seen with torch 2.13.
+    Freeing can hang. If DDP's reducer has the last reference to gloo's group, it holds Python's
+    lock and joins a thread that waits for this lock. A shutdown of the interpreter can deadlock
+    with this thread too, or end with SIGABRT. All three faults were seen with torch 2.13.
     """
     code: object = 0
     kept: list[object] = []  # an exception keeps the objects of its frames
@@ -179,7 +179,7 @@ def end_at_once(run: Callable[[], object]) -> NoReturn:
         traceback.print_exc()
         code = 1
 
-    # The interpreter would print a text too.
+    # An exit code that is text is printed, as the interpreter does.
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
@@ -196,7 +196,8 @@ def begin_rank() -> None:
     """Have Linux send SIGTERM to this rank when its parent dies, and let SIGINT end it.
 
     Ranks have their own sessions, so that signals of a terminal do not reach them. Until the
-    training handles signals, a rank has nothing to save, and may wait for the others in C++.
+    training handles signals, a rank has nothing to save, and may wait for the other ranks in C++,
+    where Python handles no signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(int(os.environ.get(SUPERVISOR, os.getppid())))

@@ -75,7 +75,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
     if not chosen:
         suffix = f" of split {split}" if split else ""
-        raise BadDataset(f"{path} has no {', '.join(READERS)}{suffix}")
+        raise BadDataset(f"{path} has no file of {', '.join(READERS)}{suffix}")
     for file in chosen:
         if not file.is_file():  # a broken link or a pipe
             raise BadDataset(f"there is no file {file}")
@@ -92,7 +92,7 @@ def _check_file(path: Path, split: str | None) -> Path:
     if not path.is_file():
         raise BadDataset(f"there is no file {path}")
     if path.suffix.lower() not in READERS:
-        raise BadDataset(f"{path.name} is none of {', '.join(READERS)}")
+        raise BadDataset(f"the format of {path.name} is none of {', '.join(READERS)}")
     if split:
         raise BadDataset(f"{path.name} is a single file, and has no split {split}")
     return path
@@ -169,7 +169,8 @@ def _read_json(path: Path) -> Iterator[Located]:
             try:
                 row, end = decoder.raw_decode(text, place)
             except (ValueError, RecursionError) as error:
-                # The element may be incomplete. Each time, read as much as the rest of the text.
+                # The element may be incomplete. Each time, read at least as much as is left
+                # unparsed, so that a long element takes linear time.
                 more = file.read(max(JSON_CHUNK, len(text) - place))
                 if not more:
                     if not is_array and place == len(text):
@@ -200,14 +201,14 @@ def _check_object(where: str, row: Any) -> dict[str, Any]:
         raise BadDataset(f"{where}: not a JSON object")
     if _is_by_columns(row):
         raise BadDataset(
-            f"{where}: a table by columns and not by rows: write it with"
+            f"{where}: this is a table by columns, not by rows: write it with"
             " orient='records' if pandas made it"
         )
     return row
 
 
 def _is_by_columns(row: dict[str, Any]) -> bool:
-    """Return whether each value has the same numbers as keys, as pandas writes a whole table."""
+    """Return whether all values are objects with the same numbers as keys, like pandas' tables."""
     columns = [value for value in row.values() if isinstance(value, dict)]
     if not row or len(columns) < len(row):
         return False
@@ -216,7 +217,7 @@ def _is_by_columns(row: dict[str, Any]) -> bool:
 
 
 def _read_csv(path: Path) -> Iterator[Located]:
-    """Yield the lines below the column names. A cell is text, and an empty cell is missing."""
+    """Yield the rows below the column names. A cell is text, or None if it is empty."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
         # Without `strict`, an unclosed quote would include the rest of the file.
@@ -230,7 +231,7 @@ def _read_csv(path: Path) -> Iterator[Located]:
                 cells = {name: cell or None for name, cell in row.items()}
                 yield f"{path}:{reader.line_num}", cells
         except csv.Error as error:
-            # The next line is the first line of the row.
+            # The faulty row begins on the next line.
             raise BadDataset(f"{path}:{reader.line_num + 1}: {error}") from None
 
 

@@ -1,6 +1,6 @@
 """The rows to train on: each has one example, or several packed examples.
 
-Rows are padded on the right, mostly without a mask.
+Rows are padded on the right, usually without an attention mask.
 """
 
 import bisect
@@ -155,7 +155,7 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     The longest example comes first. Each goes into the fullest row that has room for it.
     """
     rows: list[list[int]] = []
-    # (-free tokens, index of the row), ascending: the emptiest row comes first
+    # (minus the number of free tokens, index of the row), ascending: the emptiest row comes first
     rooms: list[tuple[int, float]] = []
 
     for example in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -183,9 +183,9 @@ def collate(
     """Return a batch (rows x length) of input_ids and labels.
 
     `packing` adds position_ids, `masked` adds attention_mask, and `varlen` adds the segments that
-    varlen attention needs for packed rows. The length is the next of `padded_lengths`, which
-    ascend. Without them, it is the length of the longest row. Only held-out rows may be longer than
-    the last of `padded_lengths`.
+    varlen attention needs for packed rows. The batch has the first of `padded_lengths` (ascending)
+    that the longest row fits into. Without `padded_lengths`, it has the length of the longest row.
+    Only held-out rows may be longer than the last of `padded_lengths`.
 
     Restarting positions separate packed examples, so that no example attends to another. Three
     kinds of tokens have no label: the first token of an example, padding, and tokens that are not

@@ -16,8 +16,8 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
-# The largest share of a GPU's limit that a whole model may take if that GPU shards it. The shards
-# of its layers exist beside it.
+# The largest fraction of a GPU's memory limit that an unsharded model may take before it is sharded
+# on that GPU, which allocates the shards of its layers as well.
 UNSHARDED_SHARE = 0.9
 
 
@@ -30,7 +30,7 @@ class ModelSettings:
     quantization: str  # fp8, int8, nf4, or none
     double_quant: bool  # quantise the constants of nf4 as well
     kbit_preparation: bool  # keep the unquantised part of the base in fp32
-    lora_rank: int | None  # unset in full fine-tuning
+    lora_rank: int | None  # or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
     # Names of the modules with adapters, or None for every linear layer but the head
     lora_targets: list[str] | None
@@ -97,7 +97,7 @@ class RunSettings:
     use_cpu: bool  # ignore GPUs
     model_settings: ModelSettings  # how to build the model
     method: str  # the method of fine-tuning, for the reader
-    precision: str  # how products are computed, for example bf16_mixed
+    precision: str  # how matrix products are computed, for example bf16_mixed
     micro_batch_size: int  # rows of a micro batch on each GPU
     accumulation: int  # micro batches of an optimizer step
     seq_len: int  # the largest number of tokens in a row
@@ -120,7 +120,7 @@ class RunSettings:
     loader_workers: int  # processes that load rows
     allocator: str  # expandable or fixed: how torch's allocator grows
     num_gpus: int  # number of processes that share the training
-    sharding: str  # how they share it
+    sharding: str  # how the processes share the training, for example fsdp2
     copies: int  # number of groups of processes that each hold all shards
     sync_each_batch: bool  # reduce gradients after each micro batch
     offload: bool  # keep the model and the optimizer in the host's memory
@@ -136,8 +136,9 @@ class RunSettings:
     report_to: str  # a tracker, or none
     run_name: str  # the name of this run in the tracker
     examples: int  # number of random rows in a run that only measures speed
-    lengths: list[int]  # their lengths in tokens, repeated in turn
-    # The images of each length; empty for a model that takes text only
+    lengths: list[int]  # lengths of the random rows in tokens, repeated in turn
+    # The images of the random rows, one list for each of `lengths`; empty for a model that takes
+    # text only
     images: list[list[dict[str, Any]]]
     cuda_graphs: str = "none"  # micro_batch replays micro batches as CUDA graphs
 

@@ -1,4 +1,4 @@
-"""Reads the rows of Parquet and Arrow files with pyarrow, in small parts and with a limit.
+"""Reads the rows of Parquet and Arrow files with pyarrow, in small parts, up to a memory limit.
 
 pyarrow trusts the offsets in an Arrow file, so a corrupt file would end the process. A few hundred
 bytes of Parquet may stand for gigabytes.
@@ -12,9 +12,9 @@ from typing import Any
 from .parquet_footer import ROW_BYTES, VALUE_BYTES, least_bytes
 
 PART_ROWS = 64  # rows to convert at once; 1,000 are not faster
-READ_BYTES = 2**20  # of a column to read at once
-# A file's rows may take this many bytes, and this many for each byte of the file. A column that
-# repeats a long text in each row grows a hundredfold.
+READ_BYTES = 2**20  # bytes of a column to read at once
+# A file's rows may take FREE_BYTES in memory, and GROWTH bytes for each byte of the file. A column
+# that repeats a long text in each row grows a hundredfold.
 FREE_BYTES = 2**28
 GROWTH = 1000
 
@@ -38,7 +38,7 @@ def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
     with _table_errors(pyarrow), pyarrow.memory_map(str(path)) as source:
         try:
             batches = pyarrow.ipc.open_stream(source)
-        except pyarrow.ArrowInvalid:  # Arrow has two formats
+        except pyarrow.ArrowInvalid:  # Arrow has a stream format and a file format
             file = pyarrow.ipc.open_file(source)
             batches = map(file.get_batch, range(file.num_record_batches))
         yield from _rows(batches, Growth(path))
@@ -57,12 +57,12 @@ class Growth:
         if self._bytes > FREE_BYTES + GROWTH * self._file_bytes:
             raise TableError(
                 f"its {self._file_bytes:,} bytes grow to more than {self._bytes / 2**20:,.0f} MiB:"
-                " store it as JSON lines if that is no mistake"
+                " store it as JSON lines if this size is correct"
             )
 
 
 def size_of(value: Any) -> int:
-    """Return about the bytes that a value of a row takes in memory."""
+    """Return roughly how many bytes a value of a row takes in memory."""
     if isinstance(value, str | bytes):
         return VALUE_BYTES + len(value)
     if isinstance(value, dict):
@@ -94,7 +94,7 @@ def _import_pyarrow(path: Path) -> Any:
 
 @contextmanager
 def _table_errors(pyarrow: Any) -> Iterator[None]:
-    """Convert errors of pyarrow, and of values that Python does not have, to TableError."""
+    """Convert errors of pyarrow, and of values that Python cannot represent, to TableError."""
     try:
         yield
     except (TableError, UnicodeError):

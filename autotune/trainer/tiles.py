@@ -122,7 +122,7 @@ class _Tiles(torch.autograd.Function):
             if of_inputs is not None:
                 of_inputs[:, part] = of_tile.pop(0)
             for total in of_weights:
-                # A name would keep this tile's gradient beside the next one, as a third copy.
+                # A variable would keep this tile's gradient while the next one is computed.
                 total += of_tile.pop(0)
         return None, of_inputs, *of_weights
 

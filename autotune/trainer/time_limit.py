@@ -1,4 +1,4 @@
-"""Limits the processor time of a block, for code of other authors that may not end."""
+"""Limits the processor time of a block of code. Code by other authors may never end."""
 
 import signal
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _TimeUp(BaseException):
-    """Ends the block. The code inside may catch each Exception."""
+    """Ends the block. It is no Exception, because the code inside may catch every Exception."""
 
 
 def _end(number: int, frame: Any) -> None:
@@ -18,16 +18,18 @@ def _end(number: int, frame: Any) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the block takes more processor time. Blocks must not be nested.
+    """Raise TimeoutError if the block takes more processor time. Do not nest such blocks.
 
-    The limit needs a timer of the main thread, so other threads have none, and neither has Windows.
+    The limit needs a timer that only the main thread has, and that Windows lacks. Without the
+    timer, time is not limited.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     handler = signal.signal(signal.SIGVTALRM, _end)
-    # The timer repeats, because Python ignores an exception in the deletion of an object.
+    # The timer repeats, because Python ignores an exception that is raised while an object is
+    # deleted.
     timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield

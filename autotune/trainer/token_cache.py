@@ -47,7 +47,7 @@ def tokenise(
 ) -> Path:
     """Return the folder with the dataset's tokens, and make them first if they are missing.
 
-    `say` gets progress messages. `encoder` replaces the encoder of examples for the next token.
+    `say` gets progress messages. `encoder` replaces the default `Encoder`.
 
     Raises BadDataset for an invalid row or a dataset without rows, CannotKeep for a full disk, and
     ImportError if a file needs a package that is not installed.
@@ -62,7 +62,9 @@ def tokenise(
     except OSError as error:
         if not _is_whole(folder):  # another process may have been faster
             reason = f"{error.strerror or error} (XDG_CACHE_HOME can name another folder)"
-            raise CannotKeep(f"its tokens cannot be kept in {folder.parent}: {reason}") from None
+            raise CannotKeep(
+                f"the dataset's tokens cannot be kept in {folder.parent}: {reason}"
+            ) from None
     for note in read_about(folder)["notes"]:
         say(f"warning: {path.name}: {note}")
     return folder
@@ -76,7 +78,7 @@ def _make(
     split: str | None,
     say: Callable[[str], None],
 ) -> None:
-    """Write the tokens beside `folder`, and rename them to it when they are complete."""
+    """Write the tokens into a temporary folder, and rename it to `folder` when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.glob("tmp*"):
         with suppress(OSError):  # another process has just completed and renamed it
@@ -119,7 +121,7 @@ def _is_whole(folder: Path) -> bool:
 def _key(files: list[Path], tokenizer: Any, encoded: Any) -> str:
     """Return a name that depends on everything that determines the tokens.
 
-    A file counts as unchanged if its size and its time are.
+    A file counts as unchanged if its size and its modification time are unchanged.
     """
     about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     facts = [VERSION, about, *tokenizer_facts(tokenizer), encoded]

@@ -53,8 +53,8 @@ from .varlen import VARLEN
 
 CLASSIFICATION = "classification"  # an objective
 SEED = 0
-# All shapes that the measurement compiled are compiled here too, so that no shape falls back to
-# eager.
+# The limit of compiled shapes of a layer. It is high enough for all shapes that the measurement
+# compiled, so that no shape falls back to eager.
 RECOMPILE_LIMIT = 64
 COUNTED_ROWS = 64  # rows with images whose tokens are counted; they represent all rows
 RANDOM_EXAMPLES = 64  # the least number of different random examples; a longer run repeats them
@@ -107,8 +107,8 @@ def train_on_images(
 ) -> LeanTrainer:
     """Train on rows with images, and return the Trainer with the trained model.
 
-    Images are read as the run needs them. Held-out rows are not truncated, because images cannot
-    be.
+    Images are read as the run needs them. Held-out rows are not truncated, because images cannot be
+    truncated.
     """
     if options.lengths:
         sys.exit("train.py: error: rows with images have their own lengths: leave --lengths out")
@@ -136,7 +136,7 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
 
     Ends the process if the checkpoint to continue from has another origin.
     """
-    # The first rank saves, and its end ends the others.
+    # Only the first rank saves. If it ends, the other ranks end too.
     is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
     if not options.saves or not is_first:
         return TrainerCallback()
@@ -189,7 +189,7 @@ def train(
     if settings.model_settings.joined:
         joined = JoinedLayers(base, model_builder.decoder_layers(model))
 
-    # The Trainer. Its loss needs the head that is trained.
+    # The Trainer. Its loss is selected after adapters are added, because it needs the trained head.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
@@ -197,7 +197,8 @@ def train(
     if model_builder.is_outline(model) and not is_loaded_in_first_rank:
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
 
-    # A sharded model is sharded once, for the training. It is not evaluated before.
+    # A model is sharded only once, when the training begins. A sharded model is therefore not
+    # evaluated before the training.
     losses = []
     if evaluates and settings.sharding in ("none", "ddp"):
         losses.append(trainer.evaluate()["eval_loss"])
@@ -239,7 +240,7 @@ def compile_model(base: PreTrainedModel, layers: list[nn.Module], settings: RunS
 def initialize_device(settings: RunSettings) -> torch.device:
     """Return the device of this process, and join the processes of the run.
 
-    Ends the process if there are too few.
+    Ends the process if their number is wrong, or if CUDA graphs are set without a GPU.
     """
     if settings.cuda_graphs != "none" and not torch.cuda.is_available():
         sys.exit(
@@ -252,13 +253,13 @@ def initialize_device(settings: RunSettings) -> torch.device:
     count = settings.num_gpus
     if int(os.environ.get("WORLD_SIZE", "1")) != count:
         sys.exit(
-            f"train.py: error: it trains on {count} GPUs: leave torchrun out,"
-            f" or give it --nproc-per-node={count}"
+            f"train.py: error: the configuration is for {count} GPUs: start without torchrun,"
+            f" or give torchrun --nproc-per-node={count}"
         )
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Offloaded gradients are on the CPU, and their norm is added up there.
+        # Offloaded gradients are on the CPU, where gloo adds up their norm.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
     ranks.join(backend)
     return PartialState(cpu=not torch.cuda.is_available()).device
@@ -270,7 +271,7 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 
 
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """Load the base with its weights, onto the device or into host memory if it is too large."""
+    """Load the base with its weights: onto the device, or into host memory if it is too large."""
     if loads_in_first_rank(settings, options):
         return model_builder.load_in_first_rank(options.model, settings.model_settings)
     if settings.objective == CLASSIFICATION:
@@ -395,7 +396,7 @@ def add_adapters(base: PreTrainedModel, settings: RunSettings, device: torch.dev
     """Return the model to train: the base with adapters, or the base itself in full fine-tuning."""
     model = model_builder.trainable_model(base, settings.model_settings, device)
     if settings.model_settings.lora_rank is not None:
-        # The Trainer loads adapters with this method when it resumes. They keep their dtype.
+        # The Trainer loads adapters with this method when it resumes. Adapters keep their dtype.
         in_fp32 = settings.model_settings.adapters_in_fp32
         model.load_adapter = functools.partial(model.load_adapter, autocast_adapter_dtype=in_fp32)
     return model

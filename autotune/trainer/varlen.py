@@ -1,12 +1,12 @@
 """Attention within the segments of a row, without a mask and without products between examples.
 
-Packed examples share a row. In Qwen2.5-VL's vision tower, the windows of all images of a micro
-batch do too.
+A row holds several packed examples. In Qwen2.5-VL's vision tower, a row holds the windows of all
+images of a micro batch.
 
-The kernel is the one of `torch.nn.attention.varlen`. In torch's operator, the length of the longest
-example is a constant of compiled code, and the shape of the ends fixes the number of examples. Here
-both are values on the host. A micro batch with other examples is therefore not compiled again, and
-the host never waits.
+The kernel comes from `torch.nn.attention.varlen`. In torch's operator, compiled code fixes the
+length of the longest example, and the number of examples by the shape of `ends`. Here both numbers
+are values on the host. A micro batch with other examples is therefore not compiled again, and the
+host never waits.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,8 @@ class Segments:
 
     Padding is a separate example. `ends` (tokens of all rows + 1, int32) begins with 0 and the end
     of each example, and repeats the last end. Its shape is thus independent of the number of
-    examples. `counts` (2, on the host) are this number and the tokens of the longest example.
+    examples. `counts` (2 values, on the host) are the number of examples and the tokens of the
+    longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -72,10 +73,11 @@ def attend(
     segments: Segments | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention with transformers' interface: values of rows x length x heads x size.
+    """Compute attention with transformers' interface; return rows x length x heads x size.
 
     Queries, keys and values are rows x heads x length x size; keys and values may have fewer heads.
-    Raises ValueError for rows without segments, and for attention beyond a causal softmax.
+    Raises ValueError for rows without segments, and for options beyond a causal softmax, for
+    example a soft cap.
     """
     if segments is None or attention_mask is not None:
         raise ValueError(
@@ -85,7 +87,8 @@ def attend(
     more = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if dropout or more:
         raise ValueError(
-            f"varlen attention has no {more[0] if more else 'dropout'}: choose another attention"
+            f"varlen attention does not support {more[0] if more else 'dropout'}:"
+            " choose another attention"
         )
 
     window = -1 if sliding_window is None else sliding_window - 1
@@ -104,12 +107,12 @@ def attend_windows(
     max_length_q: int,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within each window: values of 1 x length x heads x size.
+    """Compute attention within each window; return 1 x length x heads x size.
 
     Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
     holds the ends of the windows. One kernel computes all windows. By default transformers computes
-    them one after another, and waits in each layer for their lengths from the device. Inputs that
-    FlashAttention does not support are computed in this way here too.
+    the windows one after another, and waits in each layer for their lengths from the device. Inputs
+    that FlashAttention does not support are computed one after another here too.
     """
     if _supports_flash(query):
         counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])
@@ -173,10 +176,10 @@ def _attend_on_gpu(
     window: int,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention within each segment, and the logarithms of its sums (heads x tokens).
+    """Compute attention within each segment, and the log-sum-exp of its scores (heads x tokens).
 
     Inputs and values are tokens x heads x size. A token attends to `window` tokens before it, or to
-    all of them for -1. Without `causal`, it also attends to the tokens after it.
+    all earlier tokens if `window` is -1. Without `causal`, it also attends to the tokens after it.
     """
     number, longest = counts.tolist()
     ends = ends[: number + 1]
@@ -242,8 +245,8 @@ def _shapes_of_gradients(gradient: torch.Tensor, *differentiated: Any) -> Tensor
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-# --- The same on a CPU, which has no such kernel in torch. Tests on a CPU verify the calls for a
-# GPU with it.
+# --- The same on a CPU, for which torch has no such kernel. With it, tests on a CPU verify the
+# calls for a GPU.
 
 
 def _attend_on_cpu(
@@ -293,7 +296,7 @@ def _scores(
     window: int,
     causal: bool,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the tokens of each segment, and its scores (heads x tokens x tokens)."""
+    """Yield the slice of tokens of each segment, and its scores (heads x tokens x tokens)."""
     for begin, end in pairwise(ends[: int(counts[0]) + 1].tolist()):
         part = slice(begin, end)
         places = torch.arange(end - begin)

@@ -900,7 +900,7 @@ DATASETS = (
                 "mixed.jsonl", "qwen3", "one of prompt and completion is text, and the other is"
             ),
             _refusal(
-                "columns.json", "qwen3", "a table by columns and not by rows", "orient='records'"
+                "columns.json", "qwen3", "a table by columns, not by rows", "orient='records'"
             ),
             _refusal(
                 "call.jsonl", "qwen3", r"the call in message 2 is 'f\(a=1\)', which is not JSON"

@@ -141,6 +141,6 @@ def test_a_module_that_is_not_there_is_refused() -> None:
     with torch.device("meta"), no_init_weights():
         base = from_config(config, plain(config))
     with pytest.raises(
-        ValueError, match="GPT2LMHeadModel has no module embed_tokens to train whole"
+        ValueError, match="modules_to_save: GPT2LMHeadModel has no module embed_tokens"
     ):
         trainable_model(base, settings, torch.device("meta"))

@@ -236,7 +236,7 @@ def test_a_tensor_comes_back_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kept._restore(second), expected.t()) and torch.equal(
         kept._restore(first), expected
     )
-    with pytest.raises(RuntimeError, match="a second one is impossible"):
+    with pytest.raises(RuntimeError, match="a second backward pass is impossible"):
         kept._restore(first)
 
 

@@ -264,7 +264,7 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path, weight
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "a"}\n')
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 1
-    assert "rows.jsonl:2: needs messages, conversations, prompt and completion" in done.stderr
+    assert "rows.jsonl:2: a row needs messages, conversations, prompt and completion" in done.stderr
 
 
 @pytest.mark.probe

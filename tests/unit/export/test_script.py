@@ -517,7 +517,7 @@ def test_a_script_for_several_gpus_is_not_run_on_one(tmp_path: Path) -> None:
         command, cwd=directory, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "it trains on 2 GPUs: leave torchrun out, or give it --nproc-per-node=2" in done.stderr
+    assert "start without torchrun, or give torchrun --nproc-per-node=2" in done.stderr
 
 
 def test_exporters_need_no_torch() -> None:

@@ -165,7 +165,7 @@ def test_half_a_surrogate_pair_is_an_error_that_names_its_row(
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
     for given in (tokenizer, None):
-        with pytest.raises(UsageError, match="jsonl:2: half of a surrogate pair"):
+        with pytest.raises(UsageError, match=r"jsonl:2: .*half of a surrogate pair"):
             dataset_lengths(file, given)
 
 
@@ -353,7 +353,7 @@ def test_what_a_template_leaves_out_is_said_each_time(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"chosen": turns, "rejected": turns}))
-    warning = "warning: {}: the chat template ends no answer with a token of its own"
+    warning = "warning: {}: the chat template writes no end token after an answer"
     for name, objective in (
         ("a.jsonl", Objective.SFT),
         ("a.jsonl", Objective.SFT),

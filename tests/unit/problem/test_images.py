@@ -124,13 +124,13 @@ def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
     [
         (
             {"messages": [ASK | {"content": "<image><image>"}], "images": ["a"]},
-            "places for 2 images, and it names 1",
+            "places for 2 images, but the row names 1",
         ),
         (
             {"messages": [ASK | {"content": [{"type": "image"}]}], "images": ["a", "b"]},
-            "for 1 images, and it names 2",
+            "for 1 images, but the row names 2",
         ),
-        ({"messages": [ASK | {"content": [{"type": "image"}]}]}, "for 1 images, and it names 0"),
+        ({"messages": [ASK | {"content": [{"type": "image"}]}]}, "but the row names 0"),
         (
             {"messages": [ASK | {"content": [{"type": "image_url", "image_url": "a"}]}]},
             "neither text nor of type image",

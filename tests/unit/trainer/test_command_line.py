@@ -159,7 +159,7 @@ def test_a_tracker_must_be_installed_before_anything_is_loaded(
     (data := tmp_path / "rows").touch()
     with pytest.raises(SystemExit):
         parse_options(made, ["--dataset", str(data)])
-    assert "pip install trackio; or report nowhere with --report-to none" in capsys.readouterr().err
+    assert "pip install trackio, or turn reporting off" in capsys.readouterr().err
     assert parse_options(made, ["--dataset", str(data), "--report-to", "none"]).report_to == "none"
     assert parse_options(made, ["--random-weights"]).report_to == "none"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -190,7 +190,7 @@ def test_checkpoints_must_fit_on_the_disk(
 
 
 def test_a_split_is_of_a_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "--split is a part of --dataset" in refused(
+    assert "--split selects a part of --dataset" in refused(
         capsys, "--random-weights", "--split", "test"
     )
     (tmp_path / "rows").touch()

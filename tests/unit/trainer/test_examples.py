@@ -319,7 +319,7 @@ def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "loss_on", "message"),
     [
-        ({"words": "a"}, None, "rows.jsonl:7: needs messages, .*its columns: words"),
+        ({"words": "a"}, None, "rows.jsonl:7: a row needs messages, .*its columns: words"),
         ({"text": None}, None, "its columns: text"),
         ({"prompt": "a"}, None, "its columns: prompt"),
         ({"text": 3}, None, "text is 3, which is not text"),
@@ -354,7 +354,7 @@ def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
         (
             {"prompt": "a", "completion": "b", "system": "c"},
             None,
-            "its column system goes with messages",
+            "its column system needs messages",
         ),
         ({"text": "\ud83d"}, None, "half of a surrogate pair"),
         ({"text": "a"}, "completion", "plain text has no completion"),

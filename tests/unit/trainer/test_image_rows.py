@@ -131,8 +131,8 @@ def test_a_row_of_a_dataset_has_the_tokens_and_values_that_were_computed(tmp_pat
 @pytest.mark.parametrize(
     ("row", "seq_len", "message"),
     [
-        ({"images": ["a.png", "a.png"]}, 200, "places for 1 images, and it names 2"),
-        ({"images": []}, 200, "places for 1 images, and it names 0"),
+        ({"images": ["a.png", "a.png"]}, 200, "places for 1 images, but the row names 2"),
+        ({"images": []}, 200, "places for 1 images, but the row names 0"),
         ({"images": ["b.png"]}, 200, "its image cannot be read: No such file"),
         ({"images": ["../a.png"]}, 200, "its image cannot be read: it is not below"),
         ({"messages": None, "text": "x"}, 200, "needs messages"),

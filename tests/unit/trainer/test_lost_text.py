@@ -102,7 +102,7 @@ def test_names_parts_and_flags_of_other_tools(
         ),
         (
             {"messages": [user("s", "system"), user("q"), assistant("a")], "system": "t"},
-            "a system message and another text",
+            "a system message, and a different text",
         ),
         (
             {"messages": [user("q"), assistant("a", tool_calls=[{}])]},

@@ -58,9 +58,9 @@ def test_files_below_the_folder_are_read(folder: Path, monkeypatch: pytest.Monke
         ("absent.png", "No such file"),
         ("a\0.png", "null"),
         ("x" * 5000, "name too long"),
-        (None, "no path"),
-        ({"bytes": "text"}, "no path"),
-        (7, "no path"),
+        (None, "not the path"),
+        ({"bytes": "text"}, "not the path"),
+        (7, "not the path"),
     ],
 )
 def test_other_files_are_refused(folder: Path, named: Any, reason: str) -> None:

@@ -55,7 +55,7 @@ def test_json_in_each_of_its_forms(
 
 def test_a_table_by_columns_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"text": {"0": "one", "1": "two"}, "id": {"0": 1, "1": 2}}')
-    with pytest.raises(BadDataset, match=r"a\.json:1: a table by columns .*orient='records'"):
+    with pytest.raises(BadDataset, match=r"a\.json:1: this is a table by columns.*records'"):
         found(tmp_path / "a.json")
 
 
@@ -118,7 +118,7 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "a.jsonl is not UTF-8"),
         ("a.parquet", b"no parquet", "cannot read .*a.parquet"),
         ("a.arrow", b"no arrow", "cannot read .*a.arrow"),
-        ("a.xlsx", b"", "a.xlsx is none of .jsonl"),
+        ("a.xlsx", b"", "the format of a.xlsx is none of .jsonl"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(
@@ -178,7 +178,7 @@ def test_a_saved_dataset_that_is_damaged_is_named(tmp_path: Path, state: str) ->
 def test_what_is_no_dataset(tmp_path: Path) -> None:
     for path, split, message in (
         (tmp_path / "none.jsonl", None, "there is no file"),
-        (tmp_path, None, "has no .jsonl"),
+        (tmp_path, None, "has no file of .jsonl"),
         (Path(__file__), None, "is none of"),
     ):
         with pytest.raises(BadDataset, match=message):

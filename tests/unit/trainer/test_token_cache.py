@@ -70,7 +70,7 @@ def test_nothing_is_left_of_what_failed(
     data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data.write_text('{"text": "fine"}\n{"words": 1}\n')
-    with pytest.raises(BadDataset, match=r"data\.jsonl:2: needs"):
+    with pytest.raises(BadDataset, match=r"data\.jsonl:2: a row needs"):
         tokenise(data, tokenizer)
     assert not list(cache_folder().iterdir())
     data.write_text("\n\n")

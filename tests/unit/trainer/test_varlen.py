@@ -184,10 +184,10 @@ def test_autocast_gives_the_kernel_its_16_bits() -> None:
     [
         ({"segments": None}, "for packed rows"),
         ({"mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "for packed rows"),
-        ({"dropout": 0.1}, "has no dropout"),
-        ({"softcap": 50.0}, "has no softcap"),
-        ({"s_aux": torch.zeros(2)}, "has no s_aux"),
-        ({"position_bias": torch.zeros(2)}, "has no position_bias"),
+        ({"dropout": 0.1}, "does not support dropout"),
+        ({"softcap": 50.0}, "does not support softcap"),
+        ({"s_aux": torch.zeros(2)}, "does not support s_aux"),
+        ({"position_bias": torch.zeros(2)}, "does not support position_bias"),
     ],
     ids=str,
 )
