@@ -1,4 +1,4 @@
-"""The uses of memory: tensors, parameters and optimizer state, and the holders at an OOM."""
+"""Measures the memory of tensors, parameters and optimizer state, and explains an OOM."""
 
 import ctypes
 import errno
@@ -17,9 +17,9 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The size of a tensor's elements; of a sharded tensor, only this rank's elements count.
+    """The GiB of a tensor's elements; of a sharded tensor, only this rank's elements count.
 
-    DeepSpeed's third stage empties a parameter and keeps its shard beside it.
+    DeepSpeed's ZeRO stage 3 empties a parameter, and keeps its shard in `ds_tensor`.
     """
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     shard = getattr(tensor, "ds_tensor", None)
@@ -52,9 +52,9 @@ def parameter_gib(model: nn.Module) -> float:
 
 
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
-    """The size of a Trainer's optimizer state: (on the device, in managed memory).
+    """The GiB of a Trainer's optimizer state: (on the device, in CUDA's managed memory).
 
-    For DeepSpeed it includes this rank's master weights, which the optimizer state refers to.
+    With DeepSpeed, they include this rank's master weights, which the optimizer state refers to.
     """
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
@@ -76,8 +76,8 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
 def paged_state_gib(model: nn.Module) -> float:
     """The managed memory that a paged 8-bit optimizer will use.
 
-    Each larger parameter has two moments of one byte each. For embeddings, Trainer makes
-    bitsandbytes keep the moments in 32 bits.
+    Each parameter of at least 100,000 elements has two moments of one byte for each element. For
+    embeddings, the Trainer makes bitsandbytes keep the moments in 32 bits.
     """
     # bitsandbytes pages the state of parameters with at least 1e5 elements
     # (Optimizer2State.get_state_buffer).
@@ -93,7 +93,7 @@ def paged_state_gib(model: nn.Module) -> float:
 
 
 def free_paged_state() -> None:
-    """Return the managed memory of paged optimizers, which bitsandbytes would keep for good.
+    """Free the managed memory of paged optimizers, which bitsandbytes would keep forever.
 
     The caller must have stopped using these optimizers.
     """
@@ -101,9 +101,9 @@ def free_paged_state() -> None:
         return
     pages = functional.GlobalPageManager.get_instance().paged_tensors
     while pages:
-        # The library of bitsandbytes links CUDA's runtime and so gives access to cudaFree. After an
-        # error the process cannot use the GPU any more and is replaced anyway, so the result is
-        # ignored.
+        # The library of bitsandbytes links CUDA's runtime and so gives access to cudaFree. Its
+        # result is ignored: after an error the process cannot use the GPU any more, and is replaced
+        # anyway.
         functional.lib.cudaFree(ctypes.c_void_p(pages.pop().data_ptr()))
 
 
@@ -144,10 +144,10 @@ def oom_detail(
     reserved_gib: float,
     limit_gib: float,
 ) -> OomDetail:
-    """The holders of memory when an allocation failed.
+    """The memory by use when an allocation failed.
 
-    `terms` are read after the failed step has begun to unwind. The difference to the peak was freed
-    since: activations, or weights if only weights existed.
+    `terms` are read after the failed step has begun to unwind. The memory that was freed between
+    the peak and this reading was activations, or weights if only weights existed.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}
@@ -164,9 +164,9 @@ def oom_detail(
 
 
 def tight_memory_detail(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
-    """The detail and the reason of a probe that fits only after the allocator returned its cache.
+    """The OOM detail and reason of a probe that fits only after the allocator returned its cache.
 
-    Such a configuration does not fit.
+    Such a configuration counts as one that does not fit.
     """
     detail = OomDetail(
         phase=phase,

@@ -1,8 +1,8 @@
-"""The child process that compiles ahead: it trains each wanted request once to fill the caches.
+"""The child process that compiles ahead of probes: it trains once on each wanted request.
 
 A file in the shared folder lists the wanted requests (`compile_ahead`, `turns`). This process runs
-the probe's own code on the same number of layers as a probe, so the compiler's cache keys on disk
-are equal. It keeps no result.
+the probe's own code on the same number of layers as a probe, so both have the same keys in the
+compiler's disk cache. It only fills this cache, and keeps no result.
 """
 
 import gc
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 class AheadCompiler:
-    """Compiles the unclaimed requests of the shared folder on one device."""
+    """Compiles the requests of the shared folder that no other process has begun to compile."""
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
         """Load the libraries; the device stays unused until the first request."""
@@ -63,13 +63,13 @@ class AheadCompiler:
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = 0.0
         self._used_gib = 0.0
-        # The memory that others held when this process first had the device.
+        # The device memory that other processes held when this process first had its turn.
         self._first_gib: float | None = None
         self._meter: Meter | None = None
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
 
     def compile_next(self) -> bool:
-        """Compile the first unclaimed request; False if there is none."""
+        """Compile the first request that no process has claimed; False if there is none."""
         with suppress(FileNotFoundError):
             for wanted in json.loads((self._folder / WANTED).read_text(encoding="utf-8")):
                 if self._claim(wanted["key"]):
@@ -84,7 +84,7 @@ class AheadCompiler:
         return False
 
     def _compile(self, key: str, request: ProbeRequest) -> None:
-        """Run a request once; the probe deals with failures such as exhausted memory.
+        """Run a request once. Failures such as an OOM are printed, and otherwise ignored.
 
         Raises RuntimeError if the process cannot use the device any more.
         """
@@ -138,7 +138,7 @@ class AheadCompiler:
             meter.uncap()
             probe.close()
 
-    # --- the device memory it holds, which changes only during its turns
+    # --- the device memory of this process, which changes only during its turns
 
     def _begin(self) -> None:
         self._used_gib = self._used()
@@ -147,14 +147,14 @@ class AheadCompiler:
         self._note_others()
 
     def _note_others(self) -> None:
-        """Tell the meter the growth of others' memory, so it is not taken for this context."""
+        """Tell the meter the growth of other processes' memory, which is not this context."""
         if self._meter is not None:
             self._meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
 
     def _settle(self) -> None:
         """Wait for the device and return unused memory.
 
-        A full collection would take longer than many turns.
+        Garbage is not collected, because a full collection would take longer than many turns.
         """
         if self._meter is not None:
             self._meter.synchronize()

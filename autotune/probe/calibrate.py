@@ -1,7 +1,7 @@
 """Measures this machine for the formulas: device rates, host speed, and one short training.
 
-This is the parent's side. The worker measures the device; probes of a few layers give the rest. A
-calibration takes about 30 s.
+This runs in the parent process. The worker measures the device's rates. Probes of a few layers give
+the host's speed and the training's speed. A calibration takes about 30 s.
 """
 
 from collections.abc import Callable
@@ -45,14 +45,16 @@ NARROW: dict[str, Any] = {
     "vocab_size": 256,
 }
 NARROW_DEPTHS = (2, 10)
-# The probes run long, because on a shared host only the shortest of many counts is reliable.
+# These probes are timed for long, because on a shared host only the shortest of many times is
+# reliable.
 NARROW_TIMED_S = 2.0
 # The model of the short training: the formula of step time was fitted on it, and a few of its
 # layers fit any card.
 TRAINED = "mistral-7b"
 TRAINED_DEPTHS = (2, 6)
-ROWS = (1, 2, 4, 8, 16)  # of 1,024 tokens
-# The device's time must exceed the host's by this factor, so that it is visible.
+ROWS = (1, 2, 4, 8, 16)  # micro batch sizes to try, in rows of 1,024 tokens
+# The device's time for a step must exceed the host's by this factor, so that the step time shows
+# the device's time.
 DEVICE_LEADS = 2.0
 
 Say = Callable[[str], None]
@@ -130,7 +132,7 @@ class LayerProbes:
         self._precision = device.usual_precision
 
     def layer_ms(self) -> float:
-        """The host's milliseconds for a layer, from the line through two depths.
+        """The host's milliseconds to issue a layer, from the difference between two depths.
 
         Raises EnvironmentProblem.
         """
@@ -143,10 +145,11 @@ class LayerProbes:
                     f"a probe failed: {result.reason}",
                     remedy="`autotune doctor` checks this machine",
                 )
-            # On a CPU, issuing an operation is computing it.
+            # On a CPU, the time to issue an operation includes its computation.
             times.append(result.measurement.host_micro_s or min(result.measurement.micro_step_s))
 
-        # A disturbed probe may give any line. A layer takes some share of the probed time.
+        # Other load on the host may distort the slope. A layer takes 50 to 100 % of the deeper
+        # probe's time per layer.
         few, many = NARROW_DEPTHS
         low, high = times
         slope = (high - low) / (many - few)
@@ -179,7 +182,8 @@ class LayerProbes:
     def _training(self, calibration: Calibration) -> tuple[TrainConfig, StepTimeEstimate] | None:
         """The configuration of the short training, and its expected time.
 
-        It has the fewest rows that make it GPU-bound, otherwise the most rows that fit.
+        The configuration has the fewest rows that make it GPU-bound, otherwise the most rows that
+        fit.
         """
         model = resolve_model(TRAINED)
         reference = resolve_device(REFERENCE)

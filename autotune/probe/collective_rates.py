@@ -18,19 +18,20 @@ NUMBERS = (2, 4, 8, 16, 32, 64)
 WARM_UP = 3
 ROUNDS = 3
 CALLS = 8
-# Elements in fp16. FSDP2 gathers and scatters one layer at a time; DDP reduces one bucket of
-# gradients.
+# The sizes of the buffers in fp16 elements. FSDP2 gathers and scatters one layer at a time; DDP
+# reduces one bucket of gradients.
 LAYER = 128 * MIB
 BUCKET = 13 * MIB
-ON_CPU = 32  # a CPU, only used for a trial, divides the elements by this
+ON_CPU = 32  # on a CPU, which is used only for trial runs, buffers are smaller by this factor
 
 
 def measure_collectives(
     meter: Meter, address: RankAddress, num_ranks: int
 ) -> tuple[CollectiveRates, ...]:
-    """The rates for 2, 4, ... GPUs, up to the whole world; each takes about a second.
+    """The rates for 2, 4, ... GPUs, up to all ranks. Each number of GPUs takes about a second.
 
-    This process joins the world and leaves it. Raises the errors of torch.distributed.
+    This process joins the process group of all ranks, and leaves it at the end. Raises the errors
+    of torch.distributed.
     """
     backend = "nccl" if meter.torch_device.type == "cuda" else "gloo"
     store = dist.FileStore(address.meeting, num_ranks)

@@ -1,4 +1,4 @@
-"""The parent's side of compiling ahead: processes compile likely next probes while others probe.
+"""The parent's side of compiling ahead: processes compile the likely next probes during a probe.
 
 The disk caches of Inductor and Triton hold the compiled code, and the probe's worker finds it
 there. The processes and the worker take turns on the device (`turns`). A study continues without a
@@ -18,9 +18,9 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-MAX_STARTS = 4  # of all processes: after they made room, they start again up to this limit
-LEAST_CORES = 4  # a host with at least this number has one process
-MANY_CORES = 12  # a host with at least this number has two processes
+MAX_STARTS = 4  # processes that were ended to free memory start again, up to this limit
+LEAST_CORES = 4  # a host with at least this number of cores has one process
+MANY_CORES = 12  # a host with at least this number of cores has two processes
 
 
 def num_helpers(cores: float) -> int:
@@ -56,10 +56,10 @@ class CompileAhead:
         return bool(self._processes)
 
     def want(self, requests: Mapping[str, ProbeRequest]) -> None:
-        """Compile these requests next, in this order, and drop earlier ones.
+        """Compile these requests next, in this order, and drop earlier requests.
 
-        Equal keys have equal code. After `close` this does nothing. If the folder cannot store
-        another file, all processes end for good.
+        Requests with equal keys compile to equal code. After `close` this does nothing. If the
+        folder cannot store another file, all processes end for good.
         """
         if self._is_closed:
             return
@@ -108,7 +108,7 @@ class CompileAhead:
         return {key: json.loads(report)["seconds"] for key, report in reports.items() if report}
 
     def make_room(self) -> None:
-        """End all processes to free their memory; `want` starts them again, a few times."""
+        """End all processes to free their memory; `want` starts them again, up to MAX_STARTS."""
         self._end(self._processes)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class CompileAhead:
             (self.folder / f"{process.pid}{HELD}").unlink(missing_ok=True)
         self._processes = [one for one in self._processes if one not in processes]
 
-        # An empty claim belongs to a compilation that ended without a report.
+        # An empty file of a claim belongs to a compilation that ended without a report.
         for file in self.folder.glob(f"*{CLAIMED}") if not self._processes else ():
             if not file.stat().st_size:
                 file.unlink()

@@ -1,8 +1,8 @@
-"""Measures a device doing one thing at a time: matrix products, copies, the link, small kernels.
+"""Measures a device's rates: matrix products, copies, the link to the host, small kernels.
 
-This runs in the worker's process. Operands are random, because a card at its power limit multiplies
-equal ones faster. Times come from device events on a GPU and from the clock on a CPU. Only the
-sizes differ between the two.
+This runs in the worker's process, and measures one rate at a time. Operands are random, because a
+card at its power limit multiplies equal numbers faster. Times come from device events on a GPU and
+from the clock on a CPU. Otherwise GPUs and CPUs differ only in the sizes of operands.
 """
 
 import math
@@ -18,12 +18,12 @@ from autotune.core.units import GIB, MIB
 from autotune.probe.meters import Meter
 
 ROUNDS = 5  # the result is the median of this number of rounds
-ROUND_S = 0.1  # each round lasts this long, or one call
+ROUND_S = 0.1  # each round lasts about this long, or has a single call
 AHEAD_S = 0.01  # a GPU stays busy this long before a round, while the host issues the round's calls
-MOST_CALLS = 400  # of a round: a GPU's queue holds about a thousand
+MOST_CALLS = 400  # in a round, because a GPU's queue holds about a thousand kernels
 TOO_LONG_S = 0.3  # after a product that takes this long, larger matrices are skipped
 LAUNCHES = 2000
-PEAK_SIDE = 1024  # of the matrices that measure the peak of a CPU
+PEAK_SIDE = 1024  # rows and columns of the matrices that measure a CPU's peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ ON_GPU = Sizes(
     dtypes={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
     copied_bytes=512 * MIB,
 )
-BF16_CAPABILITY = (8, 0)  # older cards only emulate it
+BF16_CAPABILITY = (8, 0)  # older cards only emulate bf16
 
 
 def measure_rates(meter: Meter) -> DeviceRates:
@@ -79,7 +79,7 @@ def measure_rates(meter: Meter) -> DeviceRates:
 
 
 def measure_cpu_peak(*, bf16: bool) -> float:
-    """The TFLOP/s of the fastest of a few large products in 0.2 s.
+    """A CPU's TFLOP/s in the fastest of a few large matrix products. Takes 0.2 s.
 
     The products are in fp32, and also in bf16 if the processor supports it.
     """
@@ -143,8 +143,8 @@ def _launch_us(meter: Meter) -> float:
 def _seconds(meter: Meter, call: Callable[[], object], get_ahead: Callable[[], None]) -> float:
     """The device's seconds for one call after warm-up: the median over rounds of many calls.
 
-    `get_ahead` keeps the device busy while the host issues a round. The round then never waits for
-    a launch.
+    `get_ahead` keeps the device busy while the host issues the calls of a round, so that the device
+    never waits for a launch.
     """
     _round(meter, call, 1)  # loads kernels
     one_s = _round(meter, call, 1)

@@ -1,9 +1,10 @@
 """Injects faults to test how a study handles them.
 
 AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL][#RANK], comma-separated. FAULT is one of FAULTS. PHASE is
-load, first_step (the default), steady, evaluate, save or profile. TRIAL is the number of the one
-disturbed trial; by default every probe is disturbed. RANK is the one disturbed rank of a probe on
-several GPUs; by default every rank is. Without the variable, this module does nothing.
+load, first_step (the default), steady, evaluate, save or profile. TRIAL is the number of the only
+trial that gets the fault; by default every probe gets it. RANK is the only rank that gets the fault
+in a probe on several GPUs; by default every rank gets it. Without the variable, this module does
+nothing.
 """
 
 import os
@@ -56,19 +57,19 @@ def _inject(fault: str) -> None:
 
 
 def strike(log: str, phase: Phase, rank: int = 0) -> None:
-    """Inject this rank's faults for this phase of the probe that writes this log."""
+    """Inject the faults that are requested for this phase and rank of the probe with this log."""
     for fault, fault_phase in _requested(log, rank):
         if phase is fault_phase:
             _inject(fault)
 
 
 def throttles(log: str) -> bool:
-    """Whether the sensors should report heat during the probe that writes this log."""
+    """Whether the sensors should report heat during the probe with this log."""
     return any(fault == THROTTLE for fault, _ in _requested(log))
 
 
 def _requested(log: str, rank: int = 0) -> list[tuple[str, Phase]]:
-    """The faults with their phases for a rank of the probe that writes this log."""
+    """The faults, with their phases, that are requested for a rank of the probe with this log."""
     requested = []
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?(?:#([0-9]+))?", entry)

@@ -1,9 +1,9 @@
-"""The probe: a few real optimizer steps of transformers' Trainer, timed and weighed by phase.
+"""The probe: a few real optimizer steps of transformers' Trainer, measured by phase.
 
-It measures the work of the full run: loader, forward, backward, clipping, optimizer, logging. An
-optimizer step of the probe has one or two micro batches (up to four when confirming), and
-`problem.performance` composes the full run's step from them. Failures leave as exceptions; other
-modules decide their outcome.
+It measures the time and memory of the full run's work: loader, forward, backward, clipping,
+optimizer, logging. An optimizer step of the probe has one or two micro batches (up to four when
+confirming), and `problem.performance` composes the full run's step from them. A failed probe raises
+an exception, and `worker` decides its outcome.
 """
 
 import copy
@@ -73,12 +73,12 @@ from autotune.trainer.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
-LARGEST_CHECKPOINT_GIB = 4.0  # a probe saves only the weights of a larger one
-# Graphs of one function that a probe may compile: torch's default in a fresh process.
+LARGEST_CHECKPOINT_GIB = 4.0  # of a larger checkpoint, a probe saves only the weights
+# The number of graphs of one function that a probe may compile: torch's default in a fresh process.
 RECOMPILE_LIMIT = 8
-DIFFERENT_ROWS = 64  # approximately; a longer probe repeats them
-# The micro batches that this process has trained on, as precision, rows and row length, because
-# some libraries make a plan for each.
+DIFFERENT_ROWS = 64  # approximate number; a longer probe repeats these rows
+# The micro batches that this process has trained on, as (precision, number of rows, row length).
+# Some libraries make a plan for each of them.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
 
 Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
@@ -89,7 +89,7 @@ class BadLoss(Exception):
 
 
 class WrongPrecision(Exception):
-    """Autocast was on or off against the request, so another configuration would be measured."""
+    """Autocast was on although the request excludes it, or off although the request needs it."""
 
 
 def random_rows(
@@ -103,7 +103,7 @@ def random_rows(
 ) -> list[Tensors]:
     """The rows of a micro batch of this kind, with random tokens in the layout of the full run.
 
-    The tokens differ, because a card at its power limit may multiply equal ones faster.
+    The tokens differ, because a card at its power limit may multiply equal numbers faster.
     """
 
     def example(length: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ class _TrainBeginCallback(TrainerCallback):
 
 
 class RecordingMixin:
-    """Reports the phases of a training step to a recorder; mixed in before a Trainer."""
+    """A mixin for Trainers that reports the phases of a training step to a recorder."""
 
     recorder: Recorder
     train_dataset: Any
@@ -227,7 +227,7 @@ class Probe:
 
     micro_profile: MicroBatchProfile | None = None  # the detailed profile, on request
     trace: str | None = None  # the file of its Chrome trace
-    _reference: nn.Module | None = None  # the untrained model, if it is separate
+    _reference: nn.Module | None = None  # the untrained reference model, if it is a copy
 
     def __init__(
         self,
@@ -242,8 +242,8 @@ class Probe:
         """Prepare a probe of `request` on the resident model.
 
         `emit` reports the start of a phase to the parent. `scratch` is a directory for temporary
-        files. `rank` has joined the world of a request for several GPUs. With `trace`, the probe
-        ends with a detailed profile of a micro batch and writes a Chrome trace to this file.
+        files. `rank` has joined the process group of a request for several GPUs. With `trace`, the
+        probe ends with a detailed profile of a micro batch and writes a Chrome trace to this file.
         """
         self.request = request
         self.resident = resident
@@ -264,19 +264,19 @@ class Probe:
         self.managed_gib = 0.0
         self.limit_gib = 0.0
         self.context_gib: float | None = None
-        self._loss: Callable[..., torch.Tensor] | None = None  # or the model's own loss
+        self._loss: Callable[..., torch.Tensor] | None = None  # None for the model's own loss
         self._new_length_s: float | None = None
         self._has_random_weights = False
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
 
         self._hooks: list[Any] = []
-        # FSDP2 gives the model a class of another module.
+        # They are read now, because FSDP2 gives the model a class of another Python module.
         self._module_names = module_names(self.base)
         self._names = dict(self._module_names)
 
     def run(self) -> Measurement:
-        """Train, time and weigh.
+        """Train, and measure times and memory.
 
         Raises the errors of training, NotSteady, BadLoss and WrongPrecision.
         """
@@ -286,7 +286,7 @@ class Probe:
         ) as scratch:
             self.trainer = self._make_trainer(scratch)
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
-                # Losses of random weights must not be compared with losses of real ones.
+                # Losses of random weights must not be compared with losses of real weights.
                 self._has_random_weights = self.request.weights is not None
                 in_host = self.request.config.offload
                 shard_outline(
@@ -324,10 +324,10 @@ class Probe:
         return losses
 
     def _tries_new_lengths(self) -> bool:
-        """Whether to time new lengths.
+        """Whether to time micro batches of lengths that are new to this process.
 
-        The number of lengths depends on their times, which differ from rank to rank. So real ranks
-        skip them.
+        Real ranks do not, because the number of lengths depends on their times, which differ from
+        rank to rank.
         """
         request = self.request
         return request.plans_by_length and request.new_lengths and not request.has_real_ranks
@@ -363,7 +363,7 @@ class Probe:
         meter.hold_memory(config.allocator)
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
 
-        # TRL and its users leave the choice of attention to torch.
+        # TRL and its users leave the choice of the attention kernel to torch.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
 
@@ -391,7 +391,7 @@ class Probe:
     def _reserve_paged_state(self) -> None:
         """Lower the limit by the managed memory of a paged optimizer.
 
-        Raises OutOfMemoryError if the model does not fit beside it.
+        Raises OutOfMemoryError if the model does not fit beside this memory.
         """
         request, meter = self.request, self.meter
         if request.config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
@@ -419,7 +419,7 @@ class Probe:
         compile_layers(decoder_layers(self.model), self.request.config.activation_budget)
 
     def _begin_training(self) -> None:
-        """Drop the memory and time that the Trainer took to distribute the model among ranks."""
+        """Exclude the memory and time that the Trainer took to distribute the model among ranks."""
         assert self.rank is not None
         self.rank.adopt(self.trainer.model_wrapped, self.recorder.end_micro_batch)
         self.resident.model_gib = parameter_gib(self.base) - self.resident.adapters_gib()
@@ -428,9 +428,10 @@ class Probe:
         self.meter.rebase(self._state_gib())
 
     def _add_hooks(self) -> None:
-        """Add hooks at both ends of the layers, which check autocast and divide a step.
+        """Add hooks at both ends of the decoder layers to check autocast and divide a step.
 
-        The forward pass has layers and head, the backward pass head, layers and inputs.
+        The forward pass is divided into layers and head, the backward pass into head, layers and
+        inputs.
         """
         embedding, request = self.base.get_input_embeddings(), self.request
 
@@ -442,7 +443,8 @@ class Probe:
             self.recorder.enter_segment("forward_head")
             begin_at(hidden, "backward_layers")
 
-        # TRL takes the head's weights and never calls it; a head over labels has no common name.
+        # TRL uses the head's weights and never calls the head. A classification head has no common
+        # name.
         if request.trainer == "trl" or request.objective.num_labels is not None:
             layers_end = self.base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -464,7 +466,7 @@ class Probe:
     def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
         """Hooks at the end of a vision tower and the start of the language model.
 
-        The depth does not change the tower's peaks.
+        They separate the tower's peaks, which do not depend on the depth.
         """
         if not self.request.has_images:
             return []
@@ -491,16 +493,16 @@ class Probe:
         return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def _weights_gib(self) -> float:
-        """The size of the base's weights, joined layers, and a separate untrained model."""
+        """The GiB of the base's weights, the joined layers, and a separate reference model."""
         joined = self.resident.joined
         joined_gib = 0.0 if joined is None else gib(joined.extra_bytes())
         reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)
         return self.resident.model_gib + joined_gib + reference_gib
 
     def memory_terms(self) -> dict[str, float]:
-        """The allocated memory by holder.
+        """The allocated memory by use.
 
-        Activations are the rest. A formula gives the share of logits in them.
+        The memory without another use is logits and activations. A formula gives the logits.
         """
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
@@ -522,7 +524,7 @@ class Probe:
         """The logits and their fp32 copy, as transformers' causal-LM loss holds them.
 
         The logits have the compute dtype. Both exist in the backward pass. In a forward pass they
-        exist once it holds more than the layers' inputs.
+        are assumed to exist once more memory is allocated than the model and the logits take.
         """
         config, phase = self.request.config, self.recorder.phase
         if self.request.objective is not Objective.SFT:
@@ -554,7 +556,7 @@ class Probe:
             "per_device_eval_batch_size": config.micro_batch_size,
             "save_strategy": "no",
             "disable_tqdm": True,
-            "gradient_checkpointing": False,  # the probe has set it for each k-th layer
+            "gradient_checkpointing": False,  # the probe has set it for every k-th layer
             "prediction_loss_only": True,
             "seed": request.seed,
         }
@@ -607,9 +609,9 @@ class Probe:
         return varlen.join_rows if self.request.config.packed_attention == varlen.VARLEN else None
 
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
-        """The rows of micro batches of these kinds, in order, for each rank in turn.
+        """The rows of micro batches whose kinds `order` lists, with one micro batch for each rank.
 
-        Each kind has a few different micro batches.
+        Each kind has a few different micro batches, which repeat.
         """
         request, kinds = self.request, self.request.kinds
         num_ranks = request.parallelism.num_gpus
@@ -654,14 +656,15 @@ class Probe:
     def _time_new_lengths(self) -> float | None:
         """The extra seconds of a micro batch whose length is new to this process.
 
-        The result is the median over a few lengths, or None without any. The lengths are a little
-        shorter than the most frequent kind, whose time is known. They are odd, because the first
-        plan of each alignment (`trainer.patches`) also builds kernels, which takes seconds.
+        The result is the median over a few lengths, or None if there is no new length. The lengths
+        are a little shorter than the most frequent kind, whose time is known. They are odd, because
+        the first plan of each alignment (`trainer.patches`) also builds kernels, which takes
+        seconds.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
-        times = self.recorder.times()  # a single timed kind has no entry in it
+        times = self.recorder.times()  # `kinds` is empty if a single kind is timed
         if times.kinds:
             known_s = times.kinds[timed.index(frequent)][1]
         else:
@@ -701,10 +704,10 @@ class Probe:
         self.trainer.optimizer.zero_grad()
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate a micro batch of each kind, and save adapters like the run.
+        """Evaluate a micro batch of each kind, and save adapters like the full run.
 
-        A small checkpoint is saved whole; of a larger one, only the weights are saved. Saving all
-        model weights is not tested.
+        A small checkpoint is saved completely; of a larger one, only the weights are saved. A probe
+        of full fine-tuning saves no checkpoint.
         """
         recorder, meter = self.recorder, self.meter
 
@@ -728,9 +731,10 @@ class Probe:
         self._checkpoint_s = time.perf_counter() - began
 
     def _profile(self, measurement: Measurement) -> KernelTimes | None:
-        """The kernel times of one micro batch of about mean length, which are also printed.
+        """The kernel times of one micro batch of about mean length. They are also printed.
 
-        It is the last of its step, while the gradients of others are alive. It is not recorded.
+        The micro batch is the last of its step, so that the gradients of the others exist. The
+        recorder does not count it.
         """
         (*before, last), micro_s, _ = self._mean_step(measurement)
         for inputs in before:
@@ -741,7 +745,7 @@ class Probe:
         return kernel_times(kernels, micro_s)
 
     def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
-        """The micro batches of a step whose last has about mean length, its time, and its kind."""
+        """A step's micro batches, and time and kind of the last, which has about mean length."""
         schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
         timed = sorted({index for step in schedule.round for index in step})
         mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
@@ -761,7 +765,7 @@ class Probe:
         return batches, micro_s, kinds[lasts[place]]
 
     def _profile_parts(self, measurement: Measurement, trace: str) -> MicroBatchProfile | None:
-        """Profile the same micro batch by kernel class and model part, then an optimizer step."""
+        """Profile a mean micro batch by kernel class and model part, then an optimizer step."""
         batches, micro_s, kind = self._mean_step(measurement)
         for inputs in batches[:-1]:
             self.trainer.train_unrecorded(self.model, inputs)
@@ -791,7 +795,7 @@ class Probe:
         )
 
     def _optimizer_step(self) -> None:
-        """Clip, step and clear the gradients like the Trainer after the micro batches of a step."""
+        """Clip gradients, step the optimizer and clear gradients, like the Trainer in each step."""
         self.recorder.phase = Phase.PROFILE  # the preceding pass has entered another phase
         trainer = self.trainer
         most = trainer.args.max_grad_norm
@@ -801,7 +805,7 @@ class Probe:
         trainer.optimizer.zero_grad()
 
     def _loader_rows_per_s(self) -> float:
-        """The rows of tokens per second of the idle machine's loader, measured for LOADER_S."""
+        """The rows per second that the loader makes without a training, measured for LOADER_S."""
         micro_batches = iter(self.trainer.get_train_dataloader())
         next(micro_batches)  # starts its workers
         began = time.perf_counter()
@@ -884,7 +888,7 @@ class Probe:
         for hook in (*self._hooks, *getattr(self.trainer, "step_hooks", ())):
             hook.remove()
         self._module_names.update(self._names)
-        vars(self.model).pop("train", None)  # an attribute of LeanTrainer
+        vars(self.model).pop("train", None)  # LeanTrainer has set it
         self._reference = None
 
         if self.trainer is not None:

@@ -1,4 +1,4 @@
-"""Checks by a checksum that the device still computes exact matrix products correctly."""
+"""Checks with a checksum that the device computes matrix products of integers correctly."""
 
 from collections.abc import Callable
 

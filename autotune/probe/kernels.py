@@ -1,8 +1,8 @@
 """Divides the device's time in a micro batch by kind of work, from a profile of one micro batch.
 
-Names tell kernels apart, because only the libraries know the work of each kernel. A kernel that is
-neither a product nor fused attention moves bytes: elementwise kernels, reductions, copies, and all
-kernels that Inductor fuses.
+The name of a kernel gives its kind of work, because a profile has no other description. A kernel
+that is neither a product nor fused attention counts as moving bytes: elementwise kernels,
+reductions, copies, and all kernels that Inductor fuses.
 """
 
 import re
@@ -17,7 +17,7 @@ import torch
 from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
 
-# Inductor names its fused kernels after their operators; its templates multiply.
+# Inductor names its fused kernels after their operators. Its templates (tem) are matrix products.
 FUSED = re.compile(r"^triton_(?!tem)")
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
@@ -59,7 +59,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel, copy or fill that the device ran, in seconds from any common origin."""
+    """One kernel, copy or fill that the device ran. Its times have any common origin."""
 
     name: str
     start_s: float
@@ -114,7 +114,8 @@ def fused_operators(name: str) -> tuple[str, ...]:
 def run_profiled(run: Callable[[], object]) -> list[Kernel]:
     """Call `run` and return the kernels that the GPU ran; empty if the driver hides them.
 
-    Only the device is profiled: recording the host's operators would take longer than they do.
+    Only the device is profiled: recording the host's operators would take longer than the
+    operators.
     """
     with torch.autograd.profiler.profile(
         use_cpu=False, use_device="cuda", use_kineto=True
@@ -163,7 +164,7 @@ def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | Non
 
 
 def list_kernels(kernels: Iterable[Kernel]) -> list[str]:
-    """A line for each name, the longest first: milliseconds, number of kernels, work, name."""
+    """A line for each kernel name, slowest first: milliseconds, number of kernels, work, name."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel.end_s - kernel.start_s)
@@ -181,7 +182,7 @@ def _operator_names() -> frozenset[str]:
 
 
 def _known_operators(joined: str) -> Iterator[str]:
-    """Yield the operators whose names are joined by underscores; an unknown word stays alone."""
+    """Yield the operators whose names are joined by underscores; an unknown word is a name."""
     words = joined.split("_")
     while words:
         ends = (

@@ -1,7 +1,7 @@
 """The process that trains one model repeatedly: one request per input line, one answer per line.
 
-It loads the weights and tokenises the examples once, with the parts of the exported script. Each
-training begins from the same weights. Its loss comes from the same held-out examples.
+It loads the weights and tokenises the examples once, with the code of the exported script. Each
+training begins with the same weights, and its loss is computed on the same held-out examples.
 """
 
 import json
@@ -133,7 +133,7 @@ class Learner:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             compile_layers(self._layers, settings.model_settings.activation_budget)
 
-        # The seed sets the order of the rows; the constructor of a Trainer has set another.
+        # The seed sets the order of the rows. The Trainer's constructor has set another seed.
         set_seed(training.seed)
         trainer.train()
 
@@ -143,7 +143,7 @@ class Learner:
         return {"loss": loss if math.isfinite(loss) else None, "curve": curve.points}
 
     def _begin(self, seed: int) -> None:
-        """Make new adapters with this seed, on the first weights."""
+        """Reset the adapters with this seed, and other trained weights to their first values."""
         set_seed(seed)
         for module in self._model.modules():
             if isinstance(module, LoraLayer):
@@ -164,13 +164,13 @@ def _forget(trainer: Any, model: nn.Module) -> None:
 
 
 def main() -> None:
-    """Answer until the input ends.
+    """Answer requests until the input ends.
 
     Arguments: the parent's process id, an exported folder, options of its script.
     """
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of libraries are no answers
+    os.dup2(2, 1)  # text that libraries print goes to stderr, not into the answers
     settings = RunSettings.read(Path(sys.argv[2], "train_config.json"))
 
     learner = Learner(settings, parse_options(settings, sys.argv[3:]))

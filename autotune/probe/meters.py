@@ -1,8 +1,8 @@
-"""The probe's view of its device: a cap, peaks, a clock, a baseline to return to. CUDA and CPU.
+"""Limits and measures the memory of a probe's device, and times its work. For CUDA and CPU.
 
 On CUDA, torch's caching allocator counts memory, and its reserved memory must fit. On a CPU, the
-memory is the process's resident anonymous memory (VmHWM, which Linux can reset), with RLIMIT_DATA
-as a real cap.
+memory is the process's resident anonymous memory. Its peak is VmHWM, which Linux can reset, and
+RLIMIT_DATA limits it.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from autotune.core.units import GIB, gib
 from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
-MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
+MAX_LOST_GIB = 0.5  # of host memory that a process may keep after all its probes
 # Some GPU libraries keep 2 MiB after their first use of a large matrix.
 WORKSPACE_GIB = 8 / 1024
 RETURNED_BYTES = 2**16  # on a CPU, blocks of this size return to the kernel while peaks are read
@@ -49,9 +49,9 @@ class CudaMeter:
     """The probe's view of an NVIDIA GPU, with memory in GiB and times in seconds.
 
     Times come from device events, peaks from the caching allocator. `peaks_are_free` says whether
-    reading a peak leaves the times undisturbed. `aside_gib` is the memory of models that wait for
-    a later probe, which is neither counted nor capped. `others_gib` is the memory of processes
-    that compile ahead, which is no part of this process's context.
+    reading a peak does not disturb the times. `aside_gib` is the memory of models that wait for a
+    later probe, which is neither counted nor capped. `others_gib` is the memory of processes that
+    compile ahead, which is no part of this process's context.
     """
 
     peaks_are_free = True
@@ -60,9 +60,9 @@ class CudaMeter:
 
     def __init__(self) -> None:
         self._nvml = Nvml.open()
-        # This is read before the process has a CUDA context. In containers with their own process
-        # numbers the driver does not show memory by process. There the context is the card's
-        # growth since then, without torch's memory.
+        # This is read before the process has a CUDA context. In a container with its own process
+        # ids, the driver does not show memory by process. There the context is the growth of the
+        # card's used memory since this reading, without torch's memory.
         self._used_before_gib = self._nvml.used_gib() if self._nvml else None
 
         torch.cuda.init()
@@ -73,19 +73,19 @@ class CudaMeter:
         self.synchronize()
 
     def settle(self) -> None:
-        """Take the loaded libraries as the baseline; later unreturned memory is lost.
+        """Take the memory of the loaded libraries as the baseline that later probes must return to.
 
         Torch counts memory exactly, so this does nothing.
         """
 
     def rebase(self, resident_gib: float) -> None:
-        """Leave the process's present memory, except the resident model, out of peaks.
+        """Exclude the process's present memory, except the resident model's, from later peaks.
 
         Torch counts only tensors, so this does nothing.
         """
 
     def keep_freed(self) -> None:
-        """Keep freed memory from now on, as in the full run, for times; torch always does."""
+        """Keep freed memory from now on, like the full run, to time steps. torch always does."""
 
     def return_freed(self, resident_gib: float) -> None:
         """Prepare to read peaks again; `resident_gib` is the present memory of tensors."""
@@ -97,7 +97,7 @@ class CudaMeter:
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        if taken is None:  # then at most all memory outside torch
+        if taken is None:  # if unknown, at most all memory outside torch
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())
             taken = max(outside - self.others_gib, 0.0)
@@ -166,7 +166,7 @@ class CudaMeter:
         return max(used - reserved, 0.0)
 
     def alloc_retries(self) -> int:
-        """The number of retries after returning cached memory, since the last `release`."""
+        """The number of allocations that were retried after freeing the cache, since `release`."""
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def hold_memory(self, allocator: str) -> None:
@@ -175,7 +175,7 @@ class CudaMeter:
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 
     def release(self, *, collect: bool = True) -> None:
-        """Return all unused memory and reset the statistics; `collect` includes garbage cycles."""
+        """Return all unused memory and reset the statistics; `collect` first collects garbage."""
         if collect:
             gc.collect()
         # This includes the workspaces of other streams, which are not used again.
@@ -210,15 +210,16 @@ class CudaMeter:
 class CpuMeter:
     """The host's processors, with the methods of CudaMeter.
 
-    The context is the memory of the loaded libraries. The process's later growth from probe to
-    probe is no context: a run of one configuration does not have it. A limit that shrank by the
-    growth would differ between the trials of a study. Peaks leave the growth out too (`rebase`).
+    The context is the memory of the loaded libraries. The process's growth from probe to probe does
+    not count as context, because a run of one configuration does not have it. A limit that shrank
+    by this growth would differ between the trials of a study. Peaks exclude the growth too
+    (`rebase`).
 
     Peaks repeat to 1 % only if large blocks come directly from the kernel and return directly to
-    it, as the parent sets malloc for the process. The full run keeps freed blocks and can be twice
-    as fast, so this does the same while steps are timed. Linux sums a process's pages in batches
-    (the larger of 32 and twice the number of processors). A peak omits the pages that a processor
-    has not reported yet: at most 0.7 MiB with two processors, and about 0.4 GiB with 128.
+    it, so the parent configures malloc in this way. The full run keeps freed blocks and can be
+    twice as fast, so this meter also keeps them while steps are timed. Linux sums a process's pages
+    in batches (the larger of 32 and twice the number of processors). A peak omits the pages that a
+    processor has not reported yet: at most 0.7 MiB with two processors, and about 0.4 GiB with 128.
     """
 
     peaks_are_free = False
@@ -260,7 +261,7 @@ class CpuMeter:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def hold_memory(self, allocator: str) -> None:
-        """Do nothing: the host's memory has no such choice."""
+        """Do nothing, because a CPU has no choice of allocators."""
 
     def keep_freed(self) -> None:
         """Let malloc keep freed blocks, as in the exported run; the cap is off meanwhile."""
@@ -271,7 +272,7 @@ class CpuMeter:
         self.uncap()
 
     def return_freed(self, resident_gib: float) -> None:
-        """Return large blocks to the kernel again; malloc's kept blocks leave the peaks."""
+        """Return freed large blocks to the kernel again, and exclude kept blocks from peaks."""
         if self._capped_at is None:
             return
 
@@ -287,7 +288,7 @@ class CpuMeter:
     def _hold_free_blocks(self) -> None:
         """Return the pages of all free blocks, and hold the blocks without touching them.
 
-        The pages of a tensor in such a block would not return to the kernel.
+        Otherwise tensors would use these blocks, and their pages would not return to the kernel.
         """
         set_release_threshold(RETURNED_BYTES)
         self._libc.malloc_trim(0)
@@ -348,8 +349,8 @@ class CpuMeter:
         self._libc.malloc_trim(0)
 
     def has_returned(self, baseline_gib: float) -> bool:
-        # Python's own arenas vary by a few MiB. The memory that libraries load and reserve at
-        # their first use stops growing below 0.2 GiB; lost memory accumulates.
+        # Python's own arenas vary by a few MiB. The memory that libraries load and reserve at their
+        # first use stops growing below 0.2 GiB. Memory that probes do not return keeps growing.
         lost = gib(self._status("RssAnon") - self._first) - self.aside_gib - baseline_gib
         return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < MAX_LOST_GIB
 

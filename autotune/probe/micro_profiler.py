@@ -29,10 +29,10 @@ from autotune.core.micro_profile import (
 from autotune.probe.kernels import class_of, fused_operators
 from autotune.probe.meters import Meter
 
-PREFIX = "autotune: "  # of the names of ranges; the bare prefix marks an unknown part
+PREFIX = "autotune: "  # begins the names of ranges; a name without more text marks an unknown part
 IN_BACKWARD = "autograd::engine::evaluate_function: "
 ADDS_GRADIENT = "AccumulateGrad"
-# Calls of the driver, whose numbers are not the numbers of operators.
+# Names of CUDA's own calls, whose numbers are not the numbers of operators.
 RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")
 NUM_LONGEST = 15
 LONGEST_NAME = 120
@@ -43,8 +43,9 @@ class Event:
     """An event of the profiler, in seconds.
 
     `ident` is an operator's number; `linked` is the number of the operator that issued a kernel.
-    `sequence` is the number of an autograd node, or -1. A forward operator makes the node; for an
-    operator with `forward_thread`, the backward pass evaluates it. A range is no operator.
+    `sequence` is the number of an autograd node, or -1. A forward operator makes the node. An
+    operator with `forward_thread` evaluates the node in the backward pass. A range of the profiler
+    is no operator.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWork:
-    """A kernel, or an operator on a CPU, with its place and its own seconds."""
+    """A kernel, or an operator on a CPU without the operators that it calls, with its place."""
 
     event: Event
     place: Place
@@ -252,7 +253,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
     """The operators and ranges of the host in order, with their places and their own seconds.
 
     `unknown` is the part of backward operators without a known forward operator. `trained` is the
-    part that gradients are added to.
+    part of operators that add up the gradients of weights.
     """
     found: list[_OpenEvent] = []
     node_parts: dict[tuple[int, int], Part | None] = {}  # by thread and sequence number
@@ -269,7 +270,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
 
         place = _place(event, stack[-1].place if stack else start, node_parts, unknown, trained)
         if event.sequence >= 0 and place.stage is not Stage.BACKWARD:
-            # The last operator with a number makes the node.
+            # Of several operators with the same sequence number, the last one makes the node.
             node_parts[event.thread, event.sequence] = place.part
         stack.append(_OpenEvent(event, place))
         found.append(stack[-1])
@@ -339,7 +340,7 @@ def sum_work(placed: Iterable[PlacedWork]) -> tuple[ProfiledWork, ...]:
 
 
 def longest_kernels(placed: Iterable[PlacedWork]) -> tuple[KernelTotal, ...]:
-    """The names with the longest total time."""
+    """The kernel names with the longest total time."""
     groups: dict[tuple[str, KernelClass], list[float]] = defaultdict(list)
     for one in placed:
         groups[one.event.name, one.kind].append(one.seconds)
@@ -358,7 +359,7 @@ def longest_kernels(placed: Iterable[PlacedWork]) -> tuple[KernelTotal, ...]:
 
 
 def busy_s(placed: list[PlacedWork], *, on_gpu: bool) -> float:
-    """The seconds of work on the device; overlapping kernels of a GPU count each moment once."""
+    """The seconds of work on the device; a moment with several kernels of a GPU counts once."""
     if not on_gpu:
         return sum(one.seconds for one in placed)
     total = 0.0

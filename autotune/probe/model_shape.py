@@ -1,4 +1,4 @@
-"""Finds the repetition of a model's layers, which decides its probed depths, without any memory."""
+"""Finds how a model's layers repeat, which decides its probed depths. No weight gets memory."""
 
 import inspect
 import re
@@ -26,8 +26,8 @@ from autotune.trainer.chunked_loss import has_plain_head
 from autotune.trainer.model_builder import config_of, decoder_layers, from_config, trainable_model
 
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
-# The Liger kernels that `resident` can remove from a model. Others replace names in transformers or
-# torch.
+# The Liger kernels that `resident` can remove from a model. Other Liger kernels replace names in
+# transformers or torch.
 REVERSIBLE_KERNELS = {
     "rope",
     "rms_norm",
@@ -119,7 +119,7 @@ def _build(config: Any) -> Any:
         reason = f"transformers needs {package} for a {config.model_type}: pip install {package}"
     except (MemoryError, SystemError):  # a config of impossible size
         raise
-    except Exception as error:  # of transformers' own code
+    except Exception as error:  # raised by transformers' own code
         reason = (
             f"transformers {transformers.__version__} cannot build a {config.model_type} from this"
             f" config ({error})"
@@ -128,13 +128,14 @@ def _build(config: Any) -> Any:
 
 
 def truncate(config: Any, depth: int) -> None:
-    """Keep the first `depth` layers of a transformers config, and their entries in its lists.
+    """Keep the first `depth` layers of a transformers config, also in its lists by layer.
 
-    A vision tower stays whole: times and peaks are lines in the depth of the language model.
+    A vision tower is not truncated, because times and peaks are extrapolated only in the depth of
+    the language model.
     """
     config = config.get_text_config()
     lists = _lists_by_layer(config)
-    if sharing := getattr(config, "num_kv_shared_layers", 0):  # the last layers
+    if sharing := getattr(config, "num_kv_shared_layers", 0):  # the last layers share them
         config.num_kv_shared_layers = max(0, depth - (config.num_hidden_layers - sharing))
     config.num_hidden_layers = depth
     for name, values in lists.items():
@@ -144,7 +145,7 @@ def truncate(config: Any, depth: int) -> None:
 def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
     """The lists of a config with an entry for each layer.
 
-    Examples are attention types, mixture layers, and layers without positions.
+    Examples are lists of attention types, of MoE layers, and of layers without positions.
     """
     length = config.num_hidden_layers
     return {

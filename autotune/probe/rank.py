@@ -1,8 +1,8 @@
-"""This process as a rank of a world: it joins and leaves the process group of a multi-GPU probe.
+"""A rank: it joins and leaves the process group (the world) of a probe on several GPUs.
 
 A fake world has one process, which simulates rank 0: a collective copies on the device and never
-blocks. A test on two H200s showed that it takes exactly the memory of a real rank. The rank's data
-from others is a copy of its own data, so its losses have no meaning.
+blocks. A test on two H200s showed that this process takes exactly the memory of a real rank. A copy
+of its own data replaces the data of other ranks, so its losses have no meaning.
 """
 
 import os
@@ -35,7 +35,7 @@ def refusal(request: ProbeRequest) -> str | None:
 
 
 class Rank:
-    """A process in the world of a request; one GPU is a world of one, without a process group.
+    """This process as a rank of a request's world. A request for one GPU has no process group.
 
     The process sees one device, so its local rank is 0 in any world.
     """
@@ -54,8 +54,8 @@ class Rank:
         self._device = device
         self._meeting = address.meeting if address else None
         self._environment: dict[str, str] | None = None  # the variables before joining
-        self._prepare_backend: Any = None  # accelerate's own method
-        self._store: Any = None  # the shared values of real ranks
+        self._prepare_backend: Any = None  # accelerate's own method, while it is replaced
+        self._store: Any = None  # the store for values that real ranks share
         self._num_exchanges = 0
 
     def join(self) -> None:
@@ -84,7 +84,7 @@ class Rank:
     def _join_real_ranks(self) -> None:
         if self._meeting is None:
             raise RuntimeError(
-                f"a world of {self.size} real ranks has {self.size} processes, not one"
+                f"{self.size} real ranks need {self.size} processes, but this probe has one"
             )
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if self._offloads:  # the norm of offloaded gradients is summed on the host
@@ -99,7 +99,8 @@ class Rank:
         variables = {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
         variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)} | on_loopback()
         if self._device.type == "cpu":
-            # Without them accelerate would change the number of threads and look for a GPU.
+            # Without these variables, accelerate would change the number of threads and look for a
+            # GPU.
             variables |= {
                 "OMP_NUM_THREADS": str(torch.get_num_threads()),
                 "ACCELERATE_TORCH_DEVICE": "cpu",
@@ -109,7 +110,7 @@ class Rank:
     def _allow_cpu_sharding(self) -> None:
         """Make accelerate treat a CPU like a GPU.
 
-        It shards only on GPUs, but its sharding code also runs on a CPU.
+        accelerate shards only on GPUs, but its sharding code also runs on a CPU.
         """
         from accelerate.state import DistributedType, PartialState
 
@@ -140,8 +141,8 @@ class Rank:
     def largest(self, value: float) -> float:
         """The largest value of all ranks, which wait for each other.
 
-        The ranks exchange it without a collective. A collective would let NCCL free memory early
-        that it holds from the previous one.
+        The ranks exchange it without a collective. A collective would make NCCL free the memory of
+        the previous collective too early.
         """
         if self._store is None:
             return value
@@ -151,7 +152,7 @@ class Rank:
         return max(float(self._store.get(f"{exchange} {rank}")) for rank in range(self.size))
 
     def leave(self) -> None:
-        """Leave the world, which must be unused; all real ranks must leave it together."""
+        """Leave the world when no collective runs. All real ranks must leave it together."""
         if self._prepare_backend is not None:
             from accelerate.state import PartialState
 

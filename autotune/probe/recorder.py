@@ -1,4 +1,4 @@
-"""Records times and peaks of the phases of a training step, and decides how many steps count."""
+"""Records times and peaks of the phases of a training step, and decides how many are timed."""
 
 import math
 import statistics
@@ -16,12 +16,15 @@ from autotune.probe.schedule import Schedule
 from autotune.trainer.graphs import MicroBatchGraphs
 
 MAX_WARMUP_ROUNDS = 4
-# Relative spread of the rounds' times. Below the first value, more rounds add no information; above
-# the second, the recorder adds rounds.
+# The relative spread of the rounds' times. Below AGREE_SPREAD, timing ends early. Above
+# DISAGREE_SPREAD, the recorder adds rounds.
 AGREE_SPREAD = 0.01
 DISAGREE_SPREAD = 0.02
-ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3  # two short rounds may agree by chance
-# If the host waits within a micro batch, its own varying time is part of every round.
+# Timing ends early only after this number of rounds, which take at least this number of seconds.
+# Two short rounds may agree by chance.
+ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3
+# The fewest timed rounds if the host waits for the device within a micro batch. The host's own
+# varying time is then part of every round.
 WAITING_ROUNDS = 3
 
 
@@ -54,14 +57,15 @@ class StepTimes:
 class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
-    The lead of the schedule warms up. The first round shows the duration of a step, and it counts
-    if it is long. While compilation continues, a later round takes its place. Then whole rounds are
-    timed for `min_timed_s`: fewer if they agree, more if the rounds of a whole model disagree.
+    The first steps of the schedule, its lead, warm up. The first round of steps then shows the
+    duration of a step, and its times count if it is long. If code is still compiled in that round,
+    a later round takes its place. Then complete rounds are timed for `min_timed_s`: fewer if their
+    times agree, more if the times disagree in a probe of a whole model.
 
     A CPU's steps are timed for half the time, and no rounds are added: its rounds never agree,
-    because every other process of the machine delays some of them. Their timing starts after all
-    peaks are read, with freed memory kept. Unless micro batches are long, one untimed round fills
-    the heap first.
+    because every other process of the machine delays some of them. The timing of a CPU's steps
+    starts after all peaks are read, with freed memory kept. Unless micro batches are long, one
+    untimed round fills the heap first.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class Recorder:
     ) -> None:
         """`emit` reports a phase to the parent; `state_gib` is the live memory between two steps.
 
-        `planned` has the meaning it has in `Schedule.plan`. If several ranks must take the same
-        steps, `largest` returns the largest of their values.
+        For `planned`, see `Schedule.plan`. If several ranks must take the same steps, `largest`
+        returns the largest of the ranks' values.
         """
         self.meter = meter
         self.request = request
@@ -91,17 +95,19 @@ class Recorder:
         self.step = 0
         self.first_timed: int | None = None
         self.last_timed: int | None = None
-        # Marks by step: the starts and ends of its micro batches, and the making of its batches.
+        # Marks by step: the starts and ends of its micro batches, and the start and end of its
+        # loading.
         self.starts: list[list[Any]] = [[]]
         self.ends: list[list[Any]] = [[]]
         self.fetches: list[tuple[Any, Any]] = []
-        # Step, number of micro batches begun in it, phase, two marks.
+        # Step, number of micro batches that the step has begun, phase, marks of the phase's two
+        # ends.
         self.spans: list[tuple[int, int, Phase, Any, Any]] = []
 
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
         self.segment = ""  # the current part of a divided phase
-        # The host's seconds for each micro batch, until the next one of its step.
+        # The host's seconds for each micro batch, up to the next micro batch of its step.
         self.issue_s: list[float] = []
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
@@ -119,7 +125,7 @@ class Recorder:
         # A single round of many lengths may already last for the wanted time.
         most = 5 if self.schedule.uneven else 2
         self._max_timed_s = 0.0 if on_cpu else most * request.min_timed_s
-        self._num_warm = 0  # steps before the plan
+        self._num_warm = 0  # number of steps before the timed steps are planned
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the whole probe, outside training steps, and report it to the parent."""
@@ -152,7 +158,7 @@ class Recorder:
             self.segment = name
 
     def weigh(self) -> None:
-        """Add the peak since the last reset to the current phase."""
+        """Note the memory peak since the last reset for the current phase."""
         allocated, reserved = self.meter.peak_gib()
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0.0), allocated)
         if self.first_timed is None:
@@ -254,7 +260,7 @@ class Recorder:
         starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]
         ends = starts[1:]
         if num_rounds == self._agree_at or self.step == self.last_timed:
-            # A wait for the device may save a round, or show that one is missing.
+            # Waiting for the device here may save a round, or show that one more is needed.
             ends.append(self._now())
         marks = zip(starts, ends, strict=False)
         finished = [
@@ -287,7 +293,7 @@ class Recorder:
             return None
         each = self.request.micro_steps
         timed = self.issue_s[self.first_timed * each :]
-        # The rest of the step follows its last micro batch, so that one does not count.
+        # The optimizer follows the last micro batch of a step, so this micro batch does not count.
         return min(
             seconds for index, seconds in enumerate(timed) if each == 1 or (index + 1) % each
         )
@@ -295,12 +301,13 @@ class Recorder:
     def host_waits(self) -> bool:
         """Whether the host waits for the device within a micro batch.
 
-        It does with images, because transformers reads their sizes back from the device.
+        The host waits if rows have images, because transformers reads their sizes back from the
+        device.
         """
         return self.request.has_images
 
     def warm_s(self, times: StepTimes) -> float:
-        """The seconds of the steps before the plan, at the speed of the timed steps."""
+        """The seconds that the warm-up steps would take at the speed of the timed steps."""
         kinds, num_kinds = self.request.kinds, self.schedule.num_kinds
         timed = sorted({index for step in self.schedule.round for index in step})
 
@@ -315,7 +322,8 @@ class Recorder:
         total = self._num_warm * rest
         steps = map(self.schedule.micro_batches, range(self._num_warm))
         for index in (index for step in steps for index in step):
-            # If the longest kind is not timed, its time follows from the next longest by tokens.
+            # If the longest kind is not timed, its time is the next longest kind's, scaled by
+            # tokens.
             total += by_kind.get(index, by_kind[known] * kinds[index].length / kinds[known].length)
         return total
 
@@ -352,7 +360,8 @@ class Recorder:
             if len(starts) == 1:
                 micros.append(step - next_fetch + fetch)
                 continue
-            # The pause between two micro batches (loader, bookkeeping) also follows the last one.
+            # The pause between two micro batches (loader, bookkeeping) also follows the last micro
+            # batch.
             gap = statistics.fmean(map(seconds, ends[:-1], starts[1:]))
             rest = max(seconds(ends[-1], after) - gap - next_fetch, 0.0)
             rests.append(rest)
@@ -370,9 +379,9 @@ class Recorder:
         return self._average_kinds(times)
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
-        """The weight of a timed step's phase in a step of the run.
+        """The weight of a phase of a timed step in the mean step of the full run.
 
-        `place` micro batches of its step have begun.
+        When the phase began, `place` micro batches of its step had begun.
         """
         assert self.first_timed is not None
         assert self.last_timed is not None
@@ -385,7 +394,7 @@ class Recorder:
         return self.schedule.weights[slot % len(self.schedule.weights)] * each / num_rounds
 
     def _average_kinds(self, times: StepTimes) -> StepTimes:
-        """Average different kinds of micro batch for a step of the run, once for each round."""
+        """Average the kinds of micro batch in each round, with their weights in the full run."""
         schedule, each = self.schedule, self.request.micro_steps
         if schedule.num_kinds == 1:
             return times

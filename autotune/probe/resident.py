@@ -32,16 +32,16 @@ from autotune.trainer.model_builder import (
 )
 from autotune.trainer.settings import UNSHARDED_SHARE
 
-CONTEXT_GIB = 0.9  # approximately, of a process
+CONTEXT_GIB = 0.9  # approximate memory of a process's CUDA context
 
 
 @dataclass(slots=True)
 class ResidentModel:
     """A base model on the device, and adapters that the next probe with the same settings reuses.
 
-    `family` identifies the requests of its depth that it can serve. `model_gib` is the size of the
-    base's weights and buffers, `base_gib` the device memory that building it took. Layers are
-    `joined` only during a probe.
+    `family` identifies the requests that the model can serve, if they have the same depth.
+    `model_gib` is the size of the base's weights and buffers, `base_gib` the device memory that
+    building the base took. Layers are `joined` only during a probe.
     """
 
     family: tuple[Any, ...]
@@ -53,7 +53,7 @@ class ResidentModel:
     joined: JoinedLayers | None = None
 
     def cached_gib(self) -> float:
-        """The device memory it takes between probes."""
+        """The device memory that the model takes between probes."""
         return self.base_gib + self.adapters_gib()
 
     def adapters_gib(self) -> float:
@@ -121,8 +121,8 @@ def attach(
 ) -> nn.Module:
     """The model to train: the base with LoRA adapters, or the base itself in full fine-tuning.
 
-    Adapters of an earlier probe are reused with new values if they fit, which saves a third of a
-    second on a 7B.
+    Adapters of an earlier probe are reused with new values if their settings are the same. This
+    saves a third of a second on a 7B model.
     """
     settings = model_settings(
         config, resident.base.config.get_text_config().model_type, objective, vision
@@ -146,8 +146,9 @@ def attach(
         if resident.peft_model is not None:
             _unload(resident.base, resident.peft_model)
         resident.peft_model = trainable_model(resident.base, settings, device)
-        # DoRA computes magnitudes from the weights, and fully trained modules, such as heads over
-        # labels, are copies of the base's modules. Trained values of both cannot be reused.
+        # DoRA computes magnitudes from the weights, and fully trained modules, such as
+        # classification heads, are copies of the base's modules. Neither can be reused after a
+        # training.
         trained_whole = settings.modules_to_save or settings.num_labels is not None
         resident.adapters_key = () if config.dora or trained_whole else wanted
 
@@ -173,9 +174,9 @@ def _unload(base: PreTrainedModel, peft_model: PeftModel) -> None:
 def clean(resident: ResidentModel) -> None:
     """Undo a Trainer's changes: checkpointing, hooks, compiled calls, gradients, autocast forward.
 
-    accelerate marks a prepared model and would not set up autocast on it a second time. A benchmark
-    once showed that as a probe 24 % slower than in a fresh process. So the mark is removed too,
-    from the base and its adapters.
+    accelerate marks a prepared model and would not set up autocast on it a second time. In a
+    benchmark, the next probe was then 24 % slower than in a fresh process. So the mark is removed
+    too, from the base and its adapters.
     """
     base = resident.base
     peft_model = resident.peft_model

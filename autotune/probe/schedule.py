@@ -8,20 +8,22 @@ from dataclasses import dataclass
 
 from autotune.core.probe_types import ProbeRequest, Rung
 
-# If attention plans for each new length, the time of a few new lengths shows the cost: this number
-# of lengths, and fewer after these seconds.
+# If attention makes a plan for each new length, a probe times a few new lengths to measure the
+# cost: at most NEW_LENGTHS, and none after NEW_LENGTHS_S seconds.
 NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
 Step = tuple[int, ...]  # the index of the kind of each micro batch in an optimizer step
 
-# On a GPU, the first micro batch of a length takes up to this much longer: libraries load kernels.
+# On a GPU, the first micro batch of a length takes up to this many seconds longer: libraries load
+# kernels.
 FIRST_S = 0.01
-# The first micro batch of the longest kind may take more, because its activations' memory is mapped
-# then. If the longest kind has more than this share of the micro batches, the lead contains one.
+# The first micro batch of the longest kind may take even longer, because the memory of its
+# activations is mapped then. If the longest kind makes up more than this fraction of the micro
+# batches, the warm-up steps contain one.
 OFTEN = 0.05
-# The first round may exceed the mean by this share and still count. The second value is for a few
-# layers, whose times have an error of 2 % anyway. The values are bounds: the lead or earlier probes
-# have loaded most kernels.
+# The first round counts if its times exceed later ones by at most this fraction: WHOLE_ERROR for a
+# whole model, TRUNCATED_ERROR for a few layers, whose times have an error of 2 % anyway. These are
+# upper bounds, because warm-up steps or earlier probes have loaded most kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 
@@ -29,19 +31,19 @@ WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 class Schedule:
     """The steps of a probe: the steps of `lead`, then the steps of `round` repeatedly.
 
-    The lead makes the optimizer state. It trains on the shortest micro batch; its last one is the
-    longest if that is frequent. A round has each timed kind at least once. The longest micro batch
-    comes last in its step, while the gradients of others are alive. A longest kind that is not
-    timed ends the lead.
+    The lead warms up and makes the optimizer state. It trains on the shortest kind of micro batch,
+    and ends with the longest kind if that kind is frequent or is not timed. A round has each timed
+    kind at least once. The longest micro batch of a step comes last, when the gradients of the
+    others exist.
 
     `weights` are the weights of a round's micro batches in the mean over the run, in order; they
-    sum to 1. `uneven` says whether the kinds of a round have different lengths. By tokens, the lead
-    equals `lead_micros` average micro batches, and a round `round_micros`.
+    sum to 1. `uneven` says whether the kinds of a round have different lengths. The lead has as
+    many tokens as `lead_micros` average micro batches, and a round as many as `round_micros`.
 
-    A first round counts if its micro batches take over `long_s` on average, although they may be
-    the first of their length. It never counts while attention must still plan for each length. An
-    evaluation passes over `evaluation`: the longest kind, which warms up, and each timed kind, or
-    two of equal length.
+    The first round counts if its micro batches take over `long_s` on average, although they may be
+    the first of their length. It never counts if attention must still make a plan for each length.
+    An evaluation runs the kinds in `evaluation`: first the longest, to warm up, then each timed
+    kind (only two if all have the same length).
     """
 
     lead: tuple[Step, ...]
@@ -65,7 +67,7 @@ class Schedule:
         timed = [index for index, kind in enumerate(kinds) if kind.share > 0]
         num_steps = math.ceil(len(timed) / each)
 
-        # The rest of the last step goes to the most frequent kinds, whose times count most.
+        # The last step is filled up with the most frequent kinds, whose times count most.
         frequent = itertools.cycle(sorted(timed, key=lambda index: -kinds[index].share))
         slots = [*timed, *itertools.islice(frequent, num_steps * each - len(timed))]
         steps = [slots[begin : begin + each] for begin in range(0, len(slots), each)]

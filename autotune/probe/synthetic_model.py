@@ -35,8 +35,8 @@ PAD = "<pad>"
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with the padding token that TRL requires, and one token for each letter.
 
-    A model's own class may read its files and split a text in its usual way. It does not split
-    within a word, and without merges each letter stays a token.
+    A model's own tokenizer class may read these files, and first split a text into words. The texts
+    are single words, and without merges each letter stays a token.
     """
     letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
     return PreTrainedTokenizerFast(
@@ -46,7 +46,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def main() -> None:
     """Write the model and the data; the weights are bf16, as in published models."""
-    gc.freeze()  # at exit Python would walk the libraries' objects, as long as all other work
+    gc.freeze()  # otherwise, collection at exit would take as long as all other work
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
     random.seed(0)

@@ -1,4 +1,4 @@
-"""TRL's trainers as the loop of a probe, and the clock of a run by TRL's own scripts."""
+"""TRL's trainers for probes, and a clock for runs of TRL's own scripts."""
 
 from typing import Any
 
@@ -66,8 +66,8 @@ def trl_trainer(
         **({"ref_model": reference} if reference is not None else {}),
     )
     if "ref" in getattr(model, "peft_config", {}):
-        # TRL takes adapters that it did not make for trained ones, and keeps a copy of them. Its
-        # script makes the adapters itself.
+        # TRL assumes that adapters from elsewhere are trained already, and keeps a copy of them.
+        # Its script makes the adapters itself.
         model.delete_adapter("ref")
     return trainer
 
@@ -75,8 +75,8 @@ def trl_trainer(
 def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> Any:
     """The rows without their padding, as TRL's tokenised examples.
 
-    The last token of a row has a label; padding has no label. The other answer of a pair has the
-    tokens of the first in reverse.
+    Each row ends at its last label, because padding has no label. The second answer of a pair has
+    the tokens of the first answer in reverse.
     """
     lengths = [1 + int((row["labels"] != IGNORED).nonzero()[-1]) for row in rows]
     pairs = list(zip(rows, lengths, strict=True))

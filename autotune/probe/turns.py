@@ -1,8 +1,8 @@
 """Lets processes share one device in turns: one probes, the others compile ahead (`compile_ahead`).
 
-A compilation does not need the device, so its process leaves the device to the others. No other
-process's work runs on the device while steps are timed. A folder holds the lock, and a file for
-each other process with the memory that it holds meanwhile.
+A process that compiles does not need the device meanwhile, so it lets another process use it. While
+steps are timed, only the probing process uses the device. A shared folder has the lock. It also has
+a file for each process that compiles ahead, with the device memory that the process holds.
 """
 
 import fcntl
@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Files in the folder: the turn's lock, the lock of the waiting prober, and the wanted requests.
+# Files in the folder: the turn's lock, the lock of the prober that waits for its turn, and the
+# wanted requests.
 LOCK = "turn"
 NEXT = "next"
 WANTED = "wanted.json"
@@ -39,9 +40,10 @@ class Turns:
     """This process's turns on the device; without a `folder` it has the device to itself.
 
     `on_give` is called before the device goes to other processes, `on_wait` with the start and end
-    of each wait. Only the probing process has `patience_s`, the longest wait, and it has the next
-    turn before all others. After that wait it continues without a turn and `is_stuck` is true, as
-    on a file system without locks. `compile_s` is the compilation time of the last `take` block.
+    of each wait. Only the probing process sets `patience_s`, its longest wait, and it gets the next
+    turn before all other processes. After the longest wait, it continues without a turn, and
+    `is_stuck` is true. The same holds on a file system without locks. `compile_s` is the
+    compilation time of the last `take` block.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Turns:
 
     @contextmanager
     def take(self, *, compiles: bool) -> Iterator[None]:
-        """Use the device in this block, except while it `compiles`."""
+        """Use the device in this block; with `compiles`, not while torch compiles."""
         self.compile_s = 0.0
         self._began = None
         self._take()

@@ -1,8 +1,8 @@
-"""The child process: it reads requests, sends results, and keeps the base model between them.
+"""The child process: it reads requests, sends results, and keeps the base model between probes.
 
 It sends JSON lines on its own socket, because libraries print to stdout; stdout and stderr go to
-the trial's log. After each probe it restores the process and reports whether that succeeded. If it
-did not, the parent replaces the process.
+the trial's log. After each probe it restores its state, and reports whether the restoration
+succeeded. If not, the parent replaces the process.
 """
 
 import faulthandler
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 Rates = TypeVar("Rates")
-CHANCE_GIB = 24 / 1024  # the variation of a process's memory on a CPU
-LEAST_WAIT_S = 0.01  # for a turn: in a shorter wait no other process had a turn
-DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
+CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU
+LEAST_WAIT_S = 0.01  # in a shorter wait for a turn, no other process had a turn
+DESCRIBED_GIB = 8  # limit without weights; 100,000 linear layers with adapters take 3 GiB
 
 
 def main() -> None:
@@ -136,7 +136,7 @@ def _probe(
 
 
 def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
-    """Send the repetition of a model's layers."""
+    """Send a model's shape, above all the repetition of its layers."""
     from autotune.probe.model_shape import describe
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
@@ -148,7 +148,8 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
     except Exception as error:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        # When memory runs out, CPython may also lose the error, and torch passes on C++'s error.
+        # When memory runs out, CPython may raise SystemError instead of MemoryError, and torch
+        # passes on C++'s bad_alloc.
         if isinstance(error, (MemoryError, SystemError)) or "bad_alloc" in reason:
             reason = f"without weights it takes more than {DESCRIBED_GIB} GiB"
         else:
@@ -168,27 +169,28 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 
 
 class Worker:
-    """One device, and its base models of one family at the probed depths."""
+    """Serves probes on one device, and keeps a base model of one family for each probed depth."""
 
     address: RankAddress | None = None  # of the current probe, if it is one of several real ranks
     trace: str | None = None  # the file of the current probe's trace, for a detailed profile
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
     shared: Path | None = None  # the folder of the processes that share the device by turns
-    others_are_stuck = False  # whether one of them did not end its turn
+    others_are_stuck = False  # whether another process did not end its turn
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         """Check the device and load the libraries; failed imports also reach the parent.
 
         `send` sends a message to the parent; `scratch` is a directory for temporary files.
         """
-        # Collections among the million objects of the libraries take a fifth of the loading time.
+        # Garbage collection among the libraries' million objects would take a fifth of the loading
+        # time.
         gc.disable()
         from autotune.probe.device_rates import measure_cpu_peak
         from autotune.probe.harness import Probe  # noqa: F401
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
 
-        gc.freeze()  # a collection among the libraries takes longer than many steps
+        gc.freeze()  # a collection among the libraries' objects takes longer than many steps
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
         self.log: str | None = None  # of the current probe, which selects injected faults
@@ -222,7 +224,7 @@ class Worker:
         return self._measure(measure_rates)
 
     def collectives(self, address: RankAddress, num_ranks: int) -> tuple[CollectiveRates, ...]:
-        """This device's rates together with devices that measure now; drops all models."""
+        """The rates between the devices of all ranks, which measure together; drops all models."""
         from autotune.probe.collective_rates import measure_collectives
 
         return self._measure(lambda meter: measure_collectives(meter, address, num_ranks))
@@ -249,7 +251,8 @@ class Worker:
             oom: OomDetail | None = fields.get("oom")
             below_limit = oom is not None and oom.need_gib <= oom.limit_gib
             if below_limit and self.meter.aside_gib and reusable:
-                # Memory ran out below the limit, so waiting models may have taken it.
+                # Memory ran out below the limit, so cached models of other depths may have taken
+                # it.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
 
@@ -332,9 +335,9 @@ class Worker:
         return fields, self._restore(request, fields)
 
     def _restore(self, request: ProbeRequest, fields: dict[str, Any]) -> bool:
-        """Return a finished probe's memory, and whether that succeeded.
+        """Release a finished probe's memory, and return whether that succeeded.
 
-        Adds a note to `fields` if it did not.
+        Adds a note to `fields` if some memory was not released.
         """
         succeeded = fields["outcome"] in (Outcome.OK, Outcome.OOM)
         # Full fine-tuning changes the weights; 8-bit layers grow their own buffers; a rank has a
@@ -350,7 +353,8 @@ class Worker:
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
 
-        # While the worker starts, the collector is off: objects of the tiny model must not freeze.
+        # While the worker starts, garbage collection is off, so that no object of the tiny model is
+        # frozen.
         if not succeeded or not gc.isenabled():
             self.meter.release()
         elif not self._release_until(lambda: self.meter.has_returned(baseline_gib)):
@@ -362,7 +366,7 @@ class Worker:
         return succeeded
 
     def _release_until(self, is_back: Callable[[], bool]) -> bool:
-        """Return all unused memory, and whether enough was returned.
+        """Release all unused memory, and return whether `is_back` then confirms it.
 
         The remaining objects, above all compiled code, are frozen, so later collections skip them.
         If memory is missing, an earlier frozen object may refer to it.
@@ -377,7 +381,7 @@ class Worker:
         return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
-        """The base model for this request, cached or new; others of its family wait aside."""
+        """The base model for this request, cached or new; models of other depths stay cached."""
         from autotune.probe.resident import build_resident, family_of
 
         # Libraries load first, so their memory counts as context and not as the model's.
@@ -455,7 +459,7 @@ def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> No
 
 
 def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
-    """Wall seconds by phase until now, from the start of each phase; the first is `total`."""
+    """Wall seconds by phase until now, from the start of each phase; the first entry is `total`."""
     now = time.perf_counter()
     seconds: dict[str, float] = {}
     for (phase, begin), (_, end) in pairwise([*entered[1:], ("", now)]):

@@ -38,8 +38,8 @@ class WorkerProcess:
     ) -> None:
         """Start the worker, and append its output to `log` until its first probe.
 
-        `variables` replace environment variables of this process. Another `module` receives the
-        `more` arguments.
+        `variables` replace environment variables that the worker would inherit. `more` are further
+        arguments for another `module`.
         """
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
@@ -129,7 +129,7 @@ class WorkerProcess:
         self._channel.close()  # an idle worker ends at the end of its input
         if not self._killed:
             self._signal_group(signal.SIGTERM)
-            self.wait_for_exit(END_WITHIN_S)  # it checks every 50 ms
+            self.wait_for_exit(END_WITHIN_S)  # this checks at least every 50 ms
         self._signal_group(signal.SIGKILL)  # this also ends grandchildren that outlived it
         self._process.wait()
         self._scratch.close()
