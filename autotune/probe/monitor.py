@@ -1,4 +1,4 @@
-"""The parent's view of a running probe: its phase, the phase's deadline, sensors and other load."""
+"""The parent's view of a running probe: phase, deadline, sensors, load by other processes."""
 
 import statistics
 import time
@@ -29,12 +29,12 @@ class Monitor:
     def __init__(self, nvml: Nvml | None, *, throttled: bool = False) -> None:
         """Begin in the phase START.
 
-        `nvml` is None on a CPU. With `throttled`, an injected fault, every sample reports heat.
+        `nvml` is None on a CPU. `throttled` is an injected fault: every sample then reports heat.
         """
         self._nvml = nvml
         self._throttled = throttled
         self._samples: list[Telemetry] = []
-        self._core_uses: list[CoreUse | None] = []  # when the timed steps began, and after them
+        self._core_uses: list[CoreUse | None] = []  # at the start and at the end of the timed steps
         self.phase = Phase.START
         self.patience_s = 0.0
         self._since = time.monotonic()
@@ -69,14 +69,14 @@ class Monitor:
         return replace(measurement, telemetry=self.telemetry(), other_cores=self.other_cores())
 
     def other_cores(self) -> float | None:
-        """The mean number of cores that others used during the timed steps."""
+        """The mean number of cores that other processes used during the timed steps."""
         before, after = (*self._core_uses, None, None)[:2]
         return after.others_since(before) if before and after else None
 
     def telemetry(self) -> Telemetry | None:
         """The means over all samples except the first, if there are any.
 
-        The first sample precedes the load of the timed steps.
+        The first sample is read before the timed steps load the GPU.
         """
         samples = self._samples[1:]
         if not samples:

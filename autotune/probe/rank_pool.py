@@ -1,8 +1,8 @@
 """Probes in a world of real ranks: a warm worker with its own device and socket for each rank.
 
-This module does not use torch. A failed rank reports its failure first, because the others wait for
-it in a collective. The parent then ends all workers and starts new ones for the next probe. That
-discards the remains of an interrupted collective.
+This module does not use torch. A failed rank reports its failure first, because the other ranks
+wait for it in a collective. The parent then ends all workers and starts new ones for the next
+probe, which discards the interrupted collective.
 """
 
 import os
@@ -32,12 +32,12 @@ from autotune.probe.monitor import Monitor
 from autotune.probe.supervisor import DUMP_S, WorkerProber, failed_result, host_oom_kills
 from autotune.probe.worker_process import WorkerProcess, receive_first
 
-# A rank that lost its peer may report that before the parent sees the peer's death, which is the
-# better reason.
+# When a rank dies, another rank may report the lost connection before the parent sees the death.
+# The death is the better reason, so the parent waits for it this many seconds.
 GRACE_S = 0.2
 
 Key = TypeVar("Key")
-Message = dict[str, Any] | None  # of a worker; None after its end
+Message = dict[str, Any] | None  # a worker's message, or None after the worker's end
 
 
 class RankPool:
@@ -62,7 +62,7 @@ class RankPool:
         cards: list[Any] = [None] * num_ranks
         if device == "cuda" and len(cards := visible()) < num_ranks:
             raise EnvironmentProblem(
-                f"{num_ranks} ranks need {num_ranks} GPUs, and {len(cards)} are visible",
+                f"{num_ranks} ranks need {num_ranks} GPUs, but {len(cards)} are visible",
                 remedy="set CUDA_VISIBLE_DEVICES, or use fewer ranks; `autotune doctor` lists the "
                 "GPUs",
             )
@@ -119,7 +119,7 @@ class RankPool:
         """Run one probe, and repeat it if the machine may be to blame.
 
         The first rank's output goes to the file `log`, the other ranks' output to files beside it.
-        Raises UsageError for a world of another size.
+        Raises UsageError if the request is for another number of ranks.
         """
         if not request.has_real_ranks:
             return self._ranks[0].probe(request, log)
@@ -127,13 +127,13 @@ class RankPool:
         if request.parallelism.num_gpus != len(self._ranks):
             num_gpus = request.parallelism.num_gpus
             raise UsageError(
-                f"a pool of {len(self._ranks)} ranks has no world of {num_gpus}",
-                remedy=f"request {len(self._ranks)} real ranks, or a fake world",
+                f"a pool of {len(self._ranks)} ranks cannot probe {num_gpus} real ranks",
+                remedy=f"request {len(self._ranks)} real ranks, or one simulated rank",
             )
         return self._ranks[0].with_retry(self._probe_once, request, log)
 
     def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Try once on all ranks; the sensors of the first device count."""
+        """Try once on all ranks; the sensors of the first device are read."""
         begin = time.monotonic()
         oom_kills = host_oom_kills()
         monitor = self._ranks[0].monitor(log)
@@ -173,7 +173,7 @@ class RankPool:
     def _send(
         self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path
     ) -> None:
-        """Start all ranks; if one has ended, the wait for its answer shows that."""
+        """Send the request to all ranks. The wait for answers notices a worker that has ended."""
         for number, worker in enumerate(workers):
             address = RankAddress(number=number, meeting=str(meeting))
             own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
@@ -285,7 +285,7 @@ def _result(message: Message) -> ProbeResult:
 
 
 def _has_failed(message: Message) -> bool:
-    """Whether a rank has ended, or has failed while others may wait for it."""
+    """Whether a rank has ended, or has failed while other ranks may wait for it."""
     return message is None or (
         not message["reusable"] and _result(message).outcome is not Outcome.OK
     )

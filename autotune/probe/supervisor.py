@@ -1,7 +1,7 @@
 """The parent's side of the probe: a warm worker that serves requests, its deadlines, and retries.
 
-This module does not use torch. `worker_process` handles one process; this module interprets its
-answers, its silence and its death.
+This module does not use torch. `worker_process` handles one process; this module interprets the
+worker's answers, its silence and its death.
 """
 
 import signal
@@ -36,8 +36,8 @@ from autotune.probe.tiny_probe import tiny_request
 from autotune.probe.worker_process import WorkerProcess
 
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
-DUMP_S = 0.5  # to write the stacks of a hung worker
-EXIT_S = 5.0  # for the exit code of a worker that has closed its channel
+DUMP_S = 0.5  # the time for a hung worker to write its stacks
+EXIT_S = 5.0  # the longest wait for the exit code of a worker that has closed its channel
 END_ERRORS = (ConnectionError, EOFError)
 
 
@@ -66,7 +66,7 @@ class WorkerProber:
         self.device = device
         self.logs = logs
         self.starts = 0
-        # The processes that share the device; the caller closes them.
+        # The processes that compile ahead on the device. The caller closes them.
         self.ahead: CompileAhead | None = None
         self._memory_gib = 0.0
         self._context_gib = 0.0
@@ -81,10 +81,10 @@ class WorkerProber:
         self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        self._start_s: float | None = None  # of a worker before its first probe of a whole model
+        self._start_s: float | None = None  # until a probe of a whole model reports this start
         # Whether the last try continued beside a process that did not end its turn.
         self._missed_turn = False
-        self._was_slowed = False  # by heat or hardware, in the last probe with sensors
+        self._was_slowed = False  # whether heat or hardware slowed the last probe with sensors
         self._crashed = set[TrainConfig]()
 
     def __enter__(self) -> "WorkerProber":
@@ -164,7 +164,7 @@ class WorkerProber:
         first: ProbeResult,
         doubt: str,
     ) -> ProbeResult:
-        """The second try, or the first if only that succeeded; both count in the total time."""
+        """The second try, or the first if only the first succeeded. The total time is of both."""
         try:
             second = once(request, log)
         except EnvironmentProblem:  # the next probe will report it
@@ -181,8 +181,9 @@ class WorkerProber:
     def _doubt(self, result: ProbeResult) -> str | None:
         """The reason why the machine may be to blame, or None.
 
-        It is other processes, a crash without a known cause, or a slowed card. A configuration that
-        crashed before, in two tries, raises no doubt again. Neither does a card that stays slow.
+        The reason is other processes, a crash without a known cause, or a slowed card. A
+        configuration that has crashed in two tries is not doubted again, and neither is a card that
+        stays slow.
         """
         if self._lacked_room(result):
             return (
@@ -265,7 +266,7 @@ class WorkerProber:
         try:
             process = self.ready_process()
             if self.ahead is not None:
-                self.ahead.reap()  # the worker reads the memory of the others
+                self.ahead.reap()  # the worker reads the memory of these processes
             shared: dict[str, str] = {}
             if self.ahead is not None and self.ahead.is_running:
                 shared = {"turns": str(self.ahead.folder)}
@@ -312,7 +313,7 @@ class WorkerProber:
         return f"the worker ended with exit code {code}"
 
     def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
-        """The next message that does not report a phase, or None after a phase's deadline."""
+        """The next message that is not a phase report, or None after the deadline of a phase."""
         try:
             while (message := process.receive(monitor, self._should_stop)) is not None:
                 if message["event"] != "phase":

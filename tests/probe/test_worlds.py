@@ -413,7 +413,7 @@ def test_what_ranks_reach_together_is_measured_and_leaves_nothing_behind(pool: R
 
 
 def test_a_world_of_another_size_is_refused(pool: RankPool) -> None:
-    with pytest.raises(UsageError, match="a pool of 2 ranks has no world of 4"):
+    with pytest.raises(UsageError, match="a pool of 2 ranks cannot probe 4 real ranks"):
         pool.probe(shared(4, "ddp", World.REAL), pool.logs / "four.log")
 
 

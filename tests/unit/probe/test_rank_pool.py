@@ -48,7 +48,7 @@ def test_fewer_gpus_than_ranks_are_a_problem_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_pool, "visible", lambda: [0])
-    with pytest.raises(EnvironmentProblem, match="2 ranks need 2 GPUs, and 1 are visible"):
+    with pytest.raises(EnvironmentProblem, match="2 ranks need 2 GPUs, but 1 are visible"):
         RankPool("cuda", 2, tmp_path)
 
 
