@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from autotune.catalog.fast_kernels import kernel_packages
 from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
@@ -165,6 +166,11 @@ class ModelSpec:
     def text_type(self) -> str:
         """The name in transformers of the language model, without a wrapper for images."""
         return text_type(self.config)
+
+    @property
+    def kernel_packages(self) -> dict[str, str]:
+        """The packages with fast kernels for its layers: the name on PyPI, by the imported name."""
+        return kernel_packages(self.config, self.text_type)
 
     @property
     def num_layers(self) -> int:

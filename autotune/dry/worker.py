@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from autotune.core.files import load_data
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.process import die_with_parent, loading
 from autotune.core.serialization import from_data, to_data
@@ -41,6 +42,9 @@ def main() -> None:
 
 @cache  # a second `loading` would exempt later objects from garbage collection
 def _load() -> None:
+    # Kernels of other packages need a GPU. transformers uses torch if they cannot be imported.
+    packages = load_data("autotune.catalog", "data/fast_kernels")["distributions"]
+    sys.modules.update(dict.fromkeys(packages))
     with loading():
         import autotune.dry.counting
         import autotune.probe.model_shape  # noqa: F401

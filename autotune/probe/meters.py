@@ -42,6 +42,9 @@ PACKAGES = (
     "liger-kernel",
     "trl",
     "deepspeed",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "mamba-ssm",
 )
 
 

@@ -147,6 +147,7 @@ def set_up(
     _require_quantization(spec, narrowing)
     warnings = (
         *_notes_of_checkpoint(model),
+        *_notes_of_kernels(model, probes_run_here),
         *_notes_of_images(spec, workload),
         *_warnings(spec, narrowing, workload, model.text_type),
     )
@@ -528,6 +529,23 @@ def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
         f"the checkpoint is stored in {model.stored_as}, and transformers trains it in 16 bits:"
         " all memory here is of the dequantised weights"
     ]
+
+
+def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
+    """Name the packages without which layers other than attention are slow and hold more memory."""
+    from importlib.util import find_spec
+
+    needed = model.kernel_packages
+    if probes_run_here:
+        needed = {name: package for name, package in needed.items() if find_spec(name) is None}
+    if not needed:
+        return []
+
+    packages = " ".join(needed.values())
+    slow = "transformers computes layers of this model slowly and with more memory"
+    if probes_run_here:
+        return [f"{slow}: install its fast kernels: pip install {packages}"]
+    return [f"without fast kernels, {slow}; all numbers are of this way (pip install {packages})"]
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:

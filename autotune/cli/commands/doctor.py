@@ -13,7 +13,10 @@ from autotune.report.values.commands import Check
 from autotune.study.storage.location import storage_url
 
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
-OPTIONAL = ("bitsandbytes", "trl", "liger-kernel", "deepspeed", "optuna-dashboard", "flash-attn")
+OPTIONAL = (
+    *("bitsandbytes", "trl", "liger-kernel", "deepspeed", "optuna-dashboard", "flash-attn"),
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),  # of layers other than attention
+)
 
 
 def doctor(storage: Storage = None, json_: Json = False) -> None:

@@ -650,3 +650,30 @@ def test_a_model_that_overflows_in_fp16_is_warned_of(model: str, gpu: str, warne
     spec = StudySpec(model=model, gpu=gpu, space="qlora")
     warnings = set_up(spec, resolve_device(gpu)).warnings
     assert any("known to overflow in fp16" in warning for warning in warnings) is warned
+
+
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [
+        ("qwen3.5-4b", "causal-conv1d flash-linear-attention"),
+        ("lfm2-1.2b", "causal-conv1d"),
+        ("granite-4.0-h-1b", "causal-conv1d mamba-ssm"),
+        ("granite-4.0-1b", ""),  # the same type of model, with attention in each layer
+        ("mistral-7b", ""),
+    ],
+)
+def test_the_packages_with_kernels_for_layers_other_than_attention_are_named(
+    name: str, packages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = StudySpec(model=name, gpu="h100")
+    target = Target(device=resolve_device("h100"))
+    planned = set_up(spec, target.device).warnings
+    missing = set_up(spec, target).warnings
+    if not packages:
+        assert not any("pip install" in warning for warning in (*planned, *missing))
+        return
+    assert f"all numbers are of this way (pip install {packages})" in planned[0]
+    assert missing[0].endswith(f"install its fast kernels: pip install {packages}")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert not any("pip install" in warning for warning in set_up(spec, target).warnings)
