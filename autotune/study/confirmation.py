@@ -18,9 +18,9 @@ def confirm_finalists(trials: SharedTrials) -> None:
 
     The likely winner and the baseline come first, because the budget may end the confirmation. A
     measurement that would not fit into the remaining time is skipped. If the likely winner falls
-    behind another configuration's search measurement, that one becomes the likely winner. This can
-    happen once per finalist. The next best replaces a finalist that fails. A full run also
-    evaluates and saves, so the winner's confirmation does both if time allows.
+    behind another configuration's search measurement, that configuration becomes the likely winner.
+    This can happen once per finalist. The next best configuration replaces a finalist that fails. A
+    full run also evaluates and saves, so the winner's confirmation does both if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -118,7 +118,7 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
 
 
 def _confirm_leader(trials: SharedTrials, round_: int) -> None:
-    """Measure the leader until it has been measured twice and has saved.
+    """Measure the leader until it has been measured twice and has saved a checkpoint.
 
     The leader may change after each measurement.
     """
@@ -164,9 +164,9 @@ def _confirm(
 
 
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
-    """Whether its losses agree with its reference's losses.
+    """Whether a configuration's losses agree with the reference's losses.
 
-    The comparison needs real weights and time for the reference; without them the answer is True.
+    The comparison needs real weights and time for the reference; otherwise the answer is True.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)

@@ -1,9 +1,9 @@
-"""The stages of an evaluation: a candidate passes them, cheapest first, until one decides.
+"""The stages of an evaluation: a candidate passes them, cheapest first, until a stage decides.
 
 Gate: refuse a configuration that is known or predicted not to fit. Low fidelity: real steps on two
 truncated models, extrapolated to the whole model. A configuration that will not fit or cannot win
 stops here. Full: real steps on the whole model, or the stored answer to the same request.
-Confirmation: the same again, longer, for the few possible winners. Every result is stored first.
+Confirmation: longer measurements of the few possible winners. Every result is stored before use.
 """
 
 import math
@@ -47,14 +47,14 @@ from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
-# A configuration that offloads may run out of memory while this share of the device's limit is
-# free. Then the host's memory ran out.
+# If a configuration that offloads runs out of memory while this share of the device's limit is
+# still free, the host's memory ran out.
 HOST_BAND = 0.1
-# Within this share of the limit, the gate defers to the truncated models. In the rows of
-# `benchmarks/plan.py memory`, a formula is off by 1.3 % at most if another micro batch of the same
-# configuration corrects it.
+# If a prediction differs from the limit by less than this share, the truncated models decide
+# instead of the gate. In `benchmarks/plan.py memory`, a formula's error is at most 1.3 % if a
+# measurement of the same configuration with another micro batch corrects it.
 GATE_BAND = 0.03
-# The same for a prediction by formula alone: four of its standard deviations.
+# The same share for a formula without correction: four standard deviations of its error.
 FORMULA_BAND = 2 * ERROR
 
 # Returns the reason why an extrapolated configuration cannot win, or None if it can.
@@ -62,7 +62,7 @@ Pruner = Callable[[TrainConfig, Extrapolation], str | None]
 
 
 class Prober(Protocol):
-    """Answers probe requests: the warm worker, or recorded results."""
+    """Answers probe requests, by a running worker or from recorded results."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -91,7 +91,7 @@ class Evaluation:
 class _Need:
     """The reserved memory that a configuration needs, and the limit.
 
-    `by_formula` is the formula's value before a correction; `gib` is `corrected` or equal to it.
+    `by_formula` is the formula's value; `gib` is equal to it unless it is `corrected`.
     """
 
     by_formula: MemoryBreakdown
@@ -111,12 +111,12 @@ class Evaluator:
     - `request` makes the request for the whole model of a configuration.
     - `model` is the digest of the model.
     - `formula` returns the memory of a configuration with a number of micro batches in a step, or
-      None if it cannot compute it.
-    - `shape` describes the repetition of the layers. Without it there is no low fidelity.
+      None if it cannot compute the memory.
+    - `shape` describes the repetition of the layers. Without it there is no low-fidelity stage.
     - With `shallow_only`, low fidelity is the last stage.
-    - Stored results are reused only if they are of `studies`, or of any study if it is empty.
-    - `saved` holds the configurations that, in this session, also evaluated and saved as a full
-      run does between steps.
+    - Stored results are reused only from `studies`, or from any study if `studies` is empty.
+    - `saved` holds the configurations whose probes in this session also evaluated and saved a
+      checkpoint, as a full run does between steps.
     - `truncated_s` and `whole_s` are the seconds of each configuration's probes in this session,
       without the one-time loading of a new worker. `compiling_s` is the part for compilation.
     """
@@ -158,7 +158,7 @@ class Evaluator:
     def learn_from_others(self) -> None:
         """Learn from other studies' measurements of this model on this device.
 
-        Their OOMs may have had another limit, so they do not count.
+        OOMs do not count, because they may have happened at another limit.
         """
         rows = (
             [row for study in self.studies for row in self.store.of_study(study)]
@@ -187,8 +187,8 @@ class Evaluator:
             return
         is_whole = result.depth is None and result.evidence is Evidence.MEASURED
         if not self._would_ask(result, measurement):
-            # Another study with other rows: packed rows differ in memory too, padded rows only in
-            # length and time.
+            # The result is from a study with other rows. Packed rows then differ in memory too,
+            # padded rows only in length and time.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -264,19 +264,21 @@ class Evaluator:
         """Pass the stages below the whole model; return their decision or their prediction.
 
         Returns None if the truncated models predict nothing. Also returns None if `skip_if_fits`
-        and the whole model is certain to fit: then they are left out. A second call costs nothing.
+        and the whole model is certain to fit: then the truncated models are skipped. A second call
+        reuses the results of the first.
         """
         request = self.request(config)
         stored = self._find(request, Rung.FULL, Rung.CONFIRM)
         if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
-            # The study keeps its own row, so it can be read without the study that measured it.
+            # This study gets its own table row, so it can be read without the study that measured
+            # the row.
             if trial is not None:
                 self._store_result(trial, replace(known, seconds={}))
             return Evaluation(result=known, reused=True)
 
-        # The limit before the context, which is predicted.
+        # The limit without subtracting the CUDA context, which the predictor adds.
         offered = memory_limit_gib(request.memory_gib, request.headroom)
         estimate = self._memory.predict(_with_longest_rows(request), request.micro_steps, offered)
         refused = self._gate(request, estimate)
@@ -364,9 +366,9 @@ class Evaluator:
         )
 
     def reference(self, config: TrainConfig) -> Measurement | None:
-        """Measure a whole model outside the search, whose losses are a reference.
+        """Measure a whole model outside the search, to get reference losses.
 
-        Returns None if it failed.
+        Returns None if the probe failed.
         """
         request = replace(self.request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
         stored = self._find(request, Rung.FULL, Rung.REFERENCE)
@@ -385,8 +387,8 @@ class Evaluator:
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """Refuse a request that cannot run, or that is predicted to need too much memory.
 
-        Three things refuse it: its sharding, an earlier OOM of a probe that needed no more memory,
-        or a predicted memory above the limit.
+        The reason is its sharding, an earlier OOM of a probe that needed no more memory, or a
+        predicted memory above the limit.
         """
         config = request.config
         if (reason := Parallelism.of(config).refusal(config)) is not None:
@@ -396,7 +398,7 @@ class Evaluator:
         if known is not None and known.config != config:
             source = "an earlier probe" if known.trial is None else f"trial {known.trial}"
             reason = (
-                f"needs at least as much as {source}, which ran out of memory: "
+                f"needs at least as much memory as {source}, which ran out of memory: "
                 f"{known.config.label()}"
             )
             return _decision(request, Outcome.REFUSED, Rung.GATE, reason, oom=known.detail)
@@ -431,7 +433,7 @@ class Evaluator:
             return None
 
         source = (
-            "by formula and by what a similar configuration needed"
+            "by formula, corrected by a similar configuration's measurement"
             if need.corrected
             else "by formula"
         )
@@ -539,8 +541,8 @@ class Evaluator:
         """Count the seconds of a probe and return them.
 
         A new worker loads libraries and kernels in its first step; this takes up to half a minute
-        if files are cold. Later candidates do not pay this, so without compilation the first steps
-        count with the time that they take at their later pace.
+        if files are not cached. Later candidates do not have this cost. So, without compilation,
+        the first steps count only as long as later steps take.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
@@ -557,7 +559,7 @@ class Evaluator:
         return seconds
 
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
-        """Add the parts of the time, as truncated models show them, to a whole model's result."""
+        """Add the host share and kernel times of truncated models to a whole model's result."""
         predicted = self._depths.extrapolated(
             result.config, self.request(result.config).micro_steps
         )
@@ -581,7 +583,7 @@ class Evaluator:
             raise TooManyFailures(
                 f"{self.failures_in_a_row} probes in a row failed for reasons other than memory; "
                 f"the last: {result.reason}",
-                remedy=f"read {log}, run `autotune doctor`, continue with --study",
+                remedy=f"read {log}, run `autotune doctor`, then continue with --study",
             )
 
 
@@ -589,7 +591,7 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
     """Return the same request for a truncated model, timed for 0.7 s at most.
 
     The speed of a card at its power limit swings within tenths of a second, so a shorter time would
-    not do.
+    be too inaccurate.
     """
     min_timed_s = min(request.min_timed_s, 0.7)
     return replace(
@@ -606,10 +608,11 @@ def _ran_out_on_device(result: ProbeResult) -> bool:
 
 
 def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
-    """The memory that a configuration needs at least, from a probe with memory to spare.
+    """The least memory that a configuration needs, from a probe with free memory.
 
-    Communication has its own streams, and other streams cannot use their free blocks as long as
-    there is room. On two H200s, ranks reserved up to 39 % more than they had allocated.
+    Communication runs on its own CUDA streams. As long as memory is free, other streams do not use
+    the free blocks of these streams. On two H200s, ranks reserved up to 39 % more than they had
+    allocated.
     """
     return measurement.peak_reserved_gib if config.num_gpus == 1 else measurement.peak_allocated_gib
 

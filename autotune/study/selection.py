@@ -27,8 +27,8 @@ from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, re
 from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
 
-# If the measurements of one configuration differ by more than this, they were disturbed. One more
-# is taken, and the median counts.
+# If step times of one configuration differ by more than this share, something disturbed the
+# measurements. One more measurement is taken, and the median counts.
 DISAGREEMENT = 0.05
 WORTH_SAYING = 0.005  # the smallest share of a step's time that is reported
 MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger gap is reported
@@ -39,9 +39,9 @@ class CandidateRecord:
     """The measurements of one configuration: search probes and confirmations.
 
     Confirmations outrank search probes. `extrapolated` comes from truncated models, and `undecided`
-    says that it could win by this extrapolation. `late_s` is the difference in seconds between the
-    first step and later steps. A baseline that failed its confirmation `cannot_win`, but
-    the winner is still compared with it.
+    says that the configuration could win by this extrapolation. `late_s` is the difference in
+    seconds between the first step and later steps. A baseline that failed its confirmation
+    `cannot_win`, but the winner is still compared with it.
     """
 
     config: TrainConfig
@@ -74,8 +74,9 @@ class Selection:
     """The records of all configurations by digest.
 
     A configuration that was extrapolated and pruned may be the best of a result cell. It can win
-    only if no other configuration has a number. `references` holds the reference measurements for
-    losses, with None for a failed one. `tried` holds every configuration with a result.
+    only if all configurations were extrapolated and pruned. `references` holds the reference
+    measurements for losses, with None for a failed one. `tried` holds every configuration with a
+    result.
     """
 
     task: Task
@@ -131,7 +132,7 @@ class Selection:
         self._longest_load_s = max(self._longest_load_s, seconds.get("load", 0.0))
 
         if "first_step" in seconds and measurement is not None:
-            # The phase lasts until the steps settle, for at least two steps.
+            # The phase `first_step` lasts until step times settle, for at least two steps.
             warm_s = measurement.warm_s
             warm_s = (
                 2 * step_time_s(measurement, measurement.micro_steps) if warm_s is None else warm_s
@@ -160,8 +161,8 @@ class Selection:
     def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
         """Exclude a configuration that failed its confirmation.
 
-        The winner is still compared with a baseline that `fits`: a slower baseline would flatter
-        the winner.
+        The winner is still compared with a baseline that `fits`, because a slower baseline would
+        exaggerate the speed-up.
         """
         self.caveats.append(
             f"{config.label()} succeeded in the search but failed its confirmation: {reason}"
@@ -175,11 +176,11 @@ class Selection:
         record.confirmed = []
 
     def close_calls(self) -> list[TrainConfig]:
-        """Return the extrapolated configurations worth a whole model, the most promising first.
+        """Return extrapolated configurations worth measuring as whole models, the best first.
 
         These include the best of each result cell within the slack of the fastest. They also
-        include configurations that can win by now: the rival that pruned them may have fallen
-        out of the slack.
+        include configurations that can win by now, because the rival that pruned them may no longer
+        be within the slack.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -208,7 +209,7 @@ class Selection:
         return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """Return the winner among the confirmed configurations and any that certainly beat it."""
+        """Return the winner among confirmed configurations and others that certainly beat them."""
         pool = self._add_faster(self._score_confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
 
@@ -271,14 +272,14 @@ class Selection:
         """Describe the evidence on a configuration's number formats in words."""
         doubtful = in_question(config)
         if not doubtful:
-            return f"nothing is in question: {REFERENCE}"
+            return f"no number format is in question: {REFERENCE}"
 
         if self.task.model.weights is None:
-            return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
+            return f"unknown: with random weights, the loss does not show the effect of {doubtful}"
         if self.task.is_simulated(config):
             return (
-                "unknown: one GPU played a rank of several, and the loss of that tells nothing of "
-                f"{doubtful}"
+                "unknown: one GPU simulated a rank of several, so the loss does not show the effect"
+                f" of {doubtful}"
             )
         difference = self._deviation(config)
         if difference is None:
@@ -319,7 +320,7 @@ class Selection:
         return list(ordered)[: count + len(of_others)]
 
     def _best_of_numbers(self, pool: list[Scored]) -> list[Scored]:
-        """Return the choice for each number of GPUs, the smallest number first."""
+        """Return the winner for each number of GPUs, the smallest number first."""
         by_number: dict[int, list[Scored]] = {}
         for scored in pool:
             by_number.setdefault(scored.config.num_gpus, []).append(scored)
@@ -332,7 +333,7 @@ class Selection:
     def prune_reason(self, config: TrainConfig, extrapolation: Extrapolation) -> str | None:
         """The reason why an extrapolated configuration cannot win, or None if it can.
 
-        It competes only with configurations for the same number of GPUs.
+        The configuration competes only with others for the same number of GPUs.
         """
         others = [scored for scored in self.pool() if scored.config.num_gpus == config.num_gpus]
         if not others:
@@ -525,10 +526,11 @@ class Selection:
     def _add_faster(self, pool: list[Scored]) -> list[Scored]:
         """Return the pool plus the unconfirmed configurations that beat its winner.
 
-        These are other contenders and the baseline, judged by all their measurements. The budget
-        may leave no time to confirm them, and a slower confirmed configuration must not win over
-        them. It still wins if it is more capable and the slowest steps of the faster one are within
-        the slack. With a deadline only the baseline can join, because confirmations measure pauses.
+        These are other contenders and the baseline, scored by all their measurements. The budget
+        may leave no time to confirm them, and a slower confirmed winner must not win over them. The
+        confirmed winner stays if it is more capable and within the slack of the faster
+        configuration's slowest steps. With a deadline only the baseline can be added, because
+        confirmations measure pauses.
         """
         if not pool:
             return pool
@@ -636,7 +638,8 @@ class Selection:
             )
             if abs(gap) > MAX_STEP_TIME_GAP:
                 doubts.append(
-                    f"the search's step time was {gap:+.1%} off the confirmed one, which counts"
+                    f"the search's step time was {gap:+.1%} off the confirmed time,"
+                    " which is reported"
                 )
 
         telemetry = [
@@ -645,7 +648,7 @@ class Selection:
         reasons = {reason for reading in telemetry for reason in reading.slowed_by}
         if reasons:
             doubts.append(
-                f"the card was slowed down while it was measured: {', '.join(sorted(reasons))}"
+                f"the GPU was throttled during the measurement: {', '.join(sorted(reasons))}"
             )
 
         for config in dict.fromkeys((winner.config, self.baseline() or winner.config)):
@@ -663,16 +666,16 @@ class Selection:
             ]
             if shares:
                 doubts.append(
-                    f"the host sets the pace of {config.label()}: issuing takes it "
+                    f"{config.label()} is CPU-bound: issuing the kernels takes the host "
                     f"{min(max(shares), 1.0):.0%} of the time of a micro batch, so the speed "
-                    "changes with whatever else runs on the host"
+                    "changes with other work on the host"
                 )
 
         rivals = [
             scored.config.label() for scored in pool if scored is not winner and scored.ties(winner)
         ]
         if rivals:
-            measure = "speed" if len(self.task.numbers_of_gpus) == 1 else "what a token costs"
+            measure = "speed" if len(self.task.numbers_of_gpus) == 1 else "cost per token"
             doubts.append(f"not distinguishable in {measure} from {', '.join(rivals)}")
         return doubts
 
@@ -753,7 +756,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         )
 
     if made_up := _example_values(task):
-        caveats.append(f"an example card stands for a GPU here: {made_up}")
+        caveats.append(f"an example card takes the place of a GPU: {made_up}")
     caveats += _assumed_examples(workload)
 
     if task.measured_on is not None and task.carried is not None:
@@ -772,10 +775,10 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             else f"{host:.3g} times as fast, as both hosts were calibrated"
         )
         caveats.append(
-            f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} "
-            "offers: memory is measured; speeds are projected by data sheets"
+            f"probed on {task.measured_on.name} with its memory capped to that of "
+            f"{task.device.name}: memory is measured; speeds are projected from data sheets"
             f"{calibrated} (products {faster}), the host's part {of_host}; "
-            "power, clocks and kernels are those of the card that probed"
+            "power, clocks and kernels are those of the GPU that ran the probes"
         )
 
     if (
@@ -783,16 +786,16 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None
     ):
         caveats.append(
-            f"one GPU played a rank of {config.num_gpus}: memory and computation are measured, "
-            "with room left for NCCL; what the GPUs send each other at "
+            f"one GPU simulated a rank of {config.num_gpus}: memory and computation are measured, "
+            "with memory reserved for NCCL; communication between the GPUs at "
             f"{link_gb_s:,.0f} GB/s is added by formula"
         )
 
     if (share := workload.waiting_share(config)) > WORTH_SAYING:
         caveats.append(
             f"micro batches take {share:.0%} longer on {config.num_gpus} GPUs, which wait for the "
-            "one with the longest rows: by the lengths of the examples, as if time were "
-            "proportional to tokens; packing avoids it"
+            "one with the longest rows (from the lengths of the examples, with time proportional "
+            "to tokens); packing avoids this wait"
         )
 
     cut = workload.truncated(config.seq_len)
@@ -806,14 +809,14 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if config.packing:
         per_step = workload.run_shape(config).examples_per_step
         caveats.append(
-            f"rows are packed: {workload.examples_per_row(config):.1f} examples each on average, "
-            f"{workload.fill(config):.1%} of them filled; a step has {per_step:.1f} "
-            f"examples on average, {workload.global_batch} were asked for"
+            f"rows are packed: {workload.examples_per_row(config):.1f} examples per row on average,"
+            f" with {workload.fill(config):.1%} of the tokens used; a step has {per_step:.1f} "
+            f"examples on average, {workload.global_batch} were requested"
         )
     elif len(lengths.counts) > 1:
         caveats.append(
-            f"{1 - workload.fill(config):.0%} of the tokens of a row of "
-            f"{workload.tokens_per_row(config):,.0f} on average are padding, "
-            "which tokens/s leave out"
+            f"{1 - workload.fill(config):.0%} of the tokens in a row (on average "
+            f"{workload.tokens_per_row(config):,.0f}) are padding, "
+            "which tokens/s does not count"
         )
     return caveats

@@ -44,7 +44,7 @@ CARD = keys(  # the keys of another card
     evidence="cost.evidence",
     measurements_on_this_card="num_observations",
 )
-# Peaks may grow by this much and still count as the same: relative, and at least in GiB.
+# Memory is stable if its peaks grow by at most this share, or by at most CREEP_GIB.
 CREEP = 0.02
 CREEP_GIB = 0.1
 
@@ -103,10 +103,10 @@ class Recipe:
     trainer: str
     fingerprint: Fingerprint
     by_examples: tuple[CostProjection, ...]
-    cells: tuple[Candidate, ...] = ()  # the best of each learning cell
+    cells: tuple[Candidate, ...] = ()  # the best for each setting of knobs that separate results
     by_gpus: tuple[Candidate, ...] = ()
     within_hours: float | None = None  # the deadline of the run
-    example_gib: float | None = None  # the memory of the example card that the CPU stands for
+    example_gib: float | None = None  # the memory of the example card that the CPU simulates
     numerics: str = ""  # the evidence on the winner's number formats
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Recipe:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate that was found for the winner, else the usual one."""
+        """The learning rate that was found for the winner, otherwise the usual rate."""
         # In older records without a default, alpha was twice the rank. Today that is only true for
         # rank 16.
         is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
@@ -193,7 +193,7 @@ class TrialRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """The learning of one finalist: the held-out loss before and after, or the reason of a failure.
+    """The training of one finalist: held-out loss before and after, or the reason for a failure.
 
     `full_run_hours` and `full_run_usd` are projections of its full run.
     """
@@ -245,11 +245,11 @@ class Quality:
         own = next((learned for learned in self.learned if learned.config == winner), None)
         if own is None:
             return [
-                "what this winner learns is not known: "
-                "--quality trained others, before it was found"
+                "the winner's loss is unknown: "
+                "--quality trained other finalists before this winner was found"
             ]
         if own.loss_after is None:
-            return [f"what the winner learns is not known, its training failed: {own.reason}"]
+            return [f"the winner's loss is unknown, because its training failed: {own.reason}"]
 
         best = self.ranked()[0]
         if best.loss_after is None or best.loss_after >= own.loss_after:
@@ -264,12 +264,12 @@ class Quality:
 class Verification:
     """The exported run of a winner, compared with the predictions. `reason` says why it failed.
 
-    - Errors are relative and signed: promised over done, minus 1.
+    - Errors are relative and signed: predicted / measured - 1.
     - A peak is None if the device does not report it.
     - `file` is the program that ran. `probed` says whether the study measured this program;
-      otherwise there is no promise for it.
-    - A `soak` trains on the longest possible rows among short ones. It has no promised speed. It
-      may need no more memory than promised, and the memory may not grow from quarter to quarter
+      otherwise it has no prediction.
+    - A `soak` is a run on the longest possible rows among short rows. Its speed is not predicted.
+      Its memory must not exceed the prediction, and must not grow between the quarters of the run
       (`peaks_gib`, of allocated memory; empty if unknown).
     """
 
@@ -324,7 +324,7 @@ class Verification:
 
     @property
     def _excess(self) -> dict[str, float]:
-        """The relative excess of the run's time and memory over the promise.
+        """The relative excess of the run's time and memory over the prediction.
 
         A value is negative if the run was faster or smaller.
         """
@@ -343,7 +343,7 @@ class Verification:
 
     @property
     def better(self) -> tuple[str, ...]:
-        """The aspects that beat the promise by more than the tolerance: "faster", "smaller"."""
+        """The aspects better than predicted by more than the tolerance: "faster", "smaller"."""
         # In a soak, short rows may need less memory.
         opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}
         return tuple(
@@ -352,13 +352,13 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether the run succeeded, its memory is stable, and it is not worse than promised."""
+        """Whether the run succeeded with stable memory and is not worse than predicted."""
         return self.speed_error is not None and self.memory_growth_gib is None and not self.worse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    """The winner's run on other cards and on other numbers of GPUs of its kind."""
+    """The winner's run on other GPUs, and on other numbers of the same GPU."""
 
     cards: tuple[Estimate, ...] = ()
     scaling: Scaling = Scaling()  # noqa: RUF009 (frozen)
@@ -442,7 +442,7 @@ class StudySummary:
 
     @property
     def configurations(self) -> tuple[TrialRecord, ...]:
-        """One trial per configuration, for readers: the last probed one, or else the first."""
+        """One trial per configuration: the last trial with a probe, or else the first trial."""
         rows: dict[TrainConfig, TrialRecord] = {}
         for row in self.trials:
             if row.config not in rows or not row.reused:

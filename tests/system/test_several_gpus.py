@@ -142,7 +142,7 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any])
         and recipe.winner.cost.evidence is Evidence.PROJECTED
     )
     assert recipe.winner.cost.usd_per_hour == 2.0 and recipe.winner.cost.pauses is None
-    assert any("one GPU played a rank of 4" in caveat for caveat in recipe.caveats)
+    assert any("one GPU simulated a rank of 4" in caveat for caveat in recipe.caveats)
     assert result.record.task.plays_ranks and result.record.task.search_price.usd_per_hour == 0.5
 
     # A step of one measurement takes what was computed, and what four ranks send each other; the

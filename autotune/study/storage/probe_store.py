@@ -1,6 +1,6 @@
 """Probe results in a table of our own: append-only, looked up by request and fingerprint.
 
-A result that cannot be written waits in an outbox file, since it cost GPU time.
+A result that cannot be written waits in an outbox file, because it cost GPU time.
 """
 
 import json
@@ -37,13 +37,14 @@ _probes = sa.Table(
 )
 # Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
-# A row may become visible after rows with higher numbers, since transactions commit in any order.
+# A row may become visible after rows with higher numbers, because transactions commit in any order.
+# So this number of earlier ids is always checked again.
 LATE_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProbe:
-    """One row. `trial` is None for probes outside the search, such as confirmations."""
+    """One table row. `trial` is None for probes outside the search, such as confirmations."""
 
     trial: int | None
     result: ProbeResult

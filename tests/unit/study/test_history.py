@@ -189,7 +189,7 @@ def test_notes_and_explanation_are_of_this_winner() -> None:
         and summary(selection, ablation=of_other).explanation is None
     )
     (note,) = made.notes
-    assert note.startswith("what this winner learns is not known")
+    assert note.startswith("the winner's loss is unknown")
 
 
 def test_factors_are_of_this_winner_and_this_baseline() -> None:

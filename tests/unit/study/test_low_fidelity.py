@@ -749,7 +749,8 @@ def test_a_smaller_micro_batch_corrects_the_formula(
     assert (found is not None) is refused
     if found:
         assert found.reason == (
-            "needs 5.00 GiB of 4.85 GiB by formula and by what a similar configuration needed"
+            "needs 5.00 GiB of 4.85 GiB by formula,"
+            " corrected by a similar configuration's measurement"
         )
         assert found.oom is not None and found.oom.allocated_gib == pytest.approx(5.0)
 

@@ -149,7 +149,7 @@ def test_losses_that_are_far_off_are_an_outcome_and_no_winner(start: Start) -> N
     session = session_of(start, 2 * BOUND)
     recipe = session.summary().recipe
     assert recipe is not None and recipe.winner.config.optimizer == "adamw_torch_fused"
-    assert "nothing is in question" in recipe.numerics
+    assert "no number format is in question" in recipe.numerics
     dropped = [caveat for caveat in recipe.caveats if "adamw_8bit" in caveat]
     assert dropped and all("its losses are 4.0% off" in caveat for caveat in dropped)
     outcomes = [
@@ -187,7 +187,7 @@ def test_random_weights_tell_nothing_and_that_is_said(start: Start) -> None:
     session = session_of(start, 2 * BOUND, weights=False)
     recipe = session.summary().recipe
     assert recipe is not None and recipe.winner.config.optimizer == "adamw_8bit"
-    assert recipe.numerics.startswith("unknown: the weights are random")
+    assert recipe.numerics.startswith("unknown: with random weights")
     assert references(session) == []
 
 

@@ -209,8 +209,8 @@ def test_a_study_that_was_cut_short():
     [
         (0.5, ()),
         (0.51, ()),  # 2 % is within what is normal
-        (0.55, ("the search's step time was -9.1% off the confirmed one, which counts",)),
-        (0.45, ("the search's step time was +11.1% off the confirmed one, which counts",)),
+        (0.55, ("the search's step time was -9.1% off the confirmed time, which is reported",)),
+        (0.45, ("the search's step time was +11.1% off the confirmed time, which is reported",)),
     ],
 )
 def test_a_search_that_was_off(again_s, caveats):
@@ -235,7 +235,7 @@ def test_a_host_that_sets_the_pace_is_reported(share, percent):
     assert [percent in one and FAST.label() in one for one in recipe.caveats] == [True] * (
         percent is not None
     )
-    assert all("the host sets the pace" in one for one in recipe.caveats)
+    assert all("is CPU-bound" in one for one in recipe.caveats)
 
 
 def test_what_is_within_the_noise_is_not_reported_apart():
@@ -485,7 +485,7 @@ def test_a_card_that_was_hot_is_doubtful_and_one_at_its_power_limit_is_not():
     # it did not win
     made.confirm(SLOW, steady(1.0, telemetry=Telemetry(throttle_reasons=("sync boost",))))
     assert made.recipe(FINGERPRINT).caveats == (
-        "the card was slowed down while it was measured: a brake, hardware thermal",
+        "the GPU was throttled during the measurement: a brake, hardware thermal",
     )
 
 
@@ -541,11 +541,11 @@ def test_the_reference_is_in_the_best_format_that_the_card_has(device, precision
 @pytest.mark.parametrize(
     ("made", "config", "said"),
     [
-        (compared((3.0,), (1.0,)), FAST, "nothing is in question: bf16 under autocast"),
+        (compared((3.0,), (1.0,)), FAST, "no number format is in question: bf16 under autocast"),
         (
             compared((3.0,), (1.0,), SUBJECT),
             COARSE,
-            "unknown: the weights are random, so that the loss tells nothing",
+            "unknown: with random weights, the loss does not show",
         ),
         (
             compared((3.0,), None),
@@ -892,15 +892,16 @@ def test_padding_and_packing_are_said():
     (padding,) = made.recipe(FINGERPRINT).caveats
     assert (
         padding
-        == "25% of the tokens of a row of 511 on average are padding, which tokens/s leave out"
+        == "25% of the tokens in a row (on average 511) are padding, which tokens/s does not count"
     )
     add_measured(made, packed, steady(0.5))
     made.confirm(packed, steady(0.5))
     (packing,) = made.recipe(FINGERPRINT).caveats
     assert packing == (
-        "rows are packed: 2.7 examples each on average, 100.0% of them filled; a step has 42.7"
+        "rows are packed: 2.7 examples per row on average,"
+        " with 100.0% of the tokens used; a step has 42.7"
         " examples on average, "
-        "32 were asked for"
+        "32 were requested"
     )
 
 
@@ -912,7 +913,7 @@ def test_a_baseline_whose_pace_the_host_sets_is_reported_too():
     made.confirm(SLOW, steady(1.0, host_share=0.9))
     (caveat,) = made.recipe(FINGERPRINT).caveats
     assert caveat.startswith(
-        f"the host sets the pace of {SLOW.label()}: issuing takes it 90% of the time"
+        f"{SLOW.label()} is CPU-bound: issuing the kernels takes the host 90% of the time"
     )
 
 
@@ -944,7 +945,7 @@ def test_a_card_that_was_calibrated_is_named_where_speeds_are_projected():
         for one in made.recipe(FINGERPRINT).caveats
         if one.startswith("probed on h100-sxm with its")
     ]
-    assert f"by data sheets, h100-sxm {card.label} (products 0.5 times as fast" in caveat
+    assert f"from data sheets, h100-sxm {card.label} (products 0.5 times as fast" in caveat
     made.task = replace(made.task, calibration=calibration("a10"))  # of neither card
     assert "speeds are projected by data sheets (products" in " ".join(
         made.recipe(FINGERPRINT).caveats

@@ -236,10 +236,13 @@ def test_who_learned_most_and_whom_none_beats_in_loss_and_time():
 @pytest.mark.parametrize(
     ("each", "said"),
     [
-        ((learned(1, 1.0, 2.0),), "what this winner learns is not known: --quality trained others"),
+        (
+            (learned(1, 1.0, 2.0),),
+            "the winner's loss is unknown: --quality trained other finalists",
+        ),
         (
             (learned(8, 1.0, None, "it crashed"),),
-            "what the winner learns is not known, its training failed: it crashed",
+            "the winner's loss is unknown, because its training failed: it crashed",
         ),
         ((learned(8, 1.0, 2.0), learned(1, 1.0, 2.0)), ""),
         ((learned(8, 1.0, 2.0), learned(1, 1.0, None)), ""),
