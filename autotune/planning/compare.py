@@ -48,7 +48,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.report.values.comparison import Budget, ComparedCard, Comparison, Group, Owned
 
-# The value of these that needs the least memory depends on the other knobs.
+# For these knobs, the value that needs the least memory depends on the other knobs.
 DEPENDENT = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
 QUIET_S = 2.0  # the shortest pause between two lines of progress
 
@@ -65,8 +65,8 @@ def compare(
 ) -> Comparison:
     """Compare cards for the run of each spec (one per model), with each search space of `methods`.
 
-    An entry of `gpus` or `methods` may hold several names with commas between them. The user's own
-    card is compared too. `say` receives warnings and progress.
+    An entry of `gpus` or `methods` may hold several names with commas between them. The card of
+    `owned` is compared too. `say` receives warnings and progress.
 
     Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
     any card.
@@ -159,12 +159,12 @@ def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySp
     names = _names(methods)
     if any(spec.configs for spec in specs):
         raise UsageError(
-            "a suite names its configurations, and there is no best to look for",
-            remedy="`autotune plan`",
+            "a suite names its configurations, so there is no search space to compare",
+            remedy="use `autotune plan`",
         )
     if names and any(spec.space for spec in specs):
         raise UsageError(
-            "--methods and a space of one's own cannot both be", remedy="leave out one of them"
+            "--methods and a search space cannot be given together", remedy="leave out one of them"
         )
 
     for name in names:
@@ -175,7 +175,7 @@ def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySp
 def compare_card(
     setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()
 ) -> ComparedCard:
-    """Plan for this study's card, and find its leanest configuration. Raises UsageError."""
+    """Plan the study on its card, and find the least memory that it needs. Raises UsageError."""
     plan = plan_setup(setup, limit_gib, observations, counted=True)
     leanest = least_memory(open_reserve(setup).task, limit_gib) or plan.baseline
     return ComparedCard(device=setup.task.device, plan=plan, least=leanest)
@@ -184,7 +184,7 @@ def compare_card(
 def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     """Return the configuration of the space that needs the least memory, or None if unknown.
 
-    If no formula covers a configuration, the leanest one is counted.
+    If the formula covers no configuration, a dry probe counts the one with the least memory.
     """
     space = task.space
     for name, value in space.leanest().items():
@@ -192,7 +192,7 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
             space = space.pin(name, value)
     configs = candidates(space) if Sizes.of(task.model) else ()
 
-    # Among configurations that differ only in their micro batch, the smallest one is the leanest.
+    # Of configurations that differ only in the micro batch, the smallest needs the least memory.
     smallest: dict[tuple[Any, ...], TrainConfig] = {}
     for config in configs:
         key = alike_but_for_rows(task, config)
@@ -219,9 +219,9 @@ def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
 def _least_by_bf16(
     spec: StudySpec, compared: Sequence[ComparedCard], say: Say
 ) -> dict[bool, Estimate]:
-    """Return the leanest configuration for cards with bf16 (True) and for cards without it.
+    """Return the configuration that needs the least memory, with bf16 (True) and without it.
 
-    One card stands for all cards of its kind.
+    The result of one card is used for all cards that are alike in bf16.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -243,9 +243,10 @@ def _least_by_bf16(
 
 
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
-    """Return the smallest card that surely fits, or None.
+    """Return the smallest card on which a run surely fits, or None.
 
-    `needs` holds the leanest configuration for cards with bf16 (True) and without.
+    `needs` has the configuration that needs the least memory, for cards with bf16 (True) and
+    without it.
     """
 
     def fits(card: DeviceSpec) -> bool:

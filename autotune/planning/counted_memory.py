@@ -34,10 +34,10 @@ def dry_count(
     objective: Objective = Objective.SFT,
     depth: int | None = None,
 ) -> DryAnswer:
-    """Count the whole model, or `depth` of its layers, by a dry probe; or say why it cannot."""
+    """Count the whole model, or `depth` of its layers, by a dry probe, or return a reason."""
     if config.knows_ends and (config.packing or not config.has_mask):
-        # torch's own flash attention needs the same memory and no extra package. These settings
-        # keep packed examples apart without a mask, so each row is counted as if it held one
+        # torch's own flash attention needs the same memory and no extra package. The configuration
+        # keeps packed examples apart without a mask, so each row is counted as if it held one
         # example.
         config = replace(
             config,
@@ -62,5 +62,5 @@ def dry_count(
 
 @functools.cache
 def _prober() -> DryProber:
-    """Return this process's prober. Its worker answers all requests and ends with it."""
+    """Return this process's prober; one worker process answers all its requests."""
     return DryProber()

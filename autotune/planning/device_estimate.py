@@ -1,9 +1,9 @@
 """Estimates one configuration on one device by formula: whether it fits, its speed and its cost.
 
 The device's time is the reference card's time (`prediction/step_time`), transferred to the device
-(`prediction/transfer`). It is corrected by other users' measurements of the same method there. The
-time to issue the work assumes an unknown host. A calibration replaces the assumptions about its
-card and its host.
+(`prediction/transfer`). Other users' measurements of the same method on the device correct that
+time. The CPU time to launch kernels is estimated for an unknown host. A calibration replaces the
+assumptions about the calibrated card and host.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,29 +22,29 @@ from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
 
 ACCURACY = (
-    "memory by a formula that was within 0.3 % of the 3 models on an H200 that it was made with, "
-    "and 5.1 % of 11 others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the "
-    "median of these"
+    "memory by a formula that was within 0.3 % for the 3 models on an H200 that it was fitted to, "
+    "and 5.1 % for 11 others (LoRA, nf4, full fine-tuning); speed by another formula, 12 % off in "
+    "the median of these models"
 )
 # Results of `benchmarks/counts.py probes` and `benchmarks/counts.py speed`
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst "
-    "for 36 kinds of model on an H100 (whole models on int8 bases with random weights held up to "
-    "9 % more); speed by its arithmetic and the bytes it moves, 1.7 % off in the median of 10 "
-    "dense models on an H200 where the device sets the pace, and 4.3 % of 11 others on an H100 "
-    "(14 % before it was mended for these)"
+    "for 36 model families on an H100 (int8 models with random weights held up to 9 % more); speed "
+    "by the step's arithmetic and moved bytes, 1.7 % off in the median of 10 dense models on an "
+    "H200 in GPU-bound steps, and 4.3 % of 11 others on an H100 (14 % before the formula was "
+    "adapted to these 11)"
 )
 # Results of `benchmarks/plan.py objectives`
 OF_OBJECTIVES = (
-    "memory by a formula that was within 0.9 % of 24 trainings for dpo, kto, reward and "
-    "classification on an H200 (six models, LoRA, all recomputed); speed by another, 10 % off in "
-    "the median of these and 25 % at worst"
+    "memory by a formula that was within 0.9 % for 24 trainings for dpo, kto, reward and "
+    "classification on an H200 (six models, LoRA, every layer recomputed); speed by another "
+    "formula, 10 % off in the median of these trainings and 25 % at worst"
 )
 
 RANK_ACCURACY = (
-    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 192 "
-    "counted ones, of DDP within 1.6 % of six, of ZeRO within 1.5 % of eight; speeds of several "
-    "by formulas that little was measured for"
+    "memory by formulas: for FSDP2 within 2.7 % of four measured ranks and 2.1 % of 192 counted "
+    "ones, for DDP within 1.6 % of six measured ranks, and for ZeRO within 1.5 % of eight; speed "
+    "on several GPUs by formulas that few measurements have checked"
 )
 
 
@@ -67,12 +67,13 @@ def planned_device(name: str) -> DeviceSpec:
         return find_target(name).device
     except EnvironmentProblem:
         raise UsageError(
-            "which GPU? There is none here", remedy="name one: --gpu a10 (`autotune gpus`)"
+            "no GPU is given, and this machine has none",
+            remedy="name one: --gpu a10 (`autotune gpus`)",
         ) from None
 
 
 def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
-    """Return the GiB that tensors may use: the memory minus the reserve and a CUDA context.
+    """Return the GiB that tensors may use: the memory minus the headroom and a CUDA context.
 
     `memory_gib` can only lower the device's memory. Raises UsageError if the memory is unknown.
     """
@@ -104,7 +105,7 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
     workload = task.workload
     steps = workload.run_shape(config).probe_micro_steps
     reason = no_count(task.model, workload.at_longest(config), steps, workload.objective)
-    return f"{covers}, and what it needs cannot be counted: {reason}"
+    return f"{covers}, and the run's memory cannot be counted: {reason}"
 
 
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:

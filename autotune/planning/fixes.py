@@ -18,18 +18,18 @@ from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignCo
 # Limits of the search
 MAX_MICRO_BATCH = 1024
 MIN_LENGTH = 256
-NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # a key inside one of these is changed there
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # a key below one of these is changed there
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# Ranks of changes, by their effect on the result of the training: the same result; another
-# optimizer state, or no DoRA; another base, or no fp32 master weights; shorter sequences; adapters
-# instead of all parameters.
+# The rank of a change tells how much it alters the training's result, the least first: the same
+# result; another optimizer state, or no DoRA; another base, or no fp32 master weights; shorter
+# sequences; adapters instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
 Fix = tuple[int, Edits]  # the rank of a change, and the keys to write
 
 
 def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
-    """Return the file's values with the edits, each in the place that the tool reads."""
+    """Return the file's values with the edits, each at the level where the tool reads it."""
     new = dict(values)
     for key, value in edits.items():
         inner = next((name for name in NESTED if key in (values.get(name) or ())), None)
@@ -82,9 +82,9 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
 
 
 def _smaller_evaluation(run: ForeignConfig) -> int | None:
-    """Return a batch of an evaluation that needs little, or None if it is as small already.
+    """Return a smaller evaluation batch that saves memory, or None if the batch is small already.
 
-    The training's micro batch suffices if both have the same loss.
+    The training's micro batch is small enough if training and evaluation use the same loss kernel.
     """
     evaluation = run.evaluation
     if evaluation is None:
@@ -96,7 +96,7 @@ def _smaller_evaluation(run: ForeignConfig) -> int | None:
 def _fused_loss(values: dict[str, Any]) -> Edits:
     """Return the edits that fuse Axolotl's loss with the head.
 
-    Liger does it if its plugin is loaded, otherwise Cut Cross Entropy.
+    The edits use Liger if its plugin is loaded, otherwise Cut Cross Entropy.
     """
     plugins = values.get("plugins") or []
     plugins = (
@@ -131,7 +131,7 @@ class FixSearch:
     def each_alone(self) -> list[CheckedRun]:
         """Return each change that helps by itself.
 
-        Micro batch and length are the largest ones that fit.
+        A changed micro batch or length is the largest one that fits.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
@@ -156,8 +156,8 @@ class FixSearch:
         """Return the best set of changes that makes the run fit, or None.
 
         The order of preference: the least change of the training's result, then the fewest changes,
-        then the fastest run. If the run does not fit and no set is certain to fit, a set within the
-        error is returned.
+        then the fastest run. If the run does not fit and no set is certain to fit, a set that fits
+        within the formula's error is returned.
         """
         fixes = list(fixes_of(self.checked.run))
         for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
@@ -168,9 +168,10 @@ class FixSearch:
         return None
 
     def _lengths_for(self, rank: int) -> list[Edits]:
-        """Return the lengths to try for a rank.
+        """Return the sequence lengths to try with changes of a rank.
 
-        Below SHORTER this is the run's own length, at SHORTER the shorter ones, and beyond it both.
+        Ranks below SHORTER keep the run's length, SHORTER tries only shorter lengths, and ADAPTERS
+        tries both.
         """
         unchanged: list[Edits] = [] if rank == SHORTER else [{}]
         return unchanged + (self._shorter(self.checked.run) if rank >= SHORTER else [])
@@ -201,12 +202,12 @@ class FixSearch:
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 
-        if not fits(sizes[-1]):  # a smaller micro batch never needs more
+        if not fits(sizes[-1]):  # a smaller micro batch never needs more memory
             return None
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
-        """Read the edited file for the run's number of GPUs; return None if its tool refuses."""
+        """Read the edited file for the run's number of GPUs; return None if the tool refuses."""
         run = self.checked.run
         key = repr(edits)
 
@@ -245,7 +246,7 @@ class FixSearch:
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
         batch_key = key_of(run.format, "micro_batch_size")
-        # Axolotl takes no accumulation beside an older key for the rows of a step.
+        # Axolotl refuses an accumulation beside `batch_size`, its older key for the rows of a step.
         if run.values.get("batch_size") is not None:
             return [{batch_key: size} for size in sizes]
         accumulation_key = key_of(run.format, "accumulation")
@@ -266,9 +267,9 @@ class FixSearch:
 def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
     """Yield each combination of this rank: the number of its changes, and their edits merged.
 
-    A combination has the largest rank of its changes. SHORTER has no changes of its own, so
-    SAME_RESULT and SHORTER also include lower ranks. At most one change of a combination trains
-    adapters.
+    A combination has the largest rank of its changes. No change has the rank SHORTER, which changes
+    only the length, so it includes all lower ranks. SAME_RESULT includes the combination without
+    changes. At most one change of a combination trains adapters.
     """
     allowed = [fix for fix in fixes if fix[0] <= rank]
     for count in range(len(allowed) + 1):

@@ -47,43 +47,43 @@ LONG_ROWS: dict[str, Any] = {
     "loss": "chunked",
     "padding": "longest",  # torch then uses flash attention
 }
-# Tokens of two rows, which determine the line
+# Pairs of row lengths in tokens; the memory of one pair determines the line of memory over length.
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
-STEP = 1_024  # lengths are multiples of it
-FIRST = 1_024  # tokens of the row that makes the optimizer's state
+STEP = 1_024  # predicted lengths are multiples of this number of tokens
+FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer's state
 # The probe is told that this share of the micro batches have the long row. It is small enough that
 # the warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
-LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by this share
+LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by at least 2 %
 HEADROOM = 0.01  # as a share of the card's memory
-PATIENCE_S = 7200.0  # for one step
+PATIENCE_S = 7200.0  # the time limit of one step
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
-# The share of its peak that the GPU reaches in flash attention on long rows, without the masked
-# half. FlashAttention-2 reaches 0.7 on an A100, by its authors. It was not written for the matrix
-# units of Hopper, so its share there is lower (the paper of FlashAttention-3).
+# The share of the GPU's peak that flash attention reaches on long rows, if only the unmasked half
+# of the products counts. FlashAttention-2 reaches 0.7 on an A100, according to its authors. It does
+# not use Hopper's new matrix instructions, so it reaches less there (FlashAttention-3's paper).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
-# These knobs have their own options here.
+# Knobs that `--set` refuses, and the options that replace it.
 PINNED_APART = {
     "seq_len": "--most-tokens",
     "method": "--method",
     "quantization": "--method",
     "lora_rank": "--rank",
 }
-# A predicted time is within this factor. The one measured time was off by 1.23.
+# The assumed error of a predicted time, as a factor. The only measured time was off by 1.23.
 TIME_ERROR = 1.3
-# The allocator's share on top of a counted peak of few large tensors: 2.1 % of 39 GiB on an H100,
-# and over 3.7 % under a cap of 24 GB, with no memory left to allocate a block anew
-# (`benchmarks/longest.py`).
+# The allocator's overhead as a share of the counted peak, for few large tensors
+# (`benchmarks/longest.py`). It was 2.1 % of 39 GiB on an H100. Under a cap of 24 GB it was over 3.7
+# %, with no memory left for a new block.
 ALLOCATOR_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """A query: a model, a card, the GiB that tensors may use there, and the host's GiB for inputs.
+    """A query: a model, a card, its GiB for tensors, and the host's GiB for layer inputs.
 
-    `most_tokens` bounds the predicted and tried rows. `host_limit_gib` is None if the host is
-    unknown.
+    `most_tokens` limits the length of predicted and tried rows. `host_limit_gib` is None if the
+    host is unknown.
     """
 
     model: ModelSpec
@@ -106,8 +106,8 @@ class Longest:
 
     def host_gib(self, config: TrainConfig) -> float:
         """Return the GiB of pinned memory that the inputs of all layers take."""
-        # The preparation of a quantized base keeps its embedding and norms in 32 bits, and so the
-        # hidden states between layers.
+        # PEFT's preparation of a quantized base keeps the embedding and norms in 32 bits, so the
+        # hidden states between layers also have 32 bits.
         element_bytes = 4 if config.base_dtype == "float32" or config.kbit_preparation else 2
         layer_bytes = config.tokens * self.model.hidden_size * element_bytes
         return gib(self.model.num_layers * layer_bytes) if config.offloads else 0.0
@@ -142,7 +142,8 @@ class Longest:
                     return self._uncounted(method, tokens)
                 need_by_tokens[tokens] = need
 
-            # The longest pair that starts below the predicted length gives the line.
+            # The pair with the longest rows that starts below the predicted length determines the
+            # line.
             tokens, limited_by = self._at_limit(method, need_by_tokens)
             if tokens >= pair[0]:
                 break
@@ -151,7 +152,7 @@ class Longest:
                 if limited_by == "gpu memory":
                     problem = (
                         f"{need_by_tokens[pair[0]]:.1f} GiB are needed for {pair[0]:,} tokens, "
-                        f"and there are {self.limit_gib:.1f}"
+                        f"and the limit is {self.limit_gib:.1f}"
                     )
                 else:
                     problem = f"{limited_by} allows fewer than {STEP:,} tokens"
@@ -174,14 +175,15 @@ class Longest:
         return LongestRow(method=method, config=config, problem=problem)
 
     def _need(self, method: str, tokens: int) -> float | None:
-        """Return the GiB that a row needs with the allocator's share, or None without a count."""
+        """Return the GiB that a row needs with the allocator's overhead, or None if unknown."""
         need_gib = self.need_gib(self.config(method, tokens))
         return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
 
     def _at_limit(self, method: str, need_by_tokens: Mapping[int, float]) -> tuple[int, str]:
         """Return the longest row within all limits, and the limit that bounds it.
 
-        The GPU's limit is extrapolated on the line through the two known needs nearest to it.
+        The longest row in the GPU's memory is extrapolated on the line through the two known needs
+        that are nearest to the limit.
         """
         low, high = sorted(
             sorted(need_by_tokens, key=lambda tokens: abs(need_by_tokens[tokens] - self.limit_gib))[
@@ -217,8 +219,8 @@ class Longest:
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
         """Return the seconds of a step with one long row, or None without the card's rates.
 
-        Attention counts by its arithmetic below the diagonal, and the rest as counted. Copies to
-        the host's memory overlap with the compute.
+        Attention's time follows from its arithmetic below the diagonal, the other work's time from
+        its counted arithmetic and traffic. Copies to the host's memory overlap with computation.
         """
         attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
         other_flops = {
@@ -245,9 +247,9 @@ class Longest:
     def request(
         self, config: TrainConfig, memory_gib: float, *, depth: int | None = None
     ) -> ProbeRequest:
-        """Return a probe of two steps, with a short row and with the long row.
+        """Return a request to probe two steps: one with a short row and one with the long row.
 
-        The step with the short row makes the optimizer's state.
+        The step with the short row creates the optimizer's state.
         """
         shares = {FIRST: 1 - LONG_SHARE, config.seq_len: LONG_SHARE}
         return ProbeRequest(
@@ -269,7 +271,7 @@ class Longest:
 
 
 def to_attempt(result: ProbeResult) -> Attempt:
-    """Return the result of a probe of `Longest.request`."""
+    """Convert the result of a probe that `Longest.request` described."""
     measurement = result.measurement
     need_gib: float | None = None
     if measurement:
@@ -296,11 +298,12 @@ def verify(
     most: int = 3,
     say: Callable[[str], None] = lambda text: None,
 ) -> LongestRow:
-    """Return the longest row that passed a real step on the card, within `most` whole models.
+    """Return the longest row that passed a real step on the card.
 
-    A few layers are probed at the full length first. Their need gives the need of all layers, since
-    the other inputs are offloaded. So the first whole model has nearly the right length.
-    `memory_gib` is the card's memory or the cap.
+    At most `most` probes run the whole model. A few layers are probed at the full length first.
+    Their memory predicts the memory of all layers, since the other layers' inputs are offloaded. So
+    the first probe of the whole model already has nearly the right length. `memory_gib` is the
+    card's memory or the cap.
     """
     method = predicted.method
     tokens = predicted.tokens
@@ -358,9 +361,9 @@ def verify(
 
 
 def _scaled(tokens: int, need_gib: float, limit_gib: float, static_gib: float, upper: int) -> int:
-    """Return the length that takes the whole limit, if `tokens` tokens need `need_gib`.
+    """Return the length whose memory equals the limit, if `tokens` tokens need `need_gib`.
 
-    `static_gib` of the need do not depend on the length.
+    `static_gib` is the part of that need that does not depend on the length.
     """
     factor = max(limit_gib - static_gib, 0.0) / max(need_gib - static_gib, 1e-3)
     return min(int(tokens * factor), upper) // STEP * STEP
@@ -432,7 +435,9 @@ def find_longest(
     )
 
     for name in PINNED_APART.keys() & query.knobs.keys():
-        raise UsageError(f"--set {name}: rows have their own", remedy=f"give {PINNED_APART[name]}")
+        raise UsageError(
+            f"--set {name} is not possible", remedy=f"use {PINNED_APART[name]} instead"
+        )
     for method in methods:
         _require_possible(query, method, say)
 

@@ -1,4 +1,4 @@
-"""Evaluates a profiled micro batch: the device's bounds, the lost time, and the needs of the host.
+"""Evaluates a profiled micro batch: device bounds, lost time, and requirements for the host.
 
 A dry probe counts the work. The device's rates were measured just before.
 """
@@ -28,7 +28,7 @@ NOT_MOVED = (
 LOADER_SHARE = (
     0.1  # the share of a micro batch that a loader in the training's own process may take
 )
-PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers, which take 0.5 without CUDA
+PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers; without CUDA they take 0.5 GiB
 CHECKPOINT_S = 60.0  # a checkpoint should be written in this time
 
 
@@ -45,7 +45,7 @@ def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
 def bounds(
     profile: MicroBatchProfile, count: DryCount | None, rates: DeviceRates, config: TrainConfig
 ) -> tuple[Bound, ...]:
-    """Return the bounds of products, attention and memory traffic: measured and least seconds."""
+    """Return measured and least seconds of matrix products, attention and memory traffic."""
 
     def seconds_of(*kinds: KernelClass) -> float:
         return sum(one.seconds for one in profile.micro_work if one.kind in kinds)
@@ -120,10 +120,10 @@ def host_needs(
     examples_per_s: float,
     tokenised_per_s: float | None,
 ) -> Iterator[HostNeed]:
-    """Yield the run's needs of the machine; memory and disk follow from the model's count.
+    """Yield what the run needs from the machine; memory and disk follow from the model's count.
 
-    Training consumes `examples_per_s`; the other rates were measured here. Without a count, memory
-    and disk are left out.
+    Training consumes `examples_per_s`; the other rates were measured on this machine. Without a
+    count, memory and disk are left out.
     """
     separate_process = config.loader_workers > 0
     rows_per_s = profile.rows / profile.micro_s
@@ -132,17 +132,17 @@ def host_needs(
         found=profile.loader_rows_per_s,
         needed=rows_per_s if separate_process else rows_per_s / LOADER_SHARE,
         unit="rows/s",
-        why="its processes keep up with training"
+        why="its processes must keep up with training"
         if separate_process
-        else f"it shares the training's process, of which it may take {LOADER_SHARE:.0%}",
+        else f"it runs in the training's process, and may take {LOADER_SHARE:.0%} of the time",
     )
     yield HostNeed(
         part="reading and tokenising",
         found=tokenised_per_s,
         needed=examples_per_s,
         unit="examples/s",
-        why="done once, before training: slower than this, it would take longer than a pass over "
-        "the examples",
+        why="it runs once, before training; at a lower rate it would take longer than an epoch of "
+        "training",
     )
 
     yield _cores(config)
@@ -161,7 +161,7 @@ def host_needs(
         found=host_memory_gib(),
         needed=weights_gib + PROCESS_GIB,
         unit="GiB",
-        why=f"the model in bf16 has {fmt_gib(weights_gib)}, which pass through it when the model "
+        why=f"the model's {fmt_gib(weights_gib)} in bf16 pass through host memory when the model "
         f"is loaded, and {PROCESS_GIB:.0f} GiB are for PyTorch",
     )
 
@@ -171,13 +171,13 @@ def host_needs(
         found=disk_mb_s,
         needed=checkpoint_gib * GIB / 1e6 / CHECKPOINT_S,
         unit="MB/s",
-        why=f"a checkpoint has {fmt_gib(checkpoint_gib)}, for which training waits: this writes it "
-        "in a minute",
+        why=f"training waits for each checkpoint of {fmt_gib(checkpoint_gib)}; at this rate, for a "
+        "minute",
     )
 
 
 def _cores(config: TrainConfig) -> HostNeed:
-    """Return the need of a core for each process that works at the same time."""
+    """Return the need for cores: one for each process that works at the same time."""
     busy = ["the loop that issues the work"]
     busy += ["the processes of the loader"] if config.loader_workers else []
     busy += ["the compiler"] if config.compile != "none" else []

@@ -1,4 +1,4 @@
-"""Projects the winner's run to other numbers of GPUs of its kind.
+"""Projects the winner's run to other numbers of the same GPU.
 
 The measured speed is scaled by the formulas for several GPUs. The configuration stays the same.
 Only the micro batch shrinks if the global batch leaves too few rows per GPU. `plan --gpus` searches
@@ -25,15 +25,16 @@ from autotune.study.scaling import RankPlan, Scaling, with_efficiency
 from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
-# Packed rows round a global batch to whole micro batches. It may grow by this factor.
+# With packed rows, a global batch is rounded to whole micro batches. The global batch may grow by
+# this factor.
 LARGER_BATCH = 1.05
 
 
 def on_other_numbers(recipe: Recipe) -> Scaling:
-    """Return the study's best configuration per number of GPUs, if it compared several.
+    """Return the study's best configuration per number of GPUs, if it compared several numbers.
 
-    Otherwise return the winner's run on NUMBERS of GPUs, by the faster of DDP and FSDP2. There are
-    no rows if no formula covers the model or the link between the cards is unknown.
+    Otherwise return the winner's run on NUMBERS of GPUs, by the faster of DDP and FSDP2. The result
+    has no rows if no formula covers the model, or if the link between the cards is unknown.
     """
     own = recipe.config.num_gpus
     if len(recipe.by_gpus) > 1:
@@ -72,7 +73,7 @@ def _task(recipe: Recipe) -> Task:
 
 
 def _measured_plan(recipe: Recipe, candidate: Candidate) -> RankPlan:
-    """Return the study's results for a candidate as one GPU's share, with a formula's step time."""
+    """Return a candidate's measured results per GPU, with the step time by formula."""
     config = candidate.config
     shape = recipe.workload.run_shape(config)
     tokens_per_s = candidate.performance.tokens_per_second / config.num_gpus
@@ -105,8 +106,7 @@ def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None
 def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
     """Return the fastest strategy that fits on `number` GPUs.
 
-    Otherwise return the strategy that needs the least memory, or the reason that there is no
-    estimate.
+    If no strategy fits, return the one that needs the least memory, or why there is no estimate.
     """
     rows = []
     problem = "no formula covers it"
@@ -181,7 +181,9 @@ def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
         if shape.examples_per_step <= largest:
             return config
 
-    raise ValueError(f"a global batch of {recipe.workload.global_batch} cannot be divided so")
+    raise ValueError(
+        f"a global batch of {recipe.workload.global_batch} cannot be divided over these GPUs"
+    )
 
 
 def _halves(number: int) -> Iterator[int]:
@@ -193,9 +195,9 @@ def _halves(number: int) -> Iterator[int]:
 def _corrected(
     recipe: Recipe, single_gpu_step: StepTimeEstimate, ratio: float, config: TrainConfig
 ) -> StepTimeEstimate:
-    """Return the formula's time times the measured ratio.
+    """Return the formula's step time multiplied by the measured ratio.
 
-    With the winner's micro batch, it has the error of the measurement, otherwise the formula's.
+    With the winner's micro batch, the result has the measurement's error, otherwise the formula's.
     """
     scaled = single_gpu_step.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:

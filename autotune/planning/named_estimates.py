@@ -32,8 +32,9 @@ def estimate_named_configs(
     """Estimate each configuration that the spec names. Raises UsageError for an impossible spec.
 
     `counted` means the same as in `plan`. `observations` correct only rows without published
-    results: a published row must not predict itself or its neighbour. The limits of the trainer
-    here do not matter for a published row, because it was trained elsewhere.
+    results: a published result must not correct its own estimate or a similar one. The limits of
+    this package's trainer do not matter for a published result, because it came from another
+    trainer.
     """
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)
@@ -45,7 +46,7 @@ def estimate_named_configs(
         )
         reason = case.excluded
         estimated: Estimate | None = None
-        # The estimate of a published row ignores the limits of this trainer.
+        # The estimate for a published result ignores the limits of this trainer.
         if not reason and not case.published:
             reason = refusal(
                 config, case_task.model, case_task.trainer, known_shape(case_task.model), device
@@ -81,7 +82,7 @@ def _estimate(
 
 
 def _with_numbers(result: ConfigResult, task: Task, estimated: Estimate) -> ConfigResult:
-    """Add the estimates to the result: the memory of one GPU and the speed of all."""
+    """Add the estimates to the result: the memory of one GPU and the speed of all GPUs."""
     config = result.config
     need_gib = estimated.need_gib
     memory = estimated.memory

@@ -1,6 +1,6 @@
-"""Loads measurements of others: the observations in the package, and imported submissions.
+"""Loads other users' measurements: the observations in the package, and imported submissions.
 
-`submission` validates a submission. It is imported only if there is a file to read.
+The module `submission` validates submissions. It is imported only if there is a file to read.
 """
 
 import functools
@@ -50,7 +50,7 @@ def known_observations(directory: Path = EVIDENCE, say: Say = silent) -> tuple[O
 def read_submission(path: Path) -> tuple[Observation, ...]:
     """Return the observations of a submission from another user.
 
-    Raises UsageError if it is unreadable or too large, or has an unknown field.
+    Raises UsageError if the file is unreadable or too large, or has an unknown field.
     """
     return _observations(_load(path))
 
@@ -58,7 +58,7 @@ def read_submission(path: Path) -> tuple[Observation, ...]:
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
     """Check a submission, and copy it into `directory` under its digest.
 
-    Returns the path, and whether it was there before.
+    Returns the path of the copy, and whether the copy existed before.
 
     Raises:
         UsageError: in the cases of `read_submission`.
@@ -76,9 +76,9 @@ def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
 
 
 def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, ...]]:
-    """Return the observations of each valid file of `directory` once, and the others' problems.
+    """Return the observations of valid files in `directory`, and the problems of the other files.
 
-    Never raises.
+    Files with equal content count once. Never raises.
     """
     submissions: dict[str, Submission] = {}
     problems = []
@@ -105,7 +105,7 @@ def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, 
 
 
 def _observations(submission: "Submission") -> tuple[Observation, ...]:
-    """Return one observation per row."""
+    """Return one observation for each measured configuration."""
     return tuple(
         Observation(
             device=submission.gpu,
@@ -152,5 +152,5 @@ def _load(path: Path) -> "Submission":
 
 
 def _short(text: str) -> str:
-    """Return a file author's text as it may appear in one line of a terminal."""
+    """Make a file author's text safe to print on one line of a terminal."""
     return printable(text)[:300]

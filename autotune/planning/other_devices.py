@@ -25,11 +25,11 @@ from autotune.study.summary import Candidate
 def estimate_other_devices(
     selection: Selection, winner: Candidate, headroom: float
 ) -> tuple[Estimate, ...]:
-    """Return the winner on each card, including the study's own card.
+    """Return the winner's estimate on each card, including the study's own card.
 
     The cheapest card comes first, and cards without enough memory come last. Cards of another
-    vendor are left out, because they have other kernels. With several GPUs, only the study's own
-    card remains. A study on a CPU has no rows.
+    vendor are left out, because they have other kernels. If the winner uses several GPUs, the
+    result has only the study's own card. For a study on a CPU, the result is empty.
     """
     task = selection.task
     measurements = selection.record(winner.config).best_known

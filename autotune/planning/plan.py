@@ -41,8 +41,9 @@ from autotune.report.values.plan import (
 )
 from autotune.study.ranking import Scored, choose, why
 
-MAX_CONFIGS = 10_000  # estimated in about two seconds
-# Between two configurations of a large space. A longer walk takes more time than the estimates.
+MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
+# The largest step between two enumerated configurations of a large space. With a larger step, the
+# enumeration takes more time than the estimates.
 MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
 # The knobs that determine the memory between steps
@@ -63,9 +64,9 @@ def plan(
 ) -> Plan:
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
-    The reserve of the space is opened if the rest does not fit. `say` gets warnings, progress, and
-    the parts left out of the space. With `counted`, a dry probe counts the baseline of a model
-    without a formula.
+    If no configuration of the space fits, the wider reserve space is planned
+    (`setup.open_reserve`). `say` gets warnings, progress, and the values left out of the space.
+    With `counted`, a dry probe counts the baseline of a model without a formula.
 
     Raises UsageError if a part of the spec is unknown or impossible, or if the model or the card
     has no data.
@@ -78,7 +79,7 @@ def plan(
 
 
 def say_removals(setup: Setup, say: Say) -> None:
-    """Report each part that is left out of the space, and the reason."""
+    """Report each value that is left out of the search space, and the reason."""
     for removal in setup.removals:
         say(f"left out: {removal}")
 
@@ -93,7 +94,7 @@ def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Set
     if numbers != (1,):
         numbers_text = ",".join(map(str, numbers))
         raise UsageError(
-            f"this plans one GPU, not {numbers_text}",
+            f"this plan is for one GPU, not {numbers_text}",
             remedy=f"`autotune plan --gpus {numbers_text}` plans several",
         )
 
@@ -109,7 +110,7 @@ def plan_setup(
     *,
     counted: bool = False,
 ) -> Plan:
-    """Plan a study, or its reserve if the rest does not fit. Raises UsageError."""
+    """Plan a study; if nothing fits, plan its wider reserve space. Raises UsageError."""
     result = plan_task(setup.task, limit_gib, observations, counted=counted)
     if (
         result.best is not None
@@ -122,7 +123,7 @@ def plan_setup(
 
     if reserve.best is None and reserve.reason not in LITTLE_KNOWN:
         return replace(result, leanest=reserve.leanest)
-    reason = f"nothing fits without one of these: {setup.reserved}; {reserve.reason}"
+    reason = f"nothing fits without one of these values: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
 
@@ -131,8 +132,8 @@ def plan_task(
 ) -> Plan:
     """Find the best configuration of the task's space by formula, under the winner rule.
 
-    `limit_gib` is the GiB that tensors may use. Without a formula, only the baseline is counted. If
-    it does not fit, the leanest configuration is counted.
+    `limit_gib` is the GiB that tensors may use. Without a formula, a dry probe counts only the
+    baseline. If the baseline does not fit, it counts the configuration that needs the least memory.
 
     Raises UsageError if no formula covers the model or the card.
     """
@@ -157,7 +158,8 @@ def plan_task(
         reason = why(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
             reason += (
-                f"; {no_speed:,} more fit whose speed no formula knows: `autotune run` measures it"
+                f"; {no_speed:,} more fit, but no formula gives their speed:"
+                " `autotune run` measures it"
             )
         return replace(result, best=estimates[winner.config], reason=reason)
     return replace(result, reason=NO_SPEED) if no_speed else result
@@ -167,9 +169,9 @@ def plan_task(
 def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
     """Return each configuration of a space once, or MAX_CONFIGS of them.
 
-    The result is cached, since the compared cards mostly share their space.
+    The result is cached, because most compared cards have the same space.
     """
-    # A space that is too large is covered evenly, or by a random sample if the walk is too long.
+    # Of a large space, take every n-th configuration, or a random sample if n is too large.
     stride = math.ceil(space.size() / MAX_CONFIGS)
     choices: Iterator[dict[str, Any]]
     if stride <= MAX_STRIDE:
@@ -187,7 +189,8 @@ def _fitting(
 ) -> tuple[dict[TrainConfig, Estimate], int]:
     """Return the configurations that surely fit and have a speed, and count those without a speed.
 
-    Most configurations do not fit on a card. They are skipped if a similar one already failed.
+    Most configurations do not fit on a card. A configuration is skipped if a similar one did not
+    fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
@@ -241,7 +244,7 @@ def _plan_of(
         limit_gib=limit_gib,
         best=None,
         baseline=baseline,
-        reason="nothing fits beyond doubt",
+        reason="no configuration is certain to fit",
         num_estimated=1,
         space_size=task.space.size(),
         leanest=task.space.config(task.space.leanest()),
@@ -288,7 +291,7 @@ def count_leanest(
 def _baseline(
     task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
 ) -> Estimate:
-    """Return the usual configuration with the largest micro batch that fits, or with its own.
+    """Return the baseline with the largest micro batch that fits, or the first if none fits.
 
     Raises UsageError if neither a formula nor a count covers it.
     """
@@ -311,8 +314,8 @@ def _baseline(
     if fallback is None:
         raise UsageError(
             no_estimate(task, task.baselines[0], counted=counted),
-            remedy="`autotune run` on a GPU probes it, or says at once why not; --shallow-only if "
-            "the GPU is too small",
+            remedy="`autotune run` on a GPU measures it, or says at once why it cannot; "
+            "if the GPU is too small, add --shallow-only",
         )
     return fallback
 
@@ -372,7 +375,7 @@ def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
 
 
 def _table_name(config: TrainConfig) -> str:
-    """Return the common knobs of all cells of a table."""
+    """Return the name of a table: the knobs that all its cells share."""
     kind = "full fine-tuning" if config.method == "full" else f"LoRA r{config.lora_rank}"
     if config.lora_targets != TrainConfig().lora_targets:
         kind += f" of {config.lora_targets}"

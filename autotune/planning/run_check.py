@@ -87,8 +87,8 @@ def check(
     `options` are fields of StudySpec for the card, the number of GPUs, the model, the examples, the
     memory and the price. The value None means absent.
 
-    Raises UsageError if the file, the model or the card is unreadable or unknown, or if the need of
-    the run is unknown.
+    Raises UsageError if the file, the model or the card is unreadable or unknown, or if the run's
+    memory is unknown.
     """
     options = dict(options or {})
     run = read_file(file, options.get("objective"))
@@ -120,13 +120,13 @@ def check(
     if uncovered := unsupported(model, _similar_config(run.config)) or unsupported(
         model, run.config
     ):
-        say(f"counting what it needs, since there is no formula for {uncovered}")
+        say(f"counting the run's memory, since there is no formula for {uncovered}")
     checked = check_run(context, run)
     if checked is None:
         raise UsageError(
-            f"there is no formula for {uncovered}, and what it needs cannot be counted: "
+            f"there is no formula for {uncovered}, and the run's memory cannot be counted: "
             f"{_no_count_reason(context, run)}",
-            remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
+            remedy="measure it with `autotune run`; if the GPU is too small, add --shallow-only",
         )
 
     fix, fixes = _changes(context, checked)
@@ -162,7 +162,7 @@ def check(
 def _changes(
     context: CheckContext, checked: CheckedRun
 ) -> tuple[CheckedRun | None, tuple[tuple[CheckedRun, float], ...]]:
-    """Return the changes that make the run fit together, and each helpful change with its GiB.
+    """Return the changes that together make the run fit, and each helpful change with its saving.
 
     A run that fits gets no changes.
     """
@@ -179,7 +179,7 @@ def _changes(
 
 
 def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
-    """Return why the run's need cannot be counted."""
+    """Return why the run's memory cannot be counted."""
     return no_count(
         context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective
     )
@@ -188,14 +188,14 @@ def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """Return the model that a file names, and a sentence if a similar model is assumed.
 
-    Copies of a model under another organization or in a local directory have the model's shape. So
-    have chat models tuned from it. Raises UsageError for an unknown model.
+    A known model's copies under another organization or in a local directory have its shape. Chat
+    models tuned from a known model have its shape, too. Raises UsageError for an unknown model.
     """
     spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
         return (
             spec,
-            f"{name} is taken to be shaped like {spec.name}, after its name (else give --model).",
+            f"{name} is assumed to have the shape of {spec.name}, by its name (else give --model).",
         )
 
     try:
@@ -203,15 +203,15 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
     except UsageError as error:
         raise UsageError(
             str(error),
-            remedy="give --model: a name of its shape that `autotune models` lists, or a directory "
-            "with config.json",
+            remedy="give --model with a model of the same shape from `autotune models`, or with a "
+            "directory that has config.json",
         ) from None
 
 
 def _task(
     spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say
 ) -> tuple[Task, tuple[str, ...]]:
-    """Return the task with the same examples and global batch, and warnings about their lengths."""
+    """Return the task with the run's examples and global batch, and warnings about lengths."""
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}
@@ -223,9 +223,9 @@ def _task(
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
-    """Return the user's workload, or the number of examples that the file gives.
+    """Return the user's workload, with at most the number of examples that the file gives.
 
-    Other tools do not deal out the rows of a step by length.
+    Other tools do not distribute the rows of a step over its micro batches by length.
     """
     workload = replace(workload, dealt=False)
     if workload.lengths.source == "assumed":
@@ -255,9 +255,9 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 
 
 def _similar_config(config: TrainConfig) -> TrainConfig:
-    """Return a usual configuration with the knobs that decide whether a formula covers it.
+    """Return a default configuration with the run's knobs that decide whether a formula covers it.
 
-    Knobs that are counted as other values are left out.
+    Knobs are left out if the estimate replaces their values by others.
     """
     return TrainConfig(
         method=config.method, precision=config.precision, lora_targets=config.lora_targets
@@ -269,9 +269,9 @@ def _faster(
 ) -> Faster | None:
     """Return the fastest configuration that fits and has the same training result, or None.
 
-    It assumes full rows if the lengths are unknown. There is none for a counted run, because
-    counting a whole space would take minutes. There is none for several GPUs, nor for objectives
-    other than SFT, whose training loops differ from tool to tool.
+    If the lengths are unknown, every row is assumed to be full. The result is None for a counted
+    run, because counting a whole space would take minutes. It is None for several GPUs. It is also
+    None for objectives other than SFT, because their training loops differ from tool to tool.
     """
     config = run.config
     workload = context.workload
@@ -363,7 +363,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     if not device.supports_bf16 and config.precision.startswith("bf16"):
         yield (
             f"{device.name} has no bf16: torch emulates it slowly, and older versions refuse the "
-            "run at its start. fp16 instead takes as much memory."
+            "run at its start. fp16 takes the same memory."
         )
     in_fp16 = config.precision.startswith("fp16") or not device.supports_bf16
     if in_fp16 and config.precision != "fp32":
@@ -378,33 +378,34 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
 
     if config.dora:
         yield (
-            "How much memory DoRA takes besides its adapters is not known: the run needs more than "
+            "The memory that DoRA takes besides its adapters is unknown: the run needs more than "
             "the estimate."
         )
     elif checked.bounds.reported.counted and FP32_BASE in run.notes:
         yield (
-            "What the casts of a base in float32 take is not known: the run needs more than the "
+            "The memory that casts of a float32 base take is unknown: the run needs more than the "
             "estimate."
         )
     elif run.uncounted is not None:
         causes = " and ".join(run.uncounted.causes)
         yield (
-            f"The need is a range, because no formula covers {causes}. The lower end shares out "
-            "and offloads everything possible, the upper end keeps it on each GPU."
+            f"The need is a range, because no formula covers {causes}. At the lower end, "
+            "everything possible is sharded and offloaded; at the upper end, each GPU keeps all "
+            "of it."
         )
     elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
-        between = "none of it on the GPU and all"
+        between = "none and all of it on the GPU"
         yield (
-            f"What is offloaded has no formula: the need lies between {between}, and the larger "
-            "one is reported."
+            f"No formula covers the offloaded memory: the need lies between {between}, and the "
+            "larger need is reported."
         )
     if config.quantization == "int8":
         yield (
-            "A base in 8 bits is counted without outliers, inputs of 6 or more that are held "
-            "twice: 9 % in probes."
+            "The count of an 8-bit base leaves out its outliers: inputs of 6 or more are held "
+            "twice, which took up to 9 % in probes."
             if checked.bounds.reported.counted
-            else "A base in 8 bits could not be counted: the run needs more than with one of 4 "
-            "bits, which is reported."
+            else "An 8-bit base could not be counted: the run needs more than the reported memory, "
+            "which is for a 4-bit base."
         )
 
     yield from _evaluation_notes(context, checked)
@@ -412,19 +413,19 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     if context.workload.lengths.source == "assumed":
         lengths = context.workload.lengths
         yield (
-            f"How long the examples are was not given: {lengths} "
+            f"The length of the examples was not given: {lengths} "
             "(--dataset, --lengths, --mean-tokens)."
         )
     if config.padding == "longest":
         rows = f"a micro batch with a row of {context.at_longest(config).seq_len:,} tokens"
         yield (
-            f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro "
-            "batch."
+            f"Memory is estimated for {rows}, and speed for rows padded to the longest row of "
+            "their micro batch."
         )
 
 
 def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[str]:
-    """Yield a sentence if the run's evaluation sets its peak, and the need of a step."""
+    """Yield a sentence if the evaluation sets the run's peak; it also says the need of a step."""
     run = checked.run
     evaluation = run.evaluation
     if evaluation is None or checked.bounds.reported.phase is not Phase.EVALUATE:
@@ -438,7 +439,7 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
     logits = ", with the logits of all tokens" if evaluation.loss == "full" else ""
     yield (
         f"The evaluation, not the training, sets the peak: {rows:,} examples at a time ({source})"
-        f"{logits}. A step needs {fmt_gib(step.reported.peak_reserved_gib)}."
+        f"{logits}. A training step needs {fmt_gib(step.reported.peak_reserved_gib)}."
     )
 
 
@@ -451,7 +452,7 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
         yield f"The estimate is for each of {run.num_gpus} GPUs of one host: {shared}."
     elif run.num_gpus is None:
         yield (
-            "The file does not say on how many GPUs it trains: one is assumed, without sharding "
+            "The file does not give the number of GPUs: one GPU without sharding is assumed "
             "(--gpus N)."
         )
     elif run.num_gpus > 1 and not (run.uncounted is not None and run.uncounted.shared):
@@ -459,10 +460,10 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
             checked.bounds.reported.gradients or checked.bounds.reported.adapters
         )
         yield (
-            f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of "
-            "it, sharding is not modelled."
+            f"The estimate is for each of {run.num_gpus} data parallel GPUs: each GPU holds the "
+            "whole model, and sharding is not modelled."
         )
         yield (
-            "Their communication is not counted, nor that torch then holds the gradients twice "
-            f"({gradients_text} more)."
+            "The estimate leaves out the GPUs' communication, and the second copy of the gradients "
+            f"that torch then holds ({gradients_text} more)."
         )

@@ -1,7 +1,8 @@
 """Estimates a run that another tool's file describes, on one card: its memory and its time.
 
 If no formula covers the model or its int8 base, a dry probe counts the memory. For other
-configurations without a formula, two covered ones are the bounds, or one is the lower bound.
+configurations without a formula, similar configurations with a formula give both bounds, or only
+the lower bound.
 """
 
 import math
@@ -29,9 +30,9 @@ OFFLOADED = 1.06
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """The verdict's inputs besides the run.
+    """The inputs of a check besides the run.
 
-    The examples of `task` count, but not its space and its global batch.
+    A check uses the examples of `task`, but not its search space and global batch.
     """
 
     task: Task
@@ -56,7 +57,7 @@ class CheckContext:
     def at_longest(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the longest rows, if their lengths are known.
 
-        The memory is estimated for it.
+        Memory is estimated for this configuration.
         """
         if self.workload.lengths.source == "assumed":
             return config
@@ -156,9 +157,9 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
 def _least(
     model: ModelSpec, run: ForeignConfig, steps: int, memory: MemoryBreakdown
 ) -> MemoryBreakdown:
-    """Return the memory if everything is shared out and offloaded that can be.
+    """Return the memory if everything that can be sharded or offloaded is.
 
-    Runs that share or offload weights compute in 16 bits. Then autocast keeps no casts, and the
+    Runs that shard or offload weights compute in 16 bits. Then autocast keeps no casts, and the
     32-bit weights belong to the optimizer's state.
     """
     uncounted = run.uncounted
@@ -184,7 +185,7 @@ def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
     in_fp32 = FP32_BASE in run.notes
     low = high = memory
     if in_fp32 and run.config.quantization == "none":
-        # A value takes 4 bytes instead of 2; its casts come on top.
+        # A weight takes 4 bytes instead of 2, and the 16-bit casts need more memory.
         low = replace(low, weights=2 * low.weights)
     if run.config.offloads:
         low = replace(low, activations=0.0)
@@ -218,7 +219,7 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
         * sizes.linear_params
         / sizes.layers
     )
-    # 4 bytes a value instead of 2; an evaluation has the four tensors beside a layer
+    # 4 bytes per value instead of 2; an evaluation holds four such tensors besides a layer's own
     num_hidden = 4 if memory.phase is Phase.EVALUATE else num_recomputed
     checkpoints = config.tokens * num_hidden * sizes.hidden
     head = sizes.embedding if memory.logits else 0
@@ -235,9 +236,9 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     """Return the step time on the reference card, or None if no formula covers the run."""
     config = context.workload.at_mean(run.config)
     if run.uncounted is not None and run.uncounted.exchanges:
-        return None  # the time of its transfers is unknown
+        return None  # the time of the run's transfers is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
-        return None  # the time of its casts is not counted
+        return None  # the time of the base's casts is not counted
 
     steps = min(run.accumulation, 2)
     host = host_of(context.task.calibration)
@@ -263,7 +264,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:
     """Return the reference card's seconds to cast a float32 base for one micro batch.
 
-    Each value means 4 bytes read and 2 bytes written.
+    Each cast of a value reads 4 bytes and writes 2 bytes.
     """
     sizes = Sizes.of(model)
     config = run.config

@@ -1,7 +1,7 @@
-"""Plans the same run on several numbers of GPUs, by formula, with the best of each strategy.
+"""Plans the same run on several numbers of GPUs, with the best configuration of each strategy.
 
-Every number is projected. Between hosts, collectives run at the pace of the network if that is
-slower.
+Every number is projected by formula. Collectives between hosts run at the network's bandwidth if
+the GPUs' link is faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,8 +51,8 @@ def plan_spec(
 ) -> GpuPlan:
     """Plan a study for the numbers of GPUs in `gpus`, or for the number in `spec.gpu` (8xh100).
 
-    With `nodes`, these are GPUs per host, for each number of hosts. `network` is the link between
-    the hosts (`gpu_counts.parse_network`).
+    With `nodes`, the numbers are GPUs per host, and each number of hosts is planned. `network` is
+    the bandwidth between the hosts (`gpu_counts.parse_network`).
 
     Raises UsageError if a part of the spec, a number or the deadline is impossible, or if no
     formula covers the model.
@@ -74,7 +74,7 @@ def plan_spec(
 
     if spec.configs:
         raise UsageError(
-            "--gpus plans a search space, and the spec names configurations",
+            "--gpus plans a search space, but the spec names configurations",
             remedy="leave out one of them",
         )
     if reason := untested("objective", spec.objective, "several_gpus"):
@@ -159,9 +159,10 @@ def plan_gpus(
 
 
 def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
-    """Yield the ways to shard a training over `number` GPUs on each host.
+    """Yield the ways to distribute a training over `number` GPUs on each host.
 
-    HSDP shards within hosts only, or within one host as `of_ranks` says.
+    With several hosts, HSDP shards within each host. On one host, `of_ranks` sets its number of
+    copies.
     """
     total = hosts * number
     strategy_pin = of_ranks.get("sharding")
@@ -193,7 +194,7 @@ def _plan_rank(
 ) -> RankPlan:
     """Return the best configuration of a strategy.
 
-    If none surely fits, return the one that needs the least memory, or the reason that there is no
+    If no configuration surely fits, return the one that needs the least memory, or why there is no
     estimate.
     """
     problem = None
@@ -229,9 +230,9 @@ def _plan_rank(
 
 
 def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
-    """Return the row of an estimate.
+    """Convert an estimate to the plan of one rank.
 
-    The step of one GPU is left out, because it has no communication to show.
+    With one GPU, the step is left out, because it has no communication to show.
     """
     step = estimated.step if parallelism.num_gpus > 1 else None
     return RankPlan(
@@ -242,7 +243,7 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 def _score(estimated: Estimate) -> float:
     """Return the speed that orders the configurations of a strategy.
 
-    It is the speed of one GPU alone if the link is unknown.
+    If the link's bandwidth is unknown, it is the speed of one GPU alone.
     """
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s

@@ -1,4 +1,4 @@
-"""Finds slow parts of a machine. One table holds each limit and its reason."""
+"""Finds slow parts of a machine. The table LIMITS holds each part's limit and its reason."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowPart:
-    """A part below its limit."""
+    """A part of the machine whose measured value is below its limit."""
 
     limit: Limit
     value: float
@@ -63,44 +63,45 @@ LIMITS = (
         measured=lambda calibration, device: num_cores(),
         least=4,
         unit="processors",
-        why="the loop that issues the work, the loader of the rows and the compiler want one each",
+        why="the training loop, the data loader and the compiler need one each",
     ),
     Limit(
         part="host memory",
         measured=lambda calibration, device: host_memory_gib(),
         least=16,
         unit="GiB",
-        why="a 7B in bf16 has 14 GiB, which pass through it when a model is loaded or a checkpoint "
-        "is written",
+        why="a 7B model in bf16 has 14 GiB, which pass through host memory when the model is "
+        "loaded or a checkpoint is written",
     ),
     Limit(
         part="disk",
         measured=lambda calibration, device: calibration.disk_mb_s if calibration else None,
         least=200,
         unit="MB/s",
-        why="a 7B in bf16 then takes over a minute to write, and training waits for each "
-        "checkpoint",
+        why="at a lower rate, a 7B model in bf16 takes over a minute to write, and training waits "
+        "for each checkpoint",
     ),
     Limit(
         part="link to the GPU",
         measured=lambda calibration, device: calibration.rates.link_gb_s if calibration else None,
         least=10,
         unit="GB/s",
-        why="PCIe 3.0 with 16 lanes reaches 12: offloaded checkpoints and paged optimizers go over "
-        "it in every step",
+        why="offloaded checkpoints and paged optimizers use this link in every step; PCIe 3.0 with "
+        "16 lanes reaches 12 GB/s",
     ),
     Limit(
         part="host",
         measured=_pace,
         least=0.7,
         unit="times the pace of the hosts that the formulas were measured on",
-        why="small micro batches wait for it; larger ones, or compiled layers, have it issue less",
+        why="small micro batches wait for the CPU; larger micro batches or compiled layers need "
+        "fewer kernel launches",
     ),
     Limit(
         part="products",
         measured=_products,
         least=0.75,
-        unit="of what its data sheet leads to expect",
+        unit="of the rate that its data sheet leads to expect",
         why="the card may be hot, held to less power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
     ),
     Limit(
@@ -116,7 +117,7 @@ LIMITS = (
 def slow_parts(calibration: Calibration | None, device: DeviceSpec) -> Iterator[SlowPart]:
     """Yield the slow parts of this machine.
 
-    Processors and memory are always checked, the other parts only with a calibration.
+    CPU cores and host memory are always checked, the other parts only with a calibration.
     """
     for limit in LIMITS:
         value = limit.measured(calibration, device)

@@ -20,7 +20,7 @@ from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
-AGREEMENT = 0.01  # the largest relative error of tokens/s against the step's tokens over its time
+AGREEMENT = 0.01  # the largest relative difference of tokens/s from a step's tokens / its time
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\z")]
@@ -60,14 +60,14 @@ class MeasuredRow(BaseModel):
         rows = self.accumulation * self.config.micro_batch_size * self.config.num_gpus
         tokens = rows * tokens_per_row
         if not math.isclose(self.raw_tokens_per_s, tokens / self.step_time_s, rel_tol=AGREEMENT):
-            raise ValueError("raw_tokens_per_s: not the tokens of a step over its time")
+            raise ValueError("raw_tokens_per_s: not a step's tokens divided by its time")
         if self.useful_tokens_per_s > self.raw_tokens_per_s * (1 + AGREEMENT):
             raise ValueError("useful_tokens_per_s: more than all tokens")
         return self
 
 
 class Submission(BaseModel):
-    """The file, with field names as keys. The first row is the winner; a second is the baseline.
+    """The file, with field names as keys. `rows` has the winner, and the baseline if known.
 
     `gpu` and `model` are catalogue names; `model` is None for any other model. `product` is the
     driver's name of the GPU.
@@ -90,7 +90,7 @@ class Submission(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_version_1(cls, data: Any) -> Any:
-        """Flatten a file of version 1, and drop the kind and the size of its model.
+        """Flatten a file of version 1, and drop the type and the size of its model.
 
         A file with any other key stays unchanged, and its version is then refused.
         """
@@ -166,14 +166,14 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
     fingerprint = recipe.fingerprint
     if recipe.device.name not in {device.name for device in list_devices()}:
         raise UsageError(
-            f"{recipe.device.name} is not in the catalogue of GPUs: nobody could compare this "
-            "study",
+            f"{recipe.device.name} is not in the catalogue of GPUs: other users could not compare "
+            "this study",
             remedy="add a row to autotune/catalog/data/gpus.yaml, and run the study again",
         )
     if recipe.workload.objective is not Objective.SFT:
         raise UsageError(
             f"the atlas has no studies for {recipe.workload.objective} yet",
-            remedy="share one of sft",
+            remedy="share a study with the objective sft",
         )
 
     versions = {"autotune": __version__, "python": fingerprint.python, **fingerprint.packages}
@@ -196,7 +196,8 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
     except ValidationError as error:
         reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         raise UsageError(
-            f"this study cannot be submitted: {reasons}", remedy="run it again, then submit that"
+            f"this study cannot be submitted: {reasons}",
+            remedy="run the study again, and submit the new results",
         ) from None
 
 
@@ -224,7 +225,7 @@ def _is_catalogued(name: str, digest: str) -> bool:
 
 
 def _public(version: str) -> str:
-    """Return the version without its local part, which may hold private text.
+    """Return the version without its local part, which may contain private text.
 
     A local part that names the device of a torch build stays.
     """

@@ -30,12 +30,12 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-STEP = 1.2  # models whose sizes differ by less than this factor share a row
+STEP = 1.2  # models whose sizes differ by less than this factor share a row of the table
 HOPELESS = 1.5  # beyond this multiple of the limit, no other knob makes a model fit
 LEAST_PARAMS = 10**8
-SHORTEST, LONGEST = 128, 2**20  # rows in tokens
-# Pinned knobs make a plan shorter and hardly change it once something fits. Each changed a speed by
-# less than 5 %.
+SHORTEST, LONGEST = 128, 2**20  # the shortest and the longest row to try, in tokens
+# Pinned knobs shorten the search. If a configuration fits, each pin changes its speed by less than
+# 5 %.
 _ADAPTERS = {"lora_rank": 16, "optimizer": "adamw_torch_fused", "padding": "bucket"}
 PINS: dict[str, dict[str, Any]] = {
     "full": {"padding": "bucket"},
@@ -113,8 +113,8 @@ def trainable(
     """
     if spec.objective != Objective.SFT:
         raise UsageError(
-            f"--objective {spec.objective} is planned for one model",
-            remedy="say which with --model",
+            f"--objective {spec.objective} is planned for one model only",
+            remedy="name the model with --model",
         )
 
     models = tuple(models or sizes())
@@ -179,8 +179,8 @@ def _size(item: tuple[int, ModelSpec]) -> tuple[int, str]:
 def longest_row(setup: Setup, limit_gib: float) -> int | None:
     """Return the longest row that surely fits: a power of two, or all positions of the model.
 
-    It belongs to the configuration with the least memory, by formula. Returns None if not even the
-    shortest row fits.
+    The row belongs to the configuration that needs the least memory, by formula. Returns None if
+    not even the shortest row fits.
     """
     task = open_reserve(setup).task
     space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))
@@ -202,6 +202,7 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
 
     num_fitting = 0
     for config in candidates(space):
-        # A longer row needs more memory, so each configuration continues after the previous one's.
+        # Each configuration tries only longer rows than those that fit with the previous
+        # configurations.
         num_fitting += sum(1 for _ in takewhile(partial(fits, config), lengths[num_fitting:]))
     return lengths[num_fitting - 1] if num_fitting else None

@@ -1,8 +1,8 @@
 """The answer to one question, as tables for a terminal and as a page.
 
 The questions: Which models does a card train? Rent or buy? How do the nodes differ? An answer has
-sentences, tables and figures, each created once for both forms. The result comes first, then its
-basis. The page opens offline and contains plotly.js.
+sentences, tables and figures, each created once for the terminal and the page. The result comes
+first, then its basis. The page opens offline and contains plotly.js.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +33,11 @@ from autotune.study.nodes import Node
 
 PHONE = 40  # characters of a table's row that a phone shows
 SPOT = (
-    "At spot the cloud may take the GPU back at any time. "
-    "The run then goes on from its last checkpoint "
-    "(autotune train --resume, or as the exported cluster jobs do), "
-    "and what it computes twice is not in these numbers. "
-    "A day is 24 hours and a week 168. A dash is not known."
+    "At a spot price, the cloud may take the GPU back at any time. "
+    "The run then continues from its last checkpoint "
+    "(with autotune train --resume or the exported cluster jobs), "
+    "and these numbers leave out the work that it repeats. "
+    "A day has 24 hours, a week 168. A dash: the price is unknown."
 )
 
 
@@ -51,7 +51,7 @@ class Table:
 
     @property
     def is_wide(self) -> bool:
-        """Whether its rows have more characters than a phone shows. Headings wrap at spaces."""
+        """Whether the rows have more characters than a phone shows. Headings wrap at spaces."""
         columns = zip(self.columns, *self.rows, strict=True)
         return sum(max(map(len, (*name.split(), *cells))) for name, *cells in columns) > PHONE
 
@@ -76,7 +76,7 @@ class Answer:
 
 
 def page(answer: Answer, today: date) -> str:
-    """Render the answer as one page of HTML, with the meaning of the words in its tables."""
+    """Render the answer as one page of HTML that also explains the words in its tables."""
     words = [
         text
         for table in answer.tables
@@ -117,14 +117,14 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
         f"{fmt_gib(result.device.memory_gib)}, {fmt_gib(result.limit_gib)} of it for tensors. "
         f"{how_known(result.how_sure, result.calibrated)}.",
         f"Samples of {lengths}; price of an hour: {describe_price(result.price, today)}.",
-        "A verdict has the longest row, in tokens, of which one surely fits. "
-        "tight: too close to tell. *: fits only with what learns differently, "
-        "pure bf16 or another optimizer than AdamW.",
+        "A verdict has the longest row, in tokens, that surely fits. "
+        "tight: too close to the limit to tell. *: fits only with a setting that changes "
+        "learning, such as pure bf16 or an optimizer other than AdamW.",
         f"{len(result.models)} models, one of each size; --model NAME plans any other.",
         *_refusals(result.entries),
     ]
     if any(entry.tokens_per_s for entry in result.entries) and result.is_guess:
-        notes.append("Nobody measured such a card: its speeds are guesses.")
+        notes.append("No card of this kind was measured: the speeds are guesses.")
 
     caption = "Tokens/s by model and method, with 80 % intervals"
     return Answer(
@@ -150,7 +150,7 @@ def _largest_models(result: Trainable) -> Iterator[str]:
             size = ""
             if largest.params is not None:
                 size = f" ({largest.params / 1e9:.3g} billion parameters)"
-            yield f"{title}: {largest.short}{size} is the largest of these that surely fits."
+            yield f"{title}: {largest.short}{size} is the largest of these models that surely fits."
 
 
 def _model_row(result: Trainable, model: ModelSpec, method: str) -> tuple[str, ...]:
@@ -278,7 +278,7 @@ def _usd(usd: float | None, low: float | None, high: float | None) -> str:
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
     """Name the cheapest card for this number of examples, on demand and at spot.
 
-    A card without a measurement of its kind wins only if all cards lack one.
+    Cards of a measured kind win over cards of an unmeasured kind.
     """
     rows = [one for one in costs if one.examples == examples]
 
@@ -292,14 +292,14 @@ def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
         if not known:
             continue
 
-        # The intervals of rivals overlap the interval of the cheapest card.
+        # A rival is a card whose interval overlaps the cheapest card's interval.
         usd, low, high, best = min(known, key=lambda row: (row[-1].is_guess, row[0], row[-1].hours))
         rivals = [
             one.card
             for _, least, most, one in known
             if one != best and least <= high and low <= most
         ]
-        doubt = f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
+        doubt = f"; no clear difference from {' and '.join(rivals)}" if rivals else ""
         cost = f"{best.card}, {_usd(usd, low, high)}{doubt}"
         yield f"Cheapest {how} for {examples:,} examples: {cost}"
 
@@ -386,7 +386,7 @@ def _pays(
 def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[str]:
     """Name the card to buy, and the time until it pays against renting the cheapest card."""
     if not bought:
-        return [f"Nothing that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
+        return [f"No card that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
 
     best = bought[0]
     rivals = [
@@ -395,7 +395,7 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
         if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)
     ]
     text = f"Buy {best.card}, the fastest for at most {fmt_usd(budget.budget_usd)}"
-    text += f"; {' and '.join(rivals)} cannot be told from it" if rivals else ""
+    text += f"; no clear difference from {' and '.join(rivals)}" if rivals else ""
 
     pays = [
         _pays_sentence(hours, budget, f"{rented} rented {how}")
@@ -405,25 +405,25 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
         )
         if rented
     ]
-    return [text, *(pays or [f"Whether it pays is not known: {NO_PRICE}"])]
+    return [text, *(pays or [f"It is unknown when the card pays: {NO_PRICE}"])]
 
 
 def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) -> str:
     """Say when the card pays against renting another one."""
     if hours is None:
-        return f"It never pays against {against}"
+        return f"The card never pays against {against}"
     months = f"{budget.months(hours):,.1f} months at {budget.hours_per_week:g} h a week"
-    return f"It pays after {hours:,.0f} h of use ({months}) against {against}"
+    return f"The card pays after {hours:,.0f} h of use ({months}) against {against}"
 
 
 def _buying_basis(budget: PurchaseBudget) -> str:
     """Return the assumptions of a purchase."""
-    source = "Wikipedia's list; each with its year"
+    source = "from Wikipedia's list, with the year"
     return (
-        f"Cards are bought at the price of their launch ({source}), "
-        f"and take their power limit at {fmt_usd(budget.usd_per_kwh)} a kWh. "
-        "The rest of the computer and what the card is worth later do not count; "
-        "hours against the cheapest rest on estimated speeds. A dash: no price is known."
+        f"A card costs its launch price ({source}), "
+        f"and electricity for its power limit at {fmt_usd(budget.usd_per_kwh)} a kWh. "
+        "The rest of the computer and the card's resale value do not count. "
+        "Hours against the cheapest card depend on estimated speeds. A dash: no price is known."
     )
 
 
@@ -431,17 +431,17 @@ def _buying_basis(budget: PurchaseBudget) -> str:
 
 
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
-    """Say which nodes of a study are apart from the others, with three tables of all nodes."""
+    """Say which nodes of a study differ from the others, with three tables of all nodes."""
     label = next((node.config.label() for node in nodes if node.config), None)
     baseline = f", {label}" if label else ""
     several = len(nodes) > 1
     notes = [
-        f"Each node measured the baseline{baseline}; its latest reading is shown, "
-        "with what the driver reported meanwhile. Times are UTC.",
-        "to others: its speed against the median of theirs. " * several
-        + "variation: the standard deviation of the timed micro batches over their mean. "
-        + "apart: more than 5 % of speed, 2 % of memory or 10 C from the median of the others, "
-        "or the baseline fails there. " * several + "A dash is not known.",
+        f"Each node measured the baseline{baseline}. The tables show the latest measurement, "
+        "with the driver's readings during it. Times are UTC.",
+        "to others: the node's speed against the median of the other nodes. " * several
+        + "variation: the standard deviation of the timed micro batches divided by their mean. "
+        + "apart: more than 5 % of speed, 2 % of memory or 10 C from the median of the other "
+        "nodes, or the baseline fails on the node. " * several + "A dash: unknown.",
     ]
     if several and task.device.kind == "cpu":
         notes.append("Nodes on one machine share its processors: only their memory is compared.")
@@ -457,7 +457,7 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
 
 
 def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
-    """Yield a sentence for each node that is apart, slowed down or not measured.
+    """Yield a sentence for each node that is unlike the others, slowed down or not measured.
 
     Without such a node, one sentence says so.
     """
@@ -477,7 +477,7 @@ def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
         scope = "" if has_speeds else " in memory, which is all that is compared on a CPU"
         yield f"None of the {len(nodes)} nodes is apart from the others{scope}."
     if len(nodes) == 1:
-        yield "There is one node, and nothing to compare it with."
+        yield "There is only one node, so there is no comparison."
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:

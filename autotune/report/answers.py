@@ -194,7 +194,7 @@ def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     cost = estimated.cost
     change = ", with that change" if report.checked.state == OOM else ""
     if cost is None:
-        yield "speed", f"unknown: no formula knows it{change}"
+        yield "speed", f"unknown: no formula gives it{change}"
         return
     each = " a GPU" if (run.num_gpus or 1) > 1 else ""
     yield "speed", f"{speed_text(estimated, f'useful tokens/s{each}')}, estimated{change}"
@@ -212,7 +212,7 @@ def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         return
     bounds = " to ".join(map(fmt_usd, cost.interval_usd))
     usd = f"{fmt_usd(cost.full_run_usd)} ({bounds}) at {describe_price(price, date.today())}{each}"
-    yield "cost", f"{usd}, estimated; start-up, saves and evaluation aside"
+    yield "cost", f"{usd}, estimated; without start-up, saves and evaluation"
 
 
 # --- run, status, report

@@ -1,8 +1,8 @@
 """Renders a comparison of cards as a page, a document, a spreadsheet or data for a program.
 
 `COLUMNS` defines a card's row once for all forms that people read; `values.compared` defines it for
-programs. Names come from users and must stay text in each form. An unknown value is a dash for
-people and empty for programs.
+programs. Names come from users, so each form escapes them. An unknown value is a dash for people
+and empty for programs.
 """
 
 import csv
@@ -87,7 +87,7 @@ def _relative_speed(row: CardRow) -> str:
 class Column:
     """A column for people: its heading, and the function that formats a row's data.
 
-    `table` groups the columns of narrow tables.
+    `table` names the group of columns that forms a narrow table.
     """
 
     title: str
@@ -178,7 +178,7 @@ def workload_text(group: Group) -> str:
 
 
 def verdicts(comparison: Comparison, group: Group) -> list[str]:
-    """Describe the cheapest, fastest and smallest card, the budget and the own card.
+    """Describe the cheapest, fastest and smallest card, the budget and the user's card.
 
     Without a plan, the sentences say why each card has none.
     """
@@ -194,7 +194,9 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     of_all, of_these = (
         card.name if card else "none" for card in (group.smallest, group.smallest_compared)
     )
-    sentences.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
+    sentences.append(
+        f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these"
+    )
 
     # The limits of the comparison: counted plans, configurations of the reserve, other trainings.
     counted_cards = [
@@ -213,7 +215,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         sentences.append(f"{' and '.join(leanest)}: {ONLY_LEANEST}")
     reserve = [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]
     if reserve:
-        sentences.append(f"nothing fits on {' and '.join(reserve)} but what learns differently")
+        sentences.append(f"on {' and '.join(reserve)}, only what learns differently fits")
     for difference, names in group.training_differences().items():
         sentences.append(
             f"not the same training on {' and '.join(names)} as on the fastest: {difference}"
@@ -254,24 +256,24 @@ def _why_no_cost(group: Group) -> str:
     if group.fastest:
         return NO_PRICE
     if any(card.holds_it for card in group.cards):
-        return "no formula knows the speed"
-    return "none surely fits"
+        return "no formula gives the speed"
+    return "no card surely fits"
 
 
 def _rivals(names: tuple[str, ...]) -> str:
     """Name the cards that may be better than the chosen one."""
-    return f"; but {' and '.join(names)} cannot be told from it" if names else ""
+    return f"; no clear difference from {' and '.join(names)}" if names else ""
 
 
 def _own_card(comparison: Comparison, group: Group) -> str:
-    """Describe the cost of a run on the own card, and when the card pays."""
+    """Describe the cost of a run on the user's card, and when the card pays."""
     owned = comparison.owned
     own_run = comparison.own_run(group)
     card = comparison.own_card(group)
     assert owned is not None
     name = f"your own {owned.device.name}"
     if own_run is None or card is None or card.cost is None:
-        return f"{name}: {DASH}, since it does not surely fit, or its speed or power is not known"
+        return f"{name}: {DASH}, since the run may not fit, or the card's speed or power is unknown"
 
     text = (
         f"{name}: {fmt_usd(own_run.usd)} a run, "
@@ -287,7 +289,7 @@ def _own_card(comparison: Comparison, group: Group) -> str:
     if own_run.never_pays:
         return f"{text}; it never pays {against}: its electricity alone costs as much"
     if own_run.pays_after_runs is None:
-        return f"{text}; whether that pays is not known: {NO_PRICE}"
+        return f"{text}; it is unknown when that pays: {NO_PRICE}"
 
     hours = own_run.pays_after_runs * card.cost.full_run_hours
     late = f", more than its {owned.hours:,.0f} h" if hours > owned.hours else ""

@@ -1,7 +1,7 @@
 """Shows a read-only copy of a study in optuna-dashboard, with the report's notes and figures.
 
-The dashboard asks for no password and has routes that delete. It therefore never gets the study's
-own database. `cli.commands.dashboard` reads that database and serves this application.
+The dashboard asks for no password and has routes that delete studies. It therefore never gets the
+study's own database. `cli.commands.dashboard` reads that database and serves this application.
 """
 
 import copy
@@ -63,7 +63,7 @@ def gate(app: WSGIApplication) -> WSGIApplication:
     """Accept only GET and HEAD, and only requests for a loopback host.
 
     Other methods get 405, other hosts 403, and a malformed host 400. The check of the host stops
-    DNS rebinding: a foreign page whose name resolves to 127.0.0.1 sends its own name.
+    DNS rebinding: a foreign page whose domain resolves to 127.0.0.1 sends that domain as the host.
     """
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -118,7 +118,7 @@ def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable
 
 
 def _importances(summary: StudySummary, start_response: StartResponse) -> Iterable[bytes]:
-    """Answer with the report's shares. The dashboard's chart would show another measure."""
+    """Answer with the report's importances; the dashboard would show another measure."""
     kind = CategoricalDistribution.__name__
     shares = [
         {"name": knob, "importance": one.share, "distribution": kind}
@@ -129,9 +129,9 @@ def _importances(summary: StudySummary, start_response: StartResponse) -> Iterab
 
 
 class Copy(optuna.storages.InMemoryStorage):
-    """A storage whose best trial, as the dashboard shows it, is the winner's trial.
+    """A storage that gives the winner's trial to the dashboard as the best trial.
 
-    The fastest trial may have a less capable configuration.
+    The fastest trial may have a less capable configuration than the winner.
     """
 
     winner: int | None = None
@@ -236,7 +236,7 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> C
         several = len({row.config.num_gpus for row in summary.trials}) > 1
         study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
 
-    # Attributes with structure are for the program and would fill the page.
+    # Attributes that are dicts or lists are for programs, and would fill the page.
     attributes, trials = record
     for key, value in attributes.items():
         if not isinstance(value, dict | list):
@@ -248,7 +248,7 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> C
         storage.set_study_system_attr(0, key, text)
     optuna_dashboard.save_note(study, _note(summary))
     for row in summary.trials:
-        if row.number < len(trials):  # the summary is newer than the record
+        if row.number < len(trials):  # the summary may have newer trials than the record
             noted_trial = optuna.trial.Trial(study, row.number)
             optuna_dashboard.save_note(noted_trial, _trial_note(row, summary))
 

@@ -58,10 +58,10 @@ METHOD_MARKERS = {
 SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
 DASHES = ("solid", "dash")
 LONG_S = 900.0  # a longer time axis is in minutes
-FAR = 15  # beyond this ratio of the speeds, a log axis labels only powers of ten
-NARROW = 20  # characters of a label beside a figure that needs the width itself
+FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
+NARROW = 20  # the most characters in a line of a label beside a wide figure
 WRAP = 26  # characters of a bar's name on one line; a phone shows a few more
-EDGE = 1.5  # times the limit; larger misses are drawn at the edge, to leave room for the others
+EDGE = 1.5  # the end of the memory axis, in limits; trials that need more are drawn there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def history(
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
     """Plot the use of time by rung, or in slices for a long study.
 
-    Bars above it show the GPU's utilization in timed steps.
+    Bars above the plot show the GPU's utilization in timed steps.
     """
     if not info.spans:
         return None
@@ -201,8 +201,8 @@ def horizontal_bars(
 ) -> dict[str, Any]:
     """Plot one bar below another. `x` titles the axis, and `ticks` is its format in d3's language.
 
-    `line_at` draws a vertical line. With `end`, the axis reaches from 0 to `end`, and as far beyond
-    as its label needs.
+    `line_at` draws a vertical line. With `end`, the axis reaches from 0 to slightly beyond `end`,
+    for its label.
     """
     figure = empty()
     names = [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
@@ -297,10 +297,10 @@ def cards(estimates: tuple[Estimate, ...], own: str | None = None) -> dict[str, 
 
 
 def scaling(info: Scaling) -> dict[str, Any] | None:
-    """Plot useful tokens/s of all GPUs by their number, beside perfect scaling.
+    """Plot useful tokens/s of all GPUs by number of GPUs, beside perfect scaling.
 
-    Bars below it show the USD of the full run. The study's own number is highlighted. Return None
-    if fewer than two numbers have a speed.
+    Bars below the plot show the USD of the full run. The study's number of GPUs is highlighted.
+    Return None if fewer than two numbers of GPUs have a speed.
     """
     rows = info.trainable
     if len(rows) < 2:
@@ -421,7 +421,7 @@ def _model_label(model: ModelSpec) -> str:
 
 
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
-    """Return the line of a card of the group, in the card's colour of all figures.
+    """Return the line of a card of the group, in the colour that the card has in all figures.
 
     `how` is the dash of the line, if the dash has its own meaning.
     """
@@ -475,9 +475,10 @@ def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
 
 
 def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
-    """Plot USD by hours of use: of the card to buy, and of renting the cheapest for the same work.
+    """Plot USD by hours of use, for the card to buy and for renting the cheapest card.
 
-    Renting has a line on demand and a line at spot. Return None if the card never pays.
+    Renting for the same work has a line on demand and a line at spot. Return None if the card never
+    pays.
     """
     best = next(iter(bought), None)
     cheapest = group.cheapest
@@ -513,7 +514,7 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
 
 
 def nodes(rows: Sequence[Node]) -> dict[str, Any] | None:
-    """Plot tokens/s of the baseline on each node. Nodes that are apart are highlighted.
+    """Plot the baseline's tokens/s on each node. Nodes that differ from the others are highlighted.
 
     Return None if fewer than two nodes have a speed.
     """
@@ -561,7 +562,7 @@ def _scaling_hover(info: Scaling, row: RankPlan) -> str:
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
-    """Plot the winner's speed with one knob set back, for each knob, the slowest on top.
+    """Plot the winner's speed with each knob in turn as in the baseline, the slowest on top.
 
     A configuration that does not fit has no bar.
     """
@@ -791,7 +792,7 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
 def _add_limit_line(figure: Any, limit_gib: float) -> None:
     """Add the memory limit as a vertical line.
 
-    Its upright name is to the right, beyond all configurations that fit.
+    The line's upright label stands to its right, where no configuration fits.
     """
     line = {"color": ACCENT, "width": 1.5, "dash": "dash"}
     upright = {"textangle": -90, "xanchor": "left", "yanchor": "top", "xshift": 2}
@@ -851,7 +852,7 @@ def _trials(
     """Return a figure with a point for each trial, by outcome.
 
     Return None if there are fewer than two trials, or if no speed is known. Trials without a speed
-    are below zero. The speed axis reaches above the fastest trial and above `highest`.
+    are drawn below zero. The speed axis reaches above the fastest trial and above `highest`.
     """
     speeds = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
     if len(rows) < 2 or not speeds:

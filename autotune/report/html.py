@@ -58,7 +58,7 @@ def render(summary: StudySummary, out_dir: str) -> str:
 def page(template: str, view: dict[str, Any]) -> str:
     """Render a page from a template, which reads only `view`.
 
-    If `view` has a `glossary`, the names in it become links to their meanings.
+    If `view` has a `glossary`, names on the page become links to their meanings in it.
     """
     explained = {name.casefold() for name in view.get("glossary", ())}
     pages = environment("autotune.report")
@@ -143,7 +143,7 @@ def _speed_up(recipe: Recipe) -> str:
 
 
 def _keep_together(text: str) -> str:
-    """Return the text with spaces that keep it on one line, such as a number with its unit."""
+    """Return the text with non-breaking spaces, for example in a number with its unit."""
     return text.replace(" ", "\u00a0")
 
 

@@ -1,7 +1,7 @@
 """The content of the report's figures and tables, as plain values made from a StudySummary.
 
 This module needs neither plotly nor HTML. Numbers stay numbers; unknown numbers are None. `html`
-formats them, `figures` draws them, and `describe` has the words.
+formats the values, `figures` draws them, and `describe` has the words.
 """
 
 import math
@@ -22,7 +22,7 @@ from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 # If an axis of the map has more distinct values than this, powers of two group them.
 MAX_AXIS = 10
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the rest")
-# Groups of the parallel coordinates, as shares of the fastest speed.
+# The least speeds of the two faster groups of lines, as shares of the fastest speed.
 CLOSE = 0.95
 HALF = 0.5
 SHORTEST_ROW = 128
@@ -77,8 +77,8 @@ class Line:
 class ParallelInfo:
     """The figure of parallel coordinates.
 
-    `axes` are the knobs that vary, with their values from bottom to top. `fastest` is the upper end
-    of the speed axis.
+    `axes` are the knobs that vary, with their values from bottom to top. `fastest` is the highest
+    tokens/s, at the upper end of the speed axis.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -88,9 +88,9 @@ class ParallelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """The share of the variation of speed that lies between the values of a knob.
+    """The share of the variance of speed that the values of a knob explain.
 
-    `interval` contains 80 % of cases.
+    `interval` contains the true share in 80 % of cases.
     """
 
     share: float
@@ -99,12 +99,12 @@ class Importance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRow:
-    """The best candidate of one learning cell.
+    """The best candidate of one learning cell: of the configurations that learn alike.
 
-    `extra` is its cost per useful token divided by the winner's cost, minus 1. `interval` follows
-    from both spreads. `changes` names the learning knobs that differ; `learns_more` gives the
-    direction. `cut` is the share of all tokens that is cut off, and `padding` the share of its rows
-    that is padding.
+    `extra` is its cost per useful token divided by the winner's cost, minus 1. `interval` contains
+    `extra` according to the spreads of both speeds. `changes` names the learning knobs that differ
+    from the winner's; `learns_more` says whether the candidate learns more. `cut` is the share of
+    all tokens that is cut off, and `padding` the share of the candidate's rows that is padding.
     """
 
     candidate: Candidate
@@ -118,7 +118,7 @@ class CellRow:
 
     @property
     def is_clear(self) -> bool:
-        """Whether its cost clearly differs from the winner's: the interval excludes 0."""
+        """Whether the cost clearly differs from the winner's: the interval excludes 0."""
         return not self.interval[0] <= 0.0 <= self.interval[1]
 
     @property
@@ -201,7 +201,7 @@ def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
     for name, candidate in candidates(summary).items():
         peak = candidate.measurement
         terms = (peak.model_gib, peak.adapters_gib, peak.gradients_gib, peak.optimizer_gib)
-        # Not everything is alive at the peak, so these terms can exceed it.
+        # Not all of these terms exist at the peak, so their sum can exceed the peak.
         rest = max(0.0, peak.peak_allocated_gib - sum(terms))
         bars[name] = dict(zip(TERMS, (*terms, rest), strict=True))
     return bars
@@ -218,7 +218,7 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
 
 
 def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
-    """Compare the winners of two studies in the same way, with the second one as the winner."""
+    """Compare the winners of two studies in the same way; `winner` is the second study's."""
     low, high = speed_ratio(first, second)
     return _compare((second, second.winner), (first, first.winner), differs=not low <= 1.0 <= high)
 
@@ -360,7 +360,7 @@ def importances(summary: StudySummary) -> dict[str, Importance]:
 def _importance(pairs: list[tuple[Any, float]]) -> Importance:
     """Return the share with its interval from a block jackknife.
 
-    It leaves out every twentieth pair in turn.
+    Each of its MIN_MEASURED rounds leaves out every twentieth pair, from another start.
     """
     share = _explained(pairs)
     others = [
@@ -374,7 +374,7 @@ def _importance(pairs: list[tuple[Any, float]]) -> Importance:
 def _explained(pairs: list[tuple[Any, float]]) -> float:
     """Return the share of the variance between the means of the groups, corrected for chance.
 
-    Each pair has the value that names its group and a number.
+    A pair has the name of its group and a number.
     """
     groups: dict[Any, list[float]] = {}
     for value, number in pairs:
@@ -423,7 +423,7 @@ def trade_offs(recipe: Recipe) -> list[str]:
 
 
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
-    """Return a row for each tested seq_len, and for the powers of two below and just above.
+    """Return a table row for each tested seq_len, and for powers of two up to about the longest.
 
     The result is empty if all examples have the same length.
     """
@@ -469,7 +469,7 @@ def _settings(recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
 
 
 def _labels(values: set[int]) -> dict[int, str]:
-    """Return the label of each value in ascending order. Several of many values share a label."""
+    """Return the label of each value in ascending order. Of many values, neighbours share one."""
     if len(values) <= MAX_AXIS:
         return {value: f"{value:,}" for value in sorted(values)}
     lows = {value: 2 ** int(math.log2(value)) for value in sorted(values)}

@@ -1,6 +1,6 @@
 """The form and the JSON Schema of each command's `--json`, derived from the types of the answers.
 
-A form has every key of its output and forbids others. Unknown values are null.
+A form has every key of its output and forbids other keys. Unknown values are null.
 """
 
 from functools import cache
@@ -83,7 +83,7 @@ def form_of(command: str) -> Any:
     if command not in ANSWERS:
         raise UsageError(
             f"there is no schema of {command!r}{did_you_mean(command, ANSWERS)}",
-            remedy="`autotune schema` lists them",
+            remedy="`autotune schema` lists the commands",
         )
     answer = ANSWERS[command]
     return TypeAdapter(answer if command in STORED else json_form(answer))

@@ -1,6 +1,6 @@
 """A profiled micro batch as tables and figures.
 
-They show the time by class of kernel and by part of the model, the best time, and the host.
+The tables show the time by class of kernel and by part of the model, the best time, and the host.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HIDDEN = "unknown, in compiled layers"
 
 
 def profile_answer(report: ProfileReport) -> Answer:
-    """Return the tables, the longest rows first, with their meaning."""
+    """Return the tables, with the longest times first, and sentences about them."""
     profile = report.profile
     unit = "kernel" if profile.on_gpu else "operator"
     caption = f"Time of its {unit}s by part of the model and stage"
@@ -39,10 +39,10 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 
 def _findings(report: ProfileReport) -> Iterator[str]:
-    """Yield the main uses of time, the largest loss, and the parts that the machine lacks."""
-    yield f"It is of {report.config.label()}."
+    """Yield the main uses of time, the largest loss, and the parts that are too small."""
+    yield f"The configuration is {report.config.label()}."
 
-    # Compiled layers hide the parts of the model. Then kinds of kernels say more.
+    # Compiled layers hide the parts of the model, so kinds of kernels say more.
     work = report.profile.micro_work
     total = sum(one.seconds for one in work) or 1.0
     hidden = any(one.part is None for one in work)
@@ -52,7 +52,7 @@ def _findings(report: ProfileReport) -> Iterator[str]:
         seconds_of[name] = seconds_of.get(name, 0.0) + one.seconds
     longest = sorted(seconds_of, key=lambda name: -seconds_of[name])[:2]
     shares = ", then ".join(f"{name} ({seconds_of[name] / total:.0%})" for name in longest)
-    yield f"What takes the most time: {shares}."
+    yield f"Most of the time goes to: {shares}."
 
     losses = {one.work: one.lost_s for one in report.bounds}
     if report.idle_s:
@@ -61,16 +61,14 @@ def _findings(report: ProfileReport) -> Iterator[str]:
     if len(known) == len(losses):
         largest = max(known, key=lambda name: known[name])
         loss = f"{fmt_seconds(known[largest])} of a micro batch of {fmt_seconds(_whole_s(report))}"
-        yield (
-            f"Where the most is lost against what this device reaches at best: {largest}, {loss}."
-        )
+        yield (f"The largest loss against the best time on this device: {largest}, {loss}.")
 
     if short := [need.part for need in report.needs if need.suffices is False]:
-        yield f"The run needs more of the machine than is here: {', '.join(short)}."
+        yield f"This machine has too little for the run: {', '.join(short)}."
 
 
 def _whole_s(report: ProfileReport) -> float:
-    """Return the whole time of a micro batch for its shares. A CPU's includes the profiler."""
+    """Return the time of a micro batch, the base of shares. On a CPU, it includes the profiler."""
     return report.profile.micro_s if report.profile.on_gpu else report.profile.profiled_s
 
 
@@ -81,22 +79,22 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
     slower = ", which slows the host" * (profile.profiled_s > micro_s)
     notes = [
         f"{profile.rows} rows of {profile.length:,} tokens take {fmt_seconds(micro_s)} "
-        f"when they are not profiled, and took {fmt_seconds(profile.profiled_s)} profiled{slower}."
+        f"without the profiler, and {fmt_seconds(profile.profiled_s)} with the profiler{slower}."
     ]
 
     # The division of the time.
     if report.idle_s is None:
         notes.append(
-            "This is a CPU: what is divided are its operators, "
+            "This is a CPU, so the tables show its operators, "
             "by the time that each took while profiled."
         )
     else:
         notes.append(
-            f"The GPU runs kernels for {fmt_seconds(profile.busy_s)} of it. "
+            f"The GPU runs kernels for {fmt_seconds(profile.busy_s)} of a micro batch. "
             f"For the rest, {fmt_seconds(report.idle_s)} ({report.idle_s / micro_s:.0%}), "
             "it waits: for the host to issue work, or between two kernels."
         )
-    step = f"The optimizer step after it takes {fmt_seconds(profile.optimizer_s)} of the device"
+    step = f"The optimizer step takes {fmt_seconds(profile.optimizer_s)} on the device"
     notes.append(
         f"{step}, once in {report.accumulation} micro batches."
         if report.accumulation > 1
@@ -104,21 +102,21 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
     )
     if any(one.part is None for one in profile.work):
         notes.append(
-            "Layers are compiled: which part of a layer their kernels serve is not known, "
-            "and what checkpointing computes again counts as backward."
+            "Layers are compiled, so the part of a layer that a kernel serves is unknown, "
+            "and recomputation by checkpointing counts as backward."
         )
 
     # The best times, and the trace.
     if report.uncounted:
-        notes.append(f"What a micro batch needs at best is not known: {report.uncounted}.")
+        notes.append(f"The best time of a micro batch is unknown: {report.uncounted}.")
     elif report.bounds[0].best_s is None:
         notes.append(
-            "Products of this precision were not measured here, "
-            "so that their best time is not known."
+            "Products of this precision were not measured on this device, "
+            "so their best time is unknown."
         )
     notes.append(
-        "At best: what it computes and moves, counted without a GPU, "
-        "by what this device reached just now in products and copies. "
+        "At best: the arithmetic and moved bytes of the micro batch, counted without a GPU, "
+        "at the speeds that this device just reached in products and copies. "
         f"Chrome trace: {report.trace} (ui.perfetto.dev opens it)."
     )
     return notes
@@ -220,7 +218,7 @@ def _longest_table(profile: MicroBatchProfile, unit: str) -> Table:
 
 
 def _host_table(needs: tuple[HostNeed, ...]) -> Table:
-    """Return the table of the run's needs of the machine."""
+    """Return the table of what the run needs from the machine."""
     answers = {True: "yes", False: "no", None: DASH}
     rows = tuple(
         (

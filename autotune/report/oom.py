@@ -120,7 +120,7 @@ class OomReport:
 
     @property
     def configurations(self) -> tuple[OomEntry, ...]:
-        """The first entry of each configuration, for readers: a search may propose one twice."""
+        """The first entry of each configuration, because a search may propose one twice."""
         return tuple(
             {tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values()
         )[::-1]
@@ -178,7 +178,7 @@ def distance(one: TrainConfig, other: TrainConfig) -> float:
         if knob.form != "integer":
             total += knob.distance_weight
         elif value is not None and other_value is not None:
-            # Without a rank the method differs, which counts already.
+            # If one value is None, the method differs too, and that difference counts already.
             total += knob.distance_weight * abs(math.log2(value / other_value))
     return total
 
@@ -199,9 +199,7 @@ def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
                 changes.append(change)
 
     if not changes:
-        why = (
-            "no knob reduces what holds the memory: take a smaller model, or a GPU with more memory"
-        )
+        why = "no knob reduces this memory: use a smaller model, or a GPU with more memory"
         changes.append(Change(knob=None, current=None, suggested=None, why=why))
     return tuple(changes)
 
@@ -286,7 +284,7 @@ def _smaller_batch(config: TrainConfig) -> Advice:
 def _activations(config: TrainConfig) -> Advice:
     """Advise recomputation, then offloading, and smaller micro batches."""
     if config.checkpoint_every != 1:
-        why = "recomputes activations in the backward pass, for about one more forward pass"
+        why = "recomputes activations in the backward pass, which costs about one more forward pass"
         yield "checkpointing", "full", why
     elif config.micro_batch_size == 1 and not config.offloads:
         why = (

@@ -9,7 +9,7 @@ from autotune.core.probe_types import Outcome, ProbeResult, Rung
 from autotune.core.units import fmt_seconds
 from autotune.study.summary import StudySummary
 
-# The stages of a probe in order, with the names of their clocks. All other seconds are SET_UP.
+# The stages of a probe in order, with the clocks that measure them. All other time is SET_UP.
 TIMED = "timed steps"
 CLOCKS = {
     "first steps": ("first_step",),
@@ -25,9 +25,10 @@ PAUSE_S = 120.0  # a longer time between two probes means that the study was sto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of one probe. `start_s` counts from the study's first probe, without pauses.
+    """A stretch of time in one probe.
 
-    `utilization` is the share of timed steps with a running kernel, or None if it is unknown.
+    `start_s` counts from the study's first probe, without pauses. `utilization` is the share of
+    timed steps with a running kernel, or None if unknown.
     """
 
     rung: Rung
@@ -97,7 +98,7 @@ class TimelineInfo:
             ((seconds, kind) for kind, seconds in spent.items() if seconds), reverse=True
         )
         parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in longest_first)
-        busy = "how busy the GPU was in them is not known"
+        busy = "the GPU's utilization in them is unknown"
         if self.utilization is not None:
             busy = f"a kernel ran in {self.utilization:.0%} of that time"
 
@@ -113,7 +114,7 @@ class TimelineInfo:
 def timeline(summary: StudySummary) -> TimelineInfo:
     """Return the timeline of the probes with a known start.
 
-    An answer that needed no probe takes no time.
+    A stored result that needed no probe takes no time.
     """
     spans: list[Span] = []
     pauses = 0
@@ -125,7 +126,8 @@ def timeline(summary: StudySummary) -> TimelineInfo:
             pauses += 1
             paused_s = started_s - end_s
 
-        # Starts were once stored in whole seconds, rounded down. Probes run one after another.
+        # Older versions stored starts in whole seconds, rounded down. Probes run one after another,
+        # so no start is earlier than the previous end.
         start_s = max(started_s - paused_s, end_s)
         end_s = start_s
         for kind, seconds in _stretches(probe):

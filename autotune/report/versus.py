@@ -116,13 +116,15 @@ def sentences(first: Recipe, second: Recipe) -> list[str]:
     if one.cost.full_run_usd is not None and other.cost.full_run_usd is not None:
         ranges = [describe.usd_range(winner.cost) for winner in (one, other)]
         usd = [fmt_usd(winner.cost.full_run_usd) for winner in (one, other)]
-        lines.append(f"It costs {usd[0]} ({ranges[0]}) instead of {usd[1]} ({ranges[1]}).")
+        lines.append(
+            f"The full run costs {usd[0]} ({ranges[0]}) instead of {usd[1]} ({ranges[1]})."
+        )
 
     rank = list(Evidence)
     weaker = max((one.evidence, other.evidence), key=rank.index)
-    lines.append(f"The comparison is as sure as the less sure of the two: {weaker}.")
+    lines.append(f"The comparison has the weaker evidence of the two winners: {weaker}.")
     if differing := [row.name for row in compare_tasks(first, second) if row.changed]:
-        lines.append(f"Not the configuration alone differs: {', '.join(differing)}.")
+        lines.append(f"The studies differ in more than the configuration: {', '.join(differing)}.")
     return lines
 
 

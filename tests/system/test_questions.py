@@ -27,11 +27,11 @@ COMMANDS = [
 ]
 SAYS = {  # what a reader looks for in the answer
     "What does an hour of a GPU cost?": "a week",
-    "What can my card train?": "is the largest of these that surely fits",
+    "What can my card train?": "is the largest of these models that surely fits",
     "What does my run cost on each card?": "Cheapest on demand for ",
     "Which card should I buy?": "Buy rtx-",
     "Which node of my study is apart?": "apart from the others in memory",
-    "Where does the time of a micro batch go?": "What takes the most time: ",
+    "Where does the time of a micro batch go?": "Most of the time goes to: ",
     "Which of two studies is better?": "against-another.html",
 }
 # pages that are written beside a study

@@ -901,12 +901,10 @@ def test_what_was_not_measured_of_a_fault_is_no_zero() -> None:
 
 
 def test_plan_says_how_accurate_it_is() -> None:
-    text = (
-        "within {error_max:.1%} of the {fitted_models} models on an H200 that it was made with, and"
-    )
+    text = "within {error_max:.1%} for the {fitted_models} models on an H200 that it was fitted to,"
     text += (
-        " {heldout_error_max:.1%} of {heldout_models} others (LoRA, nf4, full fine-tuning);"
-        " speed by another,"
+        " and {heldout_error_max:.1%} for {heldout_models} others (LoRA, nf4, full fine-tuning);"
+        " speed by another formula,"
     )
     text += " {heldout_pace_error_median:.0%} off"
     assert text.format(**RESULTS["plan_memory"]["summary"]) in ACCURACY.replace(" %", "%")
@@ -914,12 +912,12 @@ def test_plan_says_how_accurate_it_is() -> None:
 
 def test_plans_of_other_objectives_say_how_accurate_they_are() -> None:
     text = (
-        "within {error_max:.1%} of {configs} trainings for dpo, kto, reward and classification"
+        "within {error_max:.1%} for {configs} trainings for dpo, kto, reward and classification"
         " on an H200 (six models,"
     )
     text += (
-        " LoRA, all recomputed); speed by another, {time_error_median:.0%} off in the median"
-        " of these and"
+        " LoRA, every layer recomputed); speed by another formula, {time_error_median:.0%} off"
+        " in the median of these trainings and"
     )
     text += " {time_error_max:.0%} at worst"
     found = RESULTS["plan_objectives"]["summary"]
@@ -933,14 +931,14 @@ def test_plan_says_how_accurate_counts_are() -> None:
         " on an H200"
     )
     counted += (
-        " where the device sets the pace, and {unknown_counted_error_median:.1%} of"
+        " in GPU-bound steps, and {unknown_counted_error_median:.1%} of"
         " {unknown_models} others on an"
     )
     counted += " H100 ({unknown_first_error_median:.0%} before"
     assert counted.format(**RESULTS["counted_speed"]["summary"]) in said
     memory = (
         "{error_median:.1%} off in the median and {error_max:.1%} at worst for {families}"
-        " kinds of model"
+        " model families"
     )
     assert memory.format(**RESULTS["dry_probe"]["summary"]) in said
 

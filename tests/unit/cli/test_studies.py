@@ -71,7 +71,7 @@ def test_two_studies_make_one_page(
     page = Path(written).read_text()
     assert (
         "<h1>No measurable difference in speed</h1>" in page
-        and "Not the configuration alone differs" not in page
+        and "The studies differ in more than" not in page
     )
     with pytest.raises(UsageError, match="no study"):
         studies.report("one", "another", None, URL)

@@ -170,7 +170,7 @@ def test_cards_with_overlapping_intervals_are_rivals() -> None:
         entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None)
     )
     assert held.rivals(held.cheapest, usd_interval) == ("l4",)
-    assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.cards)
+    assert "cheapest: a10, $1.00; no clear difference from l4" in said(*held.cards)
     assert held.rivals(None, usd_interval) == ()
 
 
@@ -360,7 +360,7 @@ def test_an_own_card_with_unknown_price_or_speed() -> None:
         and own_run(OWNED, large) is None
     )
     assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
-    assert "whether that pays is not known" in said(unpriced, owned=OWNED)[-1]
+    assert "it is unknown when that pays" in said(unpriced, owned=OWNED)[-1]
 
 
 def test_an_own_card_is_an_option_within_the_budget() -> None:
@@ -424,7 +424,7 @@ def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     assert closed.state == OOM and closed.plan and not closed.plan.from_reserve
     held = compare_card(case, limit_gib)
     assert held.state == FITS and held.plan and held.plan.from_reserve
-    assert "nothing fits on a10 but what learns differently" in said(held)
+    assert "on a10, only what learns differently fits" in said(held)
 
 
 # The command
@@ -467,7 +467,8 @@ def test_cards_that_the_user_describes_are_compared_and_marked(tmp_path: Path) -
 
 
 NOT_COUNTED = (
-    "there is no formula for mixtral models, and what it needs cannot be counted: It has no layers"
+    "there is no formula for mixtral models, and the run's memory cannot be counted:"
+    " It has no layers"
 )
 COUNT = DryCount(
     model_gib=10.0,
@@ -498,8 +499,8 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     result = run("--gpus", "t4,a10,h100", "--methods", "lora", model="mixtral-8x7b")
     assert result.exit_code == 0, result.output
     assert f": {COUNTED}." in result.stdout and ACCURACY not in result.stdout
-    assert f"cheapest: {DASH} (no formula knows the speed)" in result.stdout
-    assert "of all known, a10 of these" in result.stdout
+    assert f"cheapest: {DASH} (no formula gives the speed)" in result.stdout
+    assert "of all known cards, a10 of these" in result.stdout
     made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["t4,a10"])
     small, large = made.groups[0].cards
     assert (small.holds_it, small.state) == (False, OOM)
@@ -723,7 +724,7 @@ def test_the_users_price_file_is_used(tmp_path: Path) -> None:
         ),
         (
             ["--gpus", "a10", "--methods", "lora", "--space", "full"],
-            "--methods and a space of one's own",
+            "--methods and a search space",
         ),
         (["--gpus", "a10", "--owned", "a10"], "--owned and --owned-usd go together"),
         (["--gpus", "a10", "--max-usd", "nan"], "max_usd cannot be nan"),
@@ -760,7 +761,7 @@ def test_methods_are_for_specs_without_a_space_or_configurations() -> None:
     ]
     assert rules._studies([plain, own], []) == [plain, own]
     for specs in ([own], [plain, own], [own, plain]):
-        with pytest.raises(UsageError, match="cannot both be"):
+        with pytest.raises(UsageError, match="cannot be given together"):
             rules._studies(specs, ["lora"])
 
 
@@ -926,9 +927,9 @@ def test_a_comparison_says_nothing_where_it_is_quick(monkeypatch: pytest.MonkeyP
 
 def test_suites_are_not_compared() -> None:
     suite = StudySpec(model="smollm2-135m", configs=(NamedConfig(name="a"),))
-    with pytest.raises(UsageError, match="a suite names its configurations") as caught:
+    with pytest.raises(UsageError, match="a suite names its configurations, so") as caught:
         rules.compare([suite], gpus=["a10"])
-    assert caught.value.remedy == "`autotune plan`"
+    assert caught.value.remedy == "use `autotune plan`"
 
 
 def test_one_model_that_fits_somewhere_is_enough() -> None:
@@ -1011,7 +1012,7 @@ def test_a_model_without_a_formula_is_one_error_with_its_remedy() -> None:
     for gpus in (["a10"], ["a10,l4"]):
         with pytest.raises(UsageError, match=rf"^{NOT_COUNTED}$") as caught:
             rules.compare([spec], gpus=gpus)
-        assert caught.value.remedy.startswith("`autotune run` on a GPU probes it")
+        assert caught.value.remedy.startswith("`autotune run` on a GPU measures it")
     pure = StudySpec(**SMALL | {"space": "full", "pins": {"precision": "bf16_pure"}})
     with pytest.raises(UsageError, match="t4 has no bf16") as caught:
         rules.compare([pure], gpus=["t4"])

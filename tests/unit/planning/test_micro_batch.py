@@ -123,7 +123,7 @@ def test_without_a_count_nothing_is_known_but_what_it_took() -> None:
         (pytest.approx(0.05), None, None, None),
     ]
     answer = profile_answer(report(bounds=found, uncounted="it has images"))
-    assert "What a micro batch needs at best is not known: it has images." in answer.notes
+    assert "The best time of a micro batch is unknown: it has images." in answer.notes
 
 
 def test_a_loader_in_the_same_process_must_be_ten_times_as_fast() -> None:
@@ -185,7 +185,7 @@ def test_the_report_as_data_and_as_tables() -> None:
         form_of("explain --profile").validate_json(json.dumps(data))
         assert data["of"] == ("kernels" if made.profile.on_gpu else "operators")
     answer = profile_answer(report())
-    assert answer.found[1].startswith("What takes the most time: matrix products (63%), then ")
+    assert answer.found[1].startswith("Most of the time goes to: matrix products (63%), then ")
     text = "\n".join(answer.notes)
     assert (
         "10 ms (5%), it waits" in text

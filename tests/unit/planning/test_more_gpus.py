@@ -94,8 +94,8 @@ def test_the_micro_batch_shrinks_where_the_global_batch_has_no_room_for_it() -> 
     odd = winner(micro_batch_size=1)
     three = replace(odd, workload=replace(odd.workload, global_batch=3))
     assert [row.problem for row in on_other_numbers(three).rows] == [
-        *(None, "a global batch of 3 cannot be divided so"),
-        *("a global batch of 3 cannot be divided so",) * 2,
+        *(None, "a global batch of 3 cannot be divided over these GPUs"),
+        *("a global batch of 3 cannot be divided over these GPUs",) * 2,
     ]
 
 

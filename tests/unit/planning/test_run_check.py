@@ -203,12 +203,11 @@ def test_a_need_without_a_formula_says_between_what_it_lies(
     answer: Callable[..., CheckReport],
 ) -> None:
     int8 = answer(changed(TRL_7B, load_in_8bit=True), "a10")
-    assert "could not be counted: the run needs more than with one of 4 bits" in " ".join(
-        int8.notes
-    )
+    said = "could not be counted: the run needs more than the reported memory"
+    assert said in " ".join(int8.notes)
     offloaded = answer(changed(AXOLOTL, gradient_checkpointing="offload"), "a10")
-    least, notes = "none of it on the GPU and all", " ".join(offloaded.notes)
-    assert f"What is offloaded has no formula: the need lies between {least}" in notes
+    least, notes = "none and all of it on the GPU", " ".join(offloaded.notes)
+    assert f"No formula covers the offloaded memory: the need lies between {least}" in notes
 
 
 def test_changes_that_affect_learning_come_last(answer: Callable[..., CheckReport]) -> None:
@@ -399,13 +398,13 @@ def test_steps_and_hours(answer: Callable[..., CheckReport]) -> None:
 def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(TRL))
     assert "for 10,000 examples (assumed) x 1, 625 steps" in out
-    assert "How long the examples are was not given: 1,024 tokens each (assumed)" in out
+    assert "The length of the examples was not given: 1,024 tokens each (assumed)" in out
     out = printed(
         answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0)
     )
     assert "for 77 steps, estimated" in out and "(assumed)" not in out
     assert "at $2.00/h, given by --price" in out
-    assert "one is assumed, without sharding (--gpus N)" in out
+    assert "one GPU without sharding is assumed (--gpus N)" in out
 
 
 def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path) -> None:
@@ -434,7 +433,7 @@ def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     assert b.cost.kwh == pytest.approx(a.cost.kwh, rel=0.01)
     out = printed(four)
     assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
-    assert "as data parallel: each holds all of it, sharding is not modelled" in out
+    assert "data parallel GPUs: each GPU holds the whole model, and sharding is not modelled" in out
     text = changed(FACTORY, deepspeed="ds_z3_config.json")
     alone, shared = answer(text), answer(changed(text, num_processes=4))
     assert alone.checked.bounds == one.checked.bounds
@@ -529,11 +528,12 @@ def test_the_gradients_that_several_gpus_hold_twice(answer: Callable[..., CheckR
     for text, more in ((FACTORY_FULL, "15.0 GiB"), (FACTORY, "0.06 GiB")):
         notes = answer(changed(text, num_processes=2), "h200-sxm").notes
         assert (
-            "Their communication is not counted, nor that torch then holds the gradients twice"
+            "The estimate leaves out the GPUs' communication, and the second copy of the gradients"
+            " that torch then holds"
             f" ({more} more)." in notes
         )
     assert not any(
-        "Their communication" in note for note in answer(changed(FACTORY, num_processes=1)).notes
+        "communication" in note for note in answer(changed(FACTORY, num_processes=1)).notes
     )
 
 
@@ -845,7 +845,7 @@ def test_an_int8_base_is_counted_though_the_model_has_a_formula(
     )
     assert bounds.reported.error == INT8_ERROR > ERROR
     assert found.checked.state == FITS and found.checked.estimate.tokens_per_s is None
-    assert "A base in 8 bits is counted without outliers" in " ".join(found.notes)
+    assert "The count of an 8-bit base leaves out its outliers" in " ".join(found.notes)
     assert found.faster is None and answer(eight, "rtx-4080").checked.state == OOM
     dora = answer(changed(eight, peft_use_dora=True), "a100-40gb-sxm").checked.bounds
     assert dora.most is None and dora.least == bounds.least
@@ -879,14 +879,15 @@ def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     assert (fits.checked.state, small.checked.state, small.fix) == (FITS, OOM, None)
     assert json_data(fits)["how_sure"] == COUNTED
     assert dict(lines(fits))["how"].endswith(COUNTED)
-    assert not any("float32 take is not known" in text for _, text in lines(fits))
+    assert not any("casts of a float32 base take is unknown" in text for _, text in lines(fits))
     in_fp32 = answer(changed(TRL, model_name_or_path="gpt2"), "h100")
     assert in_fp32.checked.state == TIGHT and verdict(in_fp32).startswith(
         "too close to tell: needs at least "
     )
     printed = list(lines(in_fp32))
     assert "card" not in dict(printed)
-    assert any("float32 take is not known" in text for label, text in printed if label == "note")
+    notes = [text for label, text in printed if label == "note"]
+    assert any("casts of a float32 base take is unknown" in text for text in notes)
 
 
 @pytest.mark.parametrize("text", [TRL_7B, AXOLOTL, AXOLOTL_FULL, FACTORY_FULL])

@@ -60,7 +60,7 @@ def test_utilization_weighs_by_timed_seconds_and_leaves_out_what_is_unknown() ->
     ] == [(4.5, 0.9), (10.0, 0.4)]
     assert timeline(study(probe("10:00:00", None))).utilization is None
     assert (
-        "how busy the GPU was in them is not known"
+        "the GPU's utilization in them is unknown"
         in timeline(study(probe("10:00:00", None))).sentences()[1]
     )
 

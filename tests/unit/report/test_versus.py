@@ -83,8 +83,8 @@ def test_it_says_how_sure_it_is_and_that_the_studies_asked_for_different_things(
         second, recipe=replace(other, winner=replace(other.winner, evidence=Evidence.PROJECTED))
     )
     said = versus.sentences(recipe_of(first), recipe_of(second))
-    assert "The comparison is as sure as the less sure of the two: projected." in said
-    assert "Not the configuration alone differs: device, price of an hour." in said
+    assert "The comparison has the weaker evidence of the two winners: projected." in said
+    assert "The studies differ in more than the configuration: device, price of an hour." in said
     same = versus.sentences(*map(recipe_of, slower(2.0)))
     assert not any("alone differs" in line for line in same)
 

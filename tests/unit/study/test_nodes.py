@@ -150,7 +150,7 @@ def test_what_was_found_stands_first_and_wide_rows_are_cards_on_a_phone() -> Non
     assert {"apart", "to others"}.isdisjoint(alone.tables[0].columns) and "apart" not in " ".join(
         alone.notes
     )
-    assert alone.found == ("There is one node, and nothing to compare it with.",)
+    assert alone.found == ("There is only one node, so there is no comparison.",)
     # for the names of their columns
     assert [table.is_wide for table in alone.tables] == [True, False, True]
 
