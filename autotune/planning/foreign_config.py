@@ -148,7 +148,7 @@ def _unknown_keys(values: dict[str, Any], tool: str) -> str:
     tool_keys = load_data("autotune.planning", "known_keys")[tool]
     unsupported = set(chain.from_iterable(run["keys"] for run in table("refused")))
     known = {*tool_keys["keys"], *unsupported, *_keys_of_tables()}
-    # A key without a value has no effect. An unsupported run is refused for its own reason.
+    # A key without a value has no effect. An unsupported run is refused later, with its own reason.
     unknown = [key for key, value in values.items() if key not in known and value is not None]
     if not unknown or any(map(values.get, unsupported)):
         return ""
@@ -162,7 +162,7 @@ def _unknown_keys(values: dict[str, Any], tool: str) -> str:
     raise Refused(
         unknown[0],
         f"{title} has no such key, and refuses the file{near}{others}",
-        "correct or remove it; a key of a newer version can be removed for the check",
+        "correct the key, or remove it for this check if only a newer version has it",
     )
 
 
@@ -177,7 +177,7 @@ def _keys_of_tables() -> Iterator[str]:
 def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
     """Return what accelerate's configuration says of the GPUs, if a run names such a file.
 
-    TRL has presets with names such as fsdp2, which are no files.
+    Names such as fsdp2 are TRL's presets, and no files.
     """
     if not isinstance(name, str) or Path(name).suffix not in (".yaml", ".yml", ".json"):
         return {}
@@ -238,7 +238,7 @@ def _load(path: Path) -> dict[str, Any]:
     values = read_user_yaml(path, RootModel[Any]).root
     if not isinstance(values, dict) or not values:
         raise UsageError(
-            f"{path} holds no keys with values", remedy="pass the YAML that you train with"
+            f"{path} has no keys with values", remedy="pass the YAML that you train with"
         )
     return {key: value for key, value in values.items() if isinstance(key, str)}
 
@@ -321,7 +321,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
     )
 
-    # The trainers for pairs give all rows a mask.
+    # The trainers for objectives other than SFT give all rows a mask.
     padding = "longest" if objective is Objective.SFT else "masked"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
     gpus = table("data_parallel") + table("parallel")
@@ -366,15 +366,15 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
         )
         raise Refused(
             quantization_key,
-            "a quantised base is trained by adapters alone",
-            "ask for LoRA, or do not quantise",
+            "a quantised base can only be trained with adapters",
+            "use LoRA, or do not quantise",
         )
 
     return knobs | _compute_knobs(file, tool)
 
 
 def _trl_objective(file: File) -> Objective:
-    """Return the file's objective: the user's, or by keys that only one of TRL's trainers reads."""
+    """Return the user's objective, or that of the TRL trainer that reads the file's keys."""
     if file.has("objective"):
         return Objective(file.text("objective"))
 
@@ -386,7 +386,7 @@ def _trl_objective(file: File) -> Objective:
     if losses:
         raise Refused(
             "loss_type",
-            f"no trainer of TRL that is supported has {quote(', '.join(losses))}",
+            f"no supported trainer of TRL has the loss {quote(', '.join(losses))}",
             _REMEDY,
         )
 
@@ -396,7 +396,9 @@ def _trl_objective(file: File) -> Objective:
             return Objective(name)
     for key in ("beta", "max_prompt_length"):
         if file.has(key):
-            reason = "only the command says whether it trains for dpo, kto or another objective"
+            reason = (
+                "the file does not say if the objective is dpo, kto or another; the command does"
+            )
             raise Refused(key, reason, "give --objective dpo, kto or reward")
     return Objective.SFT
 
@@ -435,7 +437,7 @@ def _objective_knobs(
         key = key_of(tool, "packing")
         raise Refused(key, f"rows of {objective} are not packed", "switch it off")
 
-    # One loss of KTO does not compare answers and prompts.
+    # One of KTO's losses does not compare the answers of a micro batch.
     compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)
     if (
         objective is Objective.KTO
@@ -445,7 +447,7 @@ def _objective_knobs(
         key = key_of(tool, "micro_batch_size")
         raise Refused(
             key,
-            "TRL compares the answers of a micro batch for KTO, which takes two",
+            "TRL compares the answers of a micro batch for KTO, so at least two are needed",
             "write 2 or more",
         )
 
@@ -640,7 +642,9 @@ def _trl_knobs(file: File) -> dict[str, Any]:
 
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
         raise Refused(
-            "max_length", "nothing is cut off then", "write how many tokens the longest example has"
+            "max_length",
+            "without a value, no row is cut off",
+            "write how many tokens the longest example has",
         )
 
     precision = _precision(False, file.flag("bf16", default=not fp16), fp16)

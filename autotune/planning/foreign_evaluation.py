@@ -38,13 +38,13 @@ def _strategy(file: File) -> bool:
 
 
 def _in_trl(file: File) -> bool:
-    # The command loads the test split for a strategy only; do_eval has no effect.
+    # TRL's command loads the test split only for an evaluation strategy; do_eval has no effect.
     return _strategy(file)
 
 
 def _in_llamafactory(file: File) -> bool:
     share = file.number("val_size", default=0, least=0)
-    # With do_eval it evaluates once, after the last step.
+    # With do_eval, LLaMA-Factory evaluates once, after the last step.
     return (share > 0 or file.has("eval_dataset")) and (_strategy(file) or file.flag("do_eval"))
 
 
@@ -57,7 +57,7 @@ def _in_axolotl(file: File) -> bool:
 
 
 def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
-    """Return the examples in a batch, or None for the training's micro batch."""
+    """Return the examples in an evaluation batch, or None for the training's micro batch."""
     # Axolotl evaluates packed rows in the training's batches.
     if tool == "axolotl" and config.packing and file.flag("eval_sample_packing", default=True):
         return None
@@ -68,7 +68,8 @@ def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
 def _loss(file: File, tool: str, config: TrainConfig) -> str:
     """Return the loss of an evaluation.
 
-    Liger's head makes no logits in training only. Cut Cross Entropy and TRL never make them.
+    Liger's fused head avoids logits only in training. Cut Cross Entropy and TRL also avoid them in
+    evaluations.
     """
     fused = tool == "trl" or (file.flag("cut_cross_entropy", default=True) and _has_cut(file))
     return config.loss if fused else "full"

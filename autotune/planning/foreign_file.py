@@ -137,5 +137,5 @@ def quote(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
-        text = "a number as large as that"
+        text = "a number with thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,7 +1,7 @@
 """Refuses a run that its tool, or a library of the tool, refuses at its start.
 
 Only conditions that depend on the file and the model's type are known, because the dataset is not
-read. They are rows of foreign_refusals.yaml.
+read. The conditions are in foreign_refusals.yaml.
 """
 
 from collections.abc import Mapping
@@ -50,20 +50,20 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
         return
     names = {name.rpartition(".")[2] for name in config.lora_targets.split(",")}
     if tool == "trl" and "lm_head" in names:
-        why = "TRL trains no adapter on the head, whose weights its loss reads"
+        why = "TRL trains no adapter on the head, because its loss reads the head's weights"
         raise Refused("lora_target_modules", _refusal(why), "remove lm_head")
 
     experts = _joined_experts(model_type)
     if experts is None:
         return
-    # The other tools name the linear layers that they find, and joined experts are none.
+    # The other tools adapt the linear layers that they find; fused experts are no linear layers.
     if config.lora_targets == ALL_LINEAR and tool == "trl":
         names |= set(experts["names"])
     targeted = names & set(experts["names"])
     if targeted and config.lora_dropout:
         why = (
-            f"{config.lora_dropout:g}, but the experts of {model_type} are joined in transformers "
-            "5, and PEFT has no dropout for them"
+            f"{config.lora_dropout:g}, but transformers 5 fuses the experts of {model_type} into "
+            "one parameter, and PEFT has no dropout for it"
         )
         raise Refused("lora_dropout", _refusal(why), "set lora_dropout: 0")
 
@@ -74,9 +74,9 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
 
 
 def without_dropout(config: TrainConfig, model_type: str) -> TrainConfig:
-    """Return the configuration without dropout if a mixture's joined experts get adapters.
+    """Return the configuration without dropout if a mixture's fused experts get adapters.
 
-    PEFT has no dropout for them, so it cannot be counted.
+    PEFT has no dropout for fused experts, so a dry probe cannot count it.
     """
     on_all = config.method == "lora" and config.lora_targets == ALL_LINEAR
     if not on_all or _joined_experts(model_type) is None:

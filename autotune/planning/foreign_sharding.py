@@ -18,7 +18,7 @@ from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 # In the name of a file, such as zero3_bf16.json or ds_z2_config.json
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
-# Terms of MemoryBreakdown that the GPUs share out, by strategy
+# Terms of MemoryBreakdown that are sharded over the GPUs, by strategy
 _LASTING = ("weights", "adapters", "gradients", "optimizer")
 _SHARED = {
     "ddp": (),
@@ -97,7 +97,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 
     reason = parallelism.refusal(config)
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
-        reason = "no formula covers a base in float32 that is shared out"
+        reason = "no formula covers a sharded float32 base"
     if reason is None and memory_of(model, config) is None:
         reason = "no formula covers a rank of this run"
     if reason is not None:
@@ -110,7 +110,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 
 
 def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
-    """Return the run with its savings that no formula covers.
+    """Return the run with the memory savings that no formula covers.
 
     `reason` says why no formula covers its sharding.
     """
@@ -119,19 +119,19 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
     causes = []
     exchanges = False
 
-    # Some keys save memory that no formula knows.
+    # Some keys save an amount of memory that no formula gives.
     freed: set[str] = set()
     for key, terms in table["lessens"].items():
         if run.values.get(key) not in _OFF and notes["less_memory"].format(key=key) in run.notes:
-            causes.append(f"what {key} saves")
+            causes.append(f"the memory that {key} saves")
             freed |= set(terms)
 
     if terms := _offloaded_terms(run.values):
-        causes.append("what is offloaded to the host's memory")
+        causes.append("the memory that is offloaded to the host")
         freed |= terms
         exchanges = True
 
-    # The GPUs share out what the strategy says, or anything if it is unknown.
+    # The GPUs shard the terms of the strategy, or any term if the strategy is unknown.
     shared: set[str] = set()
     unshared_notes = list(run.notes)
     if notes["sharded"] in run.notes and number > 1:
@@ -140,10 +140,10 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
         if strategy is None and any(run.values.get(key) not in _OFF for key in _splits(table)):
             shared |= {"activations", "logits"}
         if shared:
-            freed.add("reserved")  # the allocator gives unused memory back if it is short
+            freed.add("reserved")  # the allocator gives unused memory back if memory is short
             why = f" ({reason})" if reason else ""
             by = _NAMES.get((strategy or "")[:4], "")
-            causes.append(f"how {number} GPUs share out the model{by}{why}")
+            causes.append(f"how {number} GPUs shard the model{by}{why}")
             exchanges = True
             unshared_notes.remove(notes["sharded"])
     elif notes["sharded"] in run.notes and freed:

@@ -1,4 +1,4 @@
-"""The words for the results of a study, each in one place.
+"""The texts that describe a study's results, each defined once.
 
 They cover outcomes, numbers, configurations, ablations and verifications. The terminal, the report,
 the dashboard, `autotune status` and notebooks use them. Exported files have their own header
@@ -101,7 +101,7 @@ def candidate_line(candidate: Candidate) -> str:
 
 
 def speed_up(recipe: Recipe) -> str:
-    """Compare the winner's speed with the baseline's, without a ratio if they are within the error.
+    """Compare the winner's speed with the baseline's, without a ratio if both are within the error.
 
     A ratio is labelled if one of the two was not measured as a whole model.
     """
@@ -202,7 +202,7 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
 
 
 def mfu_basis(recipe: Recipe) -> str:
-    """Return the basis of a CPU's MFU, which has no data sheet. The text is empty for a GPU."""
+    """Return the basis of MFU on a CPU, which has no data sheet. The text is empty for a GPU."""
     return (
         " of what this processor reached in large products" if recipe.device.kind == "cpu" else ""
     )
@@ -211,14 +211,14 @@ def mfu_basis(recipe: Recipe) -> str:
 def intervals(candidate: Candidate) -> str:
     """Return a sentence on the meaning of the candidate's intervals of time and cost."""
     meanings = {
-        Evidence.MEASURED: "are the spread of the measured steps, "
-        "at least what two probes differ by, "
-        "and of the full run what its host or CPU may drift by",
+        Evidence.MEASURED: "cover the spread of the measured steps, "
+        "at least the difference between two probes, "
+        "and for the full run the drift of its host or CPU",
         Evidence.EXTRAPOLATED: "hold the possible error of the extrapolation from a few layers",
         Evidence.PROJECTED: "hold 80% of the cases of the projection from another card, "
         "and the spread of the steps",
     }
-    return f"Intervals {meanings.get(candidate.evidence, 'are those of the formula')}."
+    return f"Intervals {meanings.get(candidate.evidence, 'come from the formula')}."
 
 
 def evidence(candidate: Candidate) -> str:
@@ -449,7 +449,7 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 
     more = winner.peak_gib - knob.peak_gib
     if abs(more) < SAME_GIB:
-        return f"{speed}, as much memory"
+        return f"{speed}, the same memory"
     return f"{speed}, {fmt_gib(abs(more))} {'more' if more > 0 else 'less'}"
 
 
@@ -513,7 +513,7 @@ def learning(result: Learning) -> list[str]:
         )
     dropped = sorted({attempt.learning_rate for attempt in result.attempts} - set(result.losses()))
     behind = ", ".join(f"{rate:.2g}" for rate in dropped)
-    lines += [f"  after fewer steps these were behind: {behind}"] if dropped else []
+    lines += [f"  dropped after fewer steps: {behind}"] if dropped else []
 
     for other in result.others:
         name = learning_differences(other.config, result.config) or other.config.label()

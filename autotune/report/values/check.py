@@ -17,18 +17,19 @@ from autotune.problem.workload import Workload
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 Edits = dict[str, Any]
 FP32_BASE = (
-    "What is frozen and not quantised stays in float32, TRL's default for dtype: "
-    "2 bytes a parameter more than in bfloat16, and slower; `dtype: bfloat16` avoids that."
+    "Frozen weights that are not quantised stay in float32, TRL's default for dtype. "
+    "They take 2 bytes more per parameter than in bfloat16, and are slower; "
+    "`dtype: bfloat16` avoids that."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncounted:
-    """The savings of a run that no formula covers: its need is a range.
+    """The memory savings of a run that no formula covers, so that the run's need is a range.
 
-    `shared` and `freed` are terms of MemoryBreakdown. At best, `num_gpus` GPUs share the first ones
-    out, and the second ones leave the GPU. `causes` are phrases. With `exchanges`, the run sends
-    weights or gradients at an unknown speed.
+    `shared` and `freed` are terms of MemoryBreakdown. At best, the `shared` terms are sharded over
+    `num_gpus` GPUs, and the `freed` terms leave the GPU. `causes` are phrases. With `exchanges`,
+    the run sends weights or gradients at an unknown speed.
     """
 
     causes: tuple[str, ...]
@@ -38,7 +39,7 @@ class Uncounted:
     exchanges: bool = False
 
     def least(self, memory: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory if everything is shared out and leaves the GPU that can."""
+        """Return the memory if all shared terms are sharded and all freed terms leave the GPU."""
         parts = {name: getattr(memory, name) / self.num_gpus for name in self.shared}
         return replace(memory, **parts | dict.fromkeys(self.freed, 0.0))
 
@@ -48,13 +49,12 @@ class ForeignConfig:
     """A fine-tuning run as another tool's YAML describes it.
 
     `format` is one of TOOLS. `model` and `dataset` are names or paths as written; commas separate
-    several datasets. The micro batch counts examples, and some objectives have two rows for each.
-    `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps` decides.
-    `max_examples` is the limit over all datasets together. Each of `notes` is a sentence: an
-    assumption, or a setting that affects memory or speed and that `config` lacks. `evaluation` is
-    None if the run does not evaluate between its steps. `uncounted` are its savings without a
-    formula. `ignored` names
-    the keys that the tool does not know and passes over, or is "".
+    several datasets. The micro batch counts examples; with some objectives, an example has two
+    rows. `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps`
+    decides. `max_examples` is the limit over all datasets together. Each of `notes` is a sentence:
+    an assumption, or a setting that affects memory or speed and that `config` lacks. `evaluation`
+    is None if the run does not evaluate between its steps. `uncounted` has the memory savings that
+    no formula covers. `ignored` names the keys that the tool does not know and ignores, or is "".
     """
 
     format: str
@@ -75,7 +75,7 @@ class ForeignConfig:
 
     @property
     def needs_more(self) -> bool:
-        """Whether a note says that it needs more memory than `config` does."""
+        """Whether a note says that the run needs more memory than `config`."""
         return any("the run needs more memory" in note for note in self.notes)
 
 
@@ -111,7 +111,7 @@ class Duration:
 class CheckedRun:
     """A run with its estimate, which has no speed and cost if the run does not fit.
 
-    `edits` are the changes that turn the file into this run: keys of its own tool with their new
+    `edits` are the changes that turn the file into this run: keys of the file's tool with their new
     values.
     """
 
@@ -164,9 +164,9 @@ class SingleChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faster:
-    """A faster configuration that learns the same, with its speed ratio.
+    """A faster configuration that learns the same; `times` is its speed divided by the run's.
 
-    `command` measures it.
+    `command` is the shell command that measures it.
     """
 
     config: TrainConfig

@@ -32,7 +32,7 @@ class StudyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that `doctor` examined. `ok` is None if it is missing but not needed."""
+    """One thing that `doctor` examined. `ok` is None if the thing is missing but not needed."""
 
     name: str
     ok: bool | None

@@ -1,6 +1,6 @@
 """Cards compared for the same run, as values.
 
-They give the cheapest and the fastest card, the options within a budget, and the cost on an own
+They give the cheapest and the fastest card, the options within a budget, and the cost on the user's
 card.
 """
 
@@ -75,7 +75,7 @@ class ComparedCard:
         if self.plan is None or self.least is None:
             return self.problem or "unknown"
         if self.best is None and self.holds_it:
-            return "fits, at a speed that is not known"
+            return "fits, at an unknown speed"
         return FITS if self.best else self.least.state
 
 
@@ -102,7 +102,7 @@ def speed_interval(card: ComparedCard) -> tuple[float, float] | None:
 class Group:
     """One model, trained by one method, on each card.
 
-    `smallest` is the card of the catalogue with the least memory that holds it.
+    `smallest` is the catalogue's card with the least memory that holds the run.
     """
 
     model: str
@@ -246,7 +246,7 @@ def _require(name: str, value: float | None, valid: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRun:
-    """One run on the own card. Field names are keys of the JSON output.
+    """One run on the user's card. Field names are keys of the JSON output.
 
     `usd` is its share of the purchase, plus electricity at the card's power limit. `rented` is the
     cheapest card, for comparison. `pays_after_runs` is the number of runs after which the purchase
@@ -292,7 +292,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The same run for each model and method on each card, with a budget and an own card.
+    """The same run for each model and method on each card, with a budget and the user's card.
 
     `how_sure` states the source of memory and speed. `calibrated` says whether a calibration
     contributed.
@@ -305,10 +305,10 @@ class Comparison:
     owned: Owned | None = None
 
     def own_card(self, group: Group) -> ComparedCard | None:
-        """Return the own card.
+        """Return the user's card, or None.
 
-        It is None without an own card, if the run does not fit it, or if its speed or power is
-        unknown.
+        The result is None if the user gave no card, if the run does not fit the card, or if the
+        card's speed or power is unknown.
         """
         owned = [
             card
@@ -318,7 +318,7 @@ class Comparison:
         return next((card for card in owned if card.cost and card.cost.kwh is not None), None)
 
     def own_run(self, group: Group) -> OwnRun | None:
-        """Return the run on the own card, or None if `own_card` returns None."""
+        """Return the run on the user's card, or None if `own_card` returns None."""
         card = self.own_card(group)
         owned = self.owned
         rented = group.cheapest
@@ -390,7 +390,7 @@ class Comparison:
             lines = ["nothing surely fits any of these cards"]
             for group in planned:
                 card = (
-                    f"the smallest card that holds it is {group.smallest.name}"
+                    f"the smallest card that holds the run is {group.smallest.name}"
                     if group.smallest
                     else None
                 )
@@ -399,14 +399,14 @@ class Comparison:
             return None
         elif not any(group.fastest for group in planned):
             lines = [
-                f"whether anything is within {self.budget} is not known: no formula knows the speed"
+                f"it is unknown if anything is within {self.budget}: no formula gives the speed"
             ]
         else:
             holders = [card for group in planned for card in group.cards if card.holds_it]
             unknown = dict.fromkeys(card.device.name for card in holders if card.cost is None)
             lines = [f"nothing {'of known speed ' if unknown else ''}is within {self.budget}"]
             if unknown:
-                lines.append(f"no formula knows the speed of {', '.join(unknown)}")
+                lines.append(f"no formula gives the speed of {', '.join(unknown)}")
             for group, advice in advised:
                 kinds = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
                 best = [f"{kind} is {option}" for kind, option in kinds if option]

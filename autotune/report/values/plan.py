@@ -9,14 +9,14 @@ from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
-NO_SPEED = "no formula knows the speed of such a training: `autotune run` measures it"
+NO_SPEED = "no formula gives the speed of this training: `autotune run` measures it"
 ONLY_BASELINE = (
     "only the baseline was counted, since each count takes seconds: "
     "`autotune run` looks for the best"
 )
 ONLY_LEANEST = (
-    "the baseline does not fit, and of all others only the one that needs the least memory "
-    "was counted, since each count takes seconds: `autotune run` looks for the best"
+    "the baseline does not fit, and only the configuration that needs the least memory "
+    "was counted besides, since each count takes seconds: `autotune run` looks for the best"
 )
 # A plan with one of these reasons may miss a configuration that fits, or a better one.
 LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)

@@ -51,7 +51,7 @@ class HostNeed:
 
     @property
     def suffices(self) -> bool | None:
-        """Whether the machine has enough of it, or None if that is unknown."""
+        """Whether the machine has enough of the part, or None if that is unknown."""
         return None if self.found is None else self.found >= self.needed
 
 

@@ -48,9 +48,9 @@ class Bought:
 
     `pays_after_hours_against_itself` are the hours of use until the purchase beats renting the same
     card, at `rent_usd_per_hour`. `pays_after_hours` compares with `rented`, the cheapest of all
-    cards for the same work; `pays_after_months` are the months of this use. The fields with "spot"
-    say the same for spot prices. An hour or month is None if the card never pays. If no price is
-    known, `rented` or the rent is None too.
+    cards for the same work; `pays_after_months` gives this use in months. The fields with "spot"
+    say the same for spot prices. A number of hours or months is None if the card never pays. If no
+    price is known, `rented` or the rent is None too.
     """
 
     card: str

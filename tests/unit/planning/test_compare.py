@@ -289,7 +289,7 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
     text = comparison(slow, silent, budget=Budget(max_usd=1)).unmet()
     assert text is not None and text.splitlines()[:2] == [
         "nothing of known speed is within $1.00",
-        "no formula knows the speed of l4",
+        "no formula gives the speed of l4",
     ]
     assert (
         replace(held, budget=Budget(max_usd=3)).unmet()
@@ -302,8 +302,8 @@ def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
     assert (
         held.unmet()
-        == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is"
-        " h100-sxm"
+        == "nothing surely fits any of these cards\nm, lora: the smallest card that holds the run"
+        " is h100-sxm"
     )
     assert (
         held.remedy() == "take a larger GPU, a smaller model, --space qlora or a shorter --seq-len"
@@ -506,7 +506,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert (small.holds_it, small.state) == (False, OOM)
     assert (large.holds_it, large.state, large.best) == (
         True,
-        "fits, at a speed that is not known",
+        "fits, at an unknown speed",
         None,
     )
     assert small.least is not None and small.least.memory is not None and small.least.memory.counted
@@ -514,8 +514,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
         [StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10"], budget=Budget(max_usd=1.0)
     )
     assert (
-        limited.unmet()
-        == "whether anything is within $1.00 is not known: no formula knows the speed"
+        limited.unmet() == "it is unknown if anything is within $1.00: no formula gives the speed"
     )
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
     assert (
@@ -675,7 +674,7 @@ def test_nothing_within_the_budget_is_an_exit_code_of_its_own() -> None:
     result = run("--gpus", "t4", model="llama-3.1-70b")
     assert isinstance(
         result.exception, NothingFits
-    ) and "the smallest card that holds it is" in str(result.exception)
+    ) and "the smallest card that holds the run is" in str(result.exception)
 
 
 def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
@@ -821,7 +820,7 @@ def test_the_state_of_a_card_says_what_is_not_known() -> None:
     unknown = replace(
         fits, plan=replace(fits.plan, best=None), least=replace(plan().baseline, state=FITS)
     )
-    assert unknown.state == "fits, at a speed that is not known"
+    assert unknown.state == "fits, at an unknown speed"
     assert unknown.tokens_per_s == 0.0 and unknown.cost is unknown.usd is unknown.best is None
     nothing = ComparedCard(device=A10)
     assert (

@@ -601,7 +601,7 @@ def test_what_needs_no_note(read):
 # --- what is refused
 
 
-QUANTISED = "a quantised base is trained by adapters alone"
+QUANTISED = "a quantised base can only be trained with adapters"
 REFUSED = {
     (
         "llamafactory",
@@ -633,9 +633,9 @@ REFUSED = {
     (
         "trl",
         "beta: 0.1",
-    ): "only the command says whether it trains for dpo, kto or another objective",
-    ("trl", "loss_type: grpo"): "no trainer of TRL that is supported has 'grpo'",
-    ("trl", "max_length: null"): "nothing is cut off then",
+    ): "the file does not say if the objective is dpo, kto or another; the command does",
+    ("trl", "loss_type: grpo"): "no supported trainer of TRL has the loss 'grpo'",
+    ("trl", "max_length: null"): "without a value, no row is cut off",
     ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
     ("trl", "model_name_or_path:"): "is missing",
     ("trl", "num_train_epochs: 0"): "a number from 0.001 to 1,000,000,000,000,000 is needed, not 0",
@@ -673,7 +673,7 @@ WRONG = {  # by what is needed
             ".nan": "nan",
         }
         | {".inf": "inf", "few": "'few'", "1e9": "'1e9'", "2024-01-02": "datetime.date(2024, 1, 2)"}
-        | {f"0x{'f' * 5000}": "a number as large as that"}
+        | {f"0x{'f' * 5000}": "a number with thousands of digits"}
     },
 }
 REFUSED |= {
@@ -717,8 +717,8 @@ def test_what_is_refused(tool, line, failure):
          " says on which mach"),
         ("{base_model: m, sequence_len: no}", "FILE: sequence_len: a number from 1 to 16,777,216 is"
          " needed, not False"),
-        ("", "FILE holds no keys with values"),
-        ("- base_model\n", "FILE holds no keys with values"),
+        ("", "FILE has no keys with values"),
+        ("- base_model\n", "FILE has no keys with values"),
         ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has none of"
          " dataset_name, use_peft"),
         ("cutoff_len: 2048\nbase_model: m\n",

@@ -32,7 +32,7 @@ FULL = {
 }
 LORA = FULL | {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
-OFFLOADED = "what is offloaded to the host's memory"
+OFFLOADED = "the memory that is offloaded to the host"
 LASTING = ("weights", "adapters", "gradients", "optimizer")
 SHARDED = (
     "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
@@ -156,7 +156,7 @@ def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
         run, notes = notes_of(tmp_path, FULL | FSDP, gpus)
         assert run.config.num_gpus == 1 and (SHARDED in notes) is (gpus != 11)
     assert run.uncounted is not None and run.uncounted.causes == (
-        "how 11 GPUs share out the model by FSDP (no formula covers 11 GPUs)",
+        "how 11 GPUs shard the model by FSDP (no formula covers 11 GPUs)",
     )
     plain, _ = notes_of(tmp_path, LORA, 4)
     assert (plain.config.num_gpus, plain.config.sharding) == (4, "ddp")

@@ -201,7 +201,7 @@ def ablated(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
         ),
         (
             {"tokens_per_s": 1000.0, "peak_gib": 20.0},
-            "no clear difference in speed, as much memory",
+            "no clear difference in speed, the same memory",
         ),
         ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
         (
