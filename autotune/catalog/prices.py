@@ -142,7 +142,7 @@ def age(as_of: str | None, today: date) -> str:
 
     months = 12 * (today.year - year) + (today.month - month if month else 0)
     if day and today.day < day:
-        months -= 1  # the last month is not complete
+        months -= 1  # the last of these months is not complete
     if months < 0:
         return f"dated in the future ({as_of})"
 
@@ -241,7 +241,7 @@ def _file_model() -> "type[BaseModel]":
         def _known(cls, name: str) -> str:
             try:
                 return catalogued_device(name).name
-            except UsageError as error:  # pydantic adds the line only to a ValueError
+            except UsageError as error:  # pydantic adds the line number only to a ValueError
                 raise ValueError(str(error)) from None
 
         @field_validator("as_of")

@@ -234,7 +234,7 @@ def _least_by_bf16(
         try:
             leanest = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
         except UsageError:
-            continue  # no configuration of the space runs on such cards
+            continue  # cards of this kind run no configuration of the space
 
         if leanest:
             needs[bf16] = leanest

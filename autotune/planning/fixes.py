@@ -18,7 +18,7 @@ from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignCo
 # Limits of the search
 MAX_MICRO_BATCH = 1024
 MIN_LENGTH = 256
-NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # a key below one of these is changed there
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # keys below these are changed in place
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # The rank of a change tells how much it alters the training's result, the least first: the same
 # result; another optimizer state, or no DoRA; another base, or no fp32 master weights; shorter

@@ -108,7 +108,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     """
     values = _load(path)
     tool = _tool_of(path, values)
-    values.pop("objective", None)  # our own entry, which is no key of any tool
+    values.pop("objective", None)  # an entry of this program; no tool has this key
     if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
@@ -374,7 +374,7 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
 
 
 def _trl_objective(file: File) -> Objective:
-    """Return the user's objective, or that of the TRL trainer that reads the file's keys."""
+    """Return the user's objective, or the one of the TRL trainer that reads the file's keys."""
     if file.has("objective"):
         return Objective(file.text("objective"))
 
@@ -737,7 +737,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
 
     checkpointing = "offload"
     if not offload:
-        sharding = file.mapping("fsdp_config")  # FSDP can recompute by itself
+        sharding = file.mapping("fsdp_config")  # FSDP has its own activation checkpointing
         fsdp_recomputes = any(
             sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
         )
@@ -757,7 +757,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
 def _axolotl_precision(file: File, adapter: str) -> str:
     """Return the precision; without an adapter, bf16 also covers the weights."""
     fp16 = file.flag("fp16") or file.flag("float16")
-    bf16_mode = file.values.get("bf16", "auto")  # an empty key switches it off
+    bf16_mode = file.values.get("bf16", "auto")  # a key without a value switches bf16 off
     bf16 = file.flag("bfloat16") or bf16_mode == "full"
     if not bf16:
         bf16 = not fp16 if bf16_mode == "auto" else file.flag("bf16")

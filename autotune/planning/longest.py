@@ -45,7 +45,7 @@ LONG_ROWS: dict[str, Any] = {
     "checkpointing": "offload",
     "tiling": "tokens",
     "loss": "chunked",
-    "padding": "longest",  # torch then uses flash attention
+    "padding": "longest",  # this padding lets torch use flash attention
 }
 # Pairs of row lengths in tokens; the memory of one pair determines the line of memory over length.
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
@@ -55,7 +55,7 @@ FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer
 # the warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
 LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by at least 2 %
-HEADROOM = 0.01  # as a share of the card's memory
+HEADROOM = 0.01  # the share of the card's memory that stays free
 PATIENCE_S = 7200.0  # the time limit of one step
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
@@ -163,7 +163,7 @@ class Longest:
         if (need := self._need(method, tokens)) is None:
             return self._uncounted(method, tokens)
         need_by_tokens[tokens] = need
-        if need > self.limit_gib:  # the need is not linear up to this length
+        if need > self.limit_gib:  # the memory is not linear up to this length
             tokens, limited_by = self._at_limit(method, need_by_tokens)
 
         return self._predicted(method, tokens, limited_by)

@@ -28,8 +28,8 @@ NOT_MOVED = (
 LOADER_SHARE = (
     0.1  # the share of a micro batch that a loader in the training's own process may take
 )
-PROCESS_GIB = 2.0  # of host memory for PyTorch and transformers; without CUDA they take 0.5 GiB
-CHECKPOINT_S = 60.0  # a checkpoint should be written in this time
+PROCESS_GIB = 2.0  # host memory for PyTorch and transformers; without CUDA they take 0.5 GiB
+CHECKPOINT_S = 60.0  # the longest that writing a checkpoint should take
 
 
 def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
@@ -120,7 +120,7 @@ def host_needs(
     examples_per_s: float,
     tokenised_per_s: float | None,
 ) -> Iterator[HostNeed]:
-    """Yield what the run needs from the machine; memory and disk follow from the model's count.
+    """Yield the run's needs for each part of the machine; memory and disk follow from a count.
 
     Training consumes `examples_per_s`; the other rates were measured on this machine. Without a
     count, memory and disk are left out.

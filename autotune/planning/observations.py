@@ -65,7 +65,8 @@ def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
         StorageError: `directory` cannot be written.
     """
     submission = _load(path)
-    target = directory / f"{submission.digest}.json"  # the file's content cannot choose its name
+    # Its digest names the file, so the author cannot choose the path.
+    target = directory / f"{submission.digest}.json"
     try:
         was_there = _load(target) == submission
     except UsageError:

@@ -47,7 +47,7 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, CheckReport, Faster, ForeignConfig
 
-MIN_SPEEDUP = 1.05  # a faster configuration is reported from this factor on
+MIN_SPEEDUP = 1.05  # a faster configuration is reported if it is at least this many times as fast
 # The faster configuration shares these knobs with the run, because they affect the training's
 # result.
 SHARED = (
@@ -432,7 +432,7 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
         return
 
     step = bounds_of(context, replace(run, evaluation=None))
-    assert step is not None  # the bounds of the run include it
+    assert step is not None  # the bounds of the run include the bounds of a step
     key = key_of(run.format, "eval_batch")
     rows = evaluation.batch_of(run.config).micro_batch_size
     source = key if key in run.values else f"{key}, by default"

@@ -30,8 +30,8 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-STEP = 1.2  # models whose sizes differ by less than this factor share a row of the table
-HOPELESS = 1.5  # beyond this multiple of the limit, no other knob makes a model fit
+STEP = 1.2  # of models whose sizes differ by less than this factor, one is listed
+HOPELESS = 1.5  # if a model needs more than this multiple of the limit, no other knob makes it fit
 LEAST_PARAMS = 10**8
 SHORTEST, LONGEST = 128, 2**20  # the shortest and the longest row to try, in tokens
 # Pinned knobs shorten the search. If a configuration fits, each pin changes its speed by less than

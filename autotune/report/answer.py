@@ -31,7 +31,7 @@ from autotune.report.values.rent_or_buy import (
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.nodes import Node
 
-PHONE = 40  # characters of a table's row that a phone shows
+PHONE = 40  # the number of characters of a table row that a phone shows
 SPOT = (
     "At a spot price, the cloud may take the GPU back at any time. "
     "The run then continues from its last checkpoint "

@@ -57,11 +57,11 @@ METHOD_MARKERS = {
 }
 SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
 DASHES = ("solid", "dash")
-LONG_S = 900.0  # a longer time axis is in minutes
+LONG_S = 900.0  # a time axis longer than this is in minutes, a shorter one in seconds
 FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
 NARROW = 20  # the most characters in a line of a label beside a wide figure
-WRAP = 26  # characters of a bar's name on one line; a phone shows a few more
-EDGE = 1.5  # the end of the memory axis, in limits; trials that need more are drawn there
+WRAP = 26  # the most characters of a bar's name on one line; a phone shows a few more
+EDGE = 1.5  # the memory axis ends at this multiple of the limit; larger trials are drawn there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

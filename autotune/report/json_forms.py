@@ -69,7 +69,7 @@ ANSWERS: dict[str, Any] = {
     "import": Imported,
     "worker": Worked,
 }
-STORED = ("explain", "calibrate")  # commands that print their answer as it is stored
+STORED = ("explain", "calibrate")  # commands whose output is the stored file
 
 
 @cache

@@ -11,7 +11,7 @@ from autotune.report.infos import CompareRow
 from autotune.study.summary import Recipe, StudySummary
 
 ASKED = "What was asked for"
-CLEAR = 1.1  # a smaller ratio is shown as a percentage
+CLEAR = 1.1  # a speed ratio below this is shown as a percentage
 
 
 def render(first: StudySummary, second: StudySummary) -> str:

@@ -142,7 +142,7 @@ def test_an_evaluation_that_needs_more_than_a_step_decides_the_verdict(path: Pat
     assert "the peak is in an evaluation" in check_answer(report).needs
     assert report.notes[0].startswith(
         "The evaluation, not the training, sets the peak: 32 examples at a time"
-        " (per_device_eval_batch_size). A step"
+        " (per_device_eval_batch_size). A training step"
     )
     assert report.fix is not None and report.fix.edits == {"per_device_eval_batch_size": 1}
 
