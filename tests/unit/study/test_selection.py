@@ -947,6 +947,6 @@ def test_a_card_that_was_calibrated_is_named_where_speeds_are_projected():
     ]
     assert f"from data sheets, h100-sxm {card.label} (products 0.5 times as fast" in caveat
     made.task = replace(made.task, calibration=calibration("a10"))  # of neither card
-    assert "speeds are projected by data sheets (products" in " ".join(
+    assert "speeds are projected from data sheets (products" in " ".join(
         made.recipe(FINGERPRINT).caveats
     )
