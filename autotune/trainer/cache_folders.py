@@ -1,8 +1,8 @@
 """Finds this user's cache folders, and keeps other users out of the folders of compiled code.
 
 Torch unpickles the files that it finds in its cache, which is by default a folder with a known name
-in the shared temporary directory. Another user who makes that folder first could execute code in
-this process.
+in the shared temporary directory. Another user who makes the cache folder first could execute code
+in this process.
 """
 
 import os

@@ -57,8 +57,8 @@ def has_plain_head(model: Any) -> bool:
 def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     """Return a Trainer's `compute_loss_func` for this causal language model.
 
-    Afterwards the loss runs the head, and the model's forward pass does not. Raises ValueError if
-    the model changes its logits after the head.
+    Afterwards the loss function runs the head, and the model's forward pass skips it. Raises
+    ValueError if the model changes its logits after the head.
     """
     if not has_plain_head(model):
         name = type(model).__name__
@@ -145,7 +145,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    # A variable would keep this chunk's gradient while the next one is computed.
+                    # A variable would keep this chunk's gradient while the next chunk's is
+                    # computed.
                     gradient += of_weights.pop(0)
             total += loss.detach()
 

@@ -44,14 +44,15 @@ class Clock(TrainerCallback):
             self._progress = open(progress, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._start_time = time.time()
 
-        # Each list has one entry for the start of each step, and one for the end of the run.
+        # Each of these lists has an entry for the start of each step, and one for the end of the
+        # run.
         self._starts: list[float] = []
         self._events: list[Any] = []  # the same moments as CUDA events; on a CPU, the same times
         self._tokens = [0]  # tokens since the previous start, with padding
         self._graphs: list[int] = []  # number of graphs that torch.compile had made by then
         self._pauses: list[float] = []  # seconds of evaluations and saves before the next start
         self._ends: list[Any] = []  # when the step's evaluation or save began, else None
-        self._peaks_allocated: list[float] = []  # GiB, in the step that ended then
+        self._peaks_allocated: list[float] = []  # GiB, in the step before this start
         self._peaks_reserved: list[float] = []
 
         self._step_ended: float | None = None  # the time, if an evaluation or a save follows
@@ -94,7 +95,7 @@ class Clock(TrainerCallback):
         self.mark()
 
     def mark(self) -> None:
-        """Record the time, and the peaks since the last mark."""
+        """Record the time, and the memory peaks since the last mark."""
         if torch.cuda.is_available():
             self._peaks_allocated.append(torch.cuda.max_memory_allocated() / GIB)
             self._peaks_reserved.append(torch.cuda.max_memory_reserved() / GIB)

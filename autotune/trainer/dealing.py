@@ -19,9 +19,9 @@ def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
 def deal(longest: Sequence[int], ranks: int) -> list[int]:
     """Return the order of micro batches: rank 0 takes the first, rank 1 the second, and so on.
 
-    `longest` holds the length of each micro batch, in descending order. Each `ranks` consecutive
-    micro batches have one for each rank. The rank with the fewest tokens so far gets the longest of
-    them.
+    `longest` holds the length of each micro batch, in descending order. Of every `ranks`
+    consecutive micro batches, each rank gets one. The rank with the fewest tokens so far gets the
+    longest micro batch.
     """
     taken_by = ranks_of(longest, ranks)
     return sorted(range(len(longest)), key=lambda index: (index // ranks, taken_by[index]))

@@ -42,7 +42,7 @@ NO_STOP = (
 )
 DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
-NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # by the kind of text left out
+NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # notes by the kind of left-out text
 
 Ranges = list[tuple[int, int]]  # the start and end of the characters to train on
 
@@ -110,7 +110,7 @@ class Encoder:
             yield from self._encode_batch(batch)
 
     def describe_notes(self, number: int) -> list[str]:
-        """Return the notes on a dataset of `number` examples, each with its number of examples."""
+        """Return the notes for the user, each with its number of examples out of `number`."""
         return [f"{note} ({count:,} of {number:,} examples)" for note, count in self.notes.items()]
 
     def _encode_batch(self, batch: list[Located]) -> list[list[int]]:
@@ -177,7 +177,7 @@ class Encoder:
         return not keeps(MARK) and keeps([{"type": "text", "text": MARK}])
 
     def _check_text(self, form: Chat, text: str) -> None:
-        """Note left-out thoughts and tools. Raises BadExample if other text is left out."""
+        """Note thoughts and tools that a template leaves out. Raises BadExample for other text."""
         lost = self._lost_text.find(form, text, lambda chat: self._render(chat, chat.messages))
         for index, kind in lost:
             role = form.messages[index]["role"]
@@ -197,7 +197,7 @@ class Encoder:
         """Return whether the template itself marks the tokens to train on.
 
         The template would also mark an answer that a flag excludes, so its marks are not used for
-        such rows.
+        rows with such a flag.
         """
         if not isinstance(form, Chat) or any(map(is_untrained, form.messages)):
             return False
@@ -227,8 +227,9 @@ class Encoder:
             if ranges is None:
                 yield index, tokens[first:]
                 continue
-            # Only the ends count: a token that reaches into an answer belongs to the answer, as in
-            # TRL. A token's start is not reliable, because it may leave out a leading space.
+            # Only the end of a token counts: a token that reaches into an answer belongs to the
+            # answer, as in TRL. A token's start is not reliable, because it may leave out a leading
+            # space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
             is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
             yield index, _mask(tokens, is_trained)[first:]
@@ -329,7 +330,8 @@ class Encoder:
     def _variables(self, form: Chat) -> dict[str, Any]:
         """Return the template's variables from a row, without arguments of the tokenizer.
 
-        A row must not set such an argument: one of them replaces the chat template.
+        A row must not set arguments of the tokenizer: one of these arguments replaces the chat
+        template.
         """
         return {name: form.options[name] for name in form.options if name not in self._arguments}
 
@@ -383,8 +385,8 @@ class Encoder:
     def _end_of_turn(self, form: Chat, marked: list[Message], tail: str, tail_alone: str) -> int:
         """Return the length of the end-of-turn text at the beginning of `tail`.
 
-        This text stands before the header of the next message. The end of a conversation may
-        differ.
+        The end-of-turn text stands before the header of the next message. The end of a conversation
+        may have another text.
         """
         common = _common_length(tail, tail_alone)
         if not self._opening:
@@ -426,7 +428,7 @@ def _refusal(error: Exception) -> str:
     The errors of Jinja and Python speak of the template's code instead of the row.
     """
     text = str(error).strip().partition("\n")[0]
-    kinds = {one.__name__ for one in type(error).__mro__}  # by name, without importing jinja2
+    kinds = {one.__name__ for one in type(error).__mro__}  # compared by name, without jinja2
     if "UndefinedError" in kinds and (key := re.search(r"attribute '(\w+)'", text)):
         if "'str object'" in text:
             return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
@@ -469,7 +471,7 @@ def _common_length(left: str, right: str) -> int:
 
 
 def label_of(row: dict[str, Any]) -> int | str:
-    """Return the label of a row, a number or text. Raises ValueError for a row without one."""
+    """Return the label of a row, a number or text. Raises ValueError for a row without a label."""
     for name in ("text", "label"):
         if row.get(name) is None:
             columns = ", ".join(map(str, row)) or "none"

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-MULTIPLE = 16  # both dimensions of a weight must be multiples of 16
+MULTIPLE = 16  # fp8 products need weights whose two dimensions are multiples of 16
 VALUE_DTYPE = torch.float8_e4m3fn  # of weights and inputs
 GRADIENT_DTYPE = torch.float8_e5m2  # gradients need a wider range
-LEAST = 1e-12  # avoids a division by zero: a tensor of zeros stays zero
+LEAST = 1e-12  # a scale divides by at least this, so that a tensor of zeros stays zero
 
 
 def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
     """Store the weights of all linear layers but the head as 8-bit floats, and multiply in 8 bits.
 
-    The model moves to `device`. Weights move one by one, so that the device never holds all of them
+    The model moves to `device`. Weights move one by one, so that the device never holds all weights
     in 16 bits. Weights on the meta device get memory, but no values. Call this before adapters are
     added, so that adapters stay unchanged. Adapters cannot be merged into this base: merge them
     into a base that is loaded anew.
@@ -76,7 +76,7 @@ class Float8Linear(nn.Linear):
     def weight(self) -> torch.Tensor:
         """Compute the weight in the dtype of the base.
 
-        PEFT reads its dtype, and DoRA reads its norms.
+        PEFT reads the weight's dtype, and DoRA reads its norms.
         """
         return (self.weight_fp8.float() * self.scale).to(self.dtype)
 
@@ -87,7 +87,7 @@ class Float8Linear(nn.Linear):
         self.scale.copy_(scale)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return outputs [..., out] for inputs [..., in]. Autocast may change their dtype."""
+        """Return outputs [..., out] for inputs [..., in]. Autocast may change the inputs' dtype."""
         kind = inputs.device.type
         if torch.is_autocast_enabled(kind):
             inputs = inputs.to(torch.get_autocast_dtype(kind))
@@ -117,8 +117,8 @@ def _multiply(
 ) -> torch.Tensor:
     """Cast rows [..., k] to an 8-bit dtype, and multiply them by an 8-bit factor [k, n].
 
-    `scale` belongs to the factor. `fast` accumulates in fewer bits, as is usual in forward passes.
-    Gradients would lose more precision.
+    `scale` is the scale of the 8-bit factor. `fast` accumulates in fewer bits, as is usual in
+    forward passes. With `fast`, gradients would lose too much precision.
     """
     values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
     # The first factor must be stored row by row, the second column by column.

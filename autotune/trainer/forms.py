@@ -39,7 +39,7 @@ ROLES = {
     **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function", "ipython"), "tool"),
 }
-CALL_ROLES = ("function_call", "tool_call")  # the content of such a message is a tool call
+CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content is a tool call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
 FLAGS = ("loss", "train", "weight")  # keys that exclude a message from the training
 
@@ -111,7 +111,7 @@ def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return `value` without keys whose value is null. A table adds such keys to rows."""
+    """Return `value` without keys whose value is null, which tables add to rows."""
     if isinstance(value, dict):
         return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
@@ -121,7 +121,7 @@ NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 
 
 def _check(kind: type, value: Any, name: str) -> Any:
-    """Return the value. Raises ValueError with `name` if it is not of the type `kind`."""
+    """Return the value. Raises ValueError with `name` if the value has not the type `kind`."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")
     return value
@@ -166,7 +166,7 @@ def _parse_message(given: Any, number: int) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     message["role"] = ROLES[known] or known if known in ROLES else role
-    if "function_call" in message:  # an older key, for a single call
+    if "function_call" in message:  # an older key for a single tool call
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     _check_flags(message, name)
 
@@ -215,7 +215,7 @@ def _check_flags(message: Message, name: str) -> None:
         value = message.get(key)
         if value is None:
             continue
-        if value not in (0, 1):  # True and False are 1 and 0
+        if value not in (0, 1):  # True equals 1, and False equals 0
             raise ValueError(
                 f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are known"
             )
@@ -407,7 +407,7 @@ def _adapt(message: Message, number: int, template: str) -> Message:
     if role == "developer" and not _names(template, role):
         message = message | {"role": "system"}
 
-    # A template may read only one of several keys for a thought, so use that key.
+    # A template may read a thought under only one of several keys, so store the thought under it.
     if not any(key in template for key in THOUGHTS):
         return message
     wanted = next(key for key in THOUGHTS if key in template)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-MOST_SHAPES = 4  # as many as the lengths that rows are padded to
+MOST_SHAPES = 4  # the most graphs: one for each length that rows are padded to
 Batch = dict[str, torch.Tensor]
 
 
@@ -21,9 +21,10 @@ class MicroBatchGraphs:
     """Runs micro batches with CUDA graphs: adds up their gradients and returns their losses.
 
     The first micro batch of a shape runs without a graph, so that libraries load their kernels and
-    layers are compiled. Then its graph is captured, and later micro batches replay it. A graph
-    stores memory addresses, so gradients are added up in permanent buffers. If a parameter has no
-    gradient, its buffer is filled with zeros and used again. All graphs share one memory pool.
+    layers are compiled. Then the graph of this shape is captured, and later micro batches of the
+    shape replay it. A graph stores memory addresses, so gradients are added up in permanent
+    buffers. If a parameter has no gradient, its buffer is filled with zeros and used again. All
+    graphs share one memory pool.
     """
 
     captured = 0  # number of graphs in this process
@@ -51,8 +52,8 @@ class MicroBatchGraphs:
                     f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
                     " needs a CUDA graph"
                 )
-            # The capture skips the packing check, so this run skips it too. Otherwise the capture
-            # would compile the layers again, and fail.
+            # The capture skips the packing check, so the first run must skip it too. Otherwise the
+            # capture would compile the layers again, and fail.
             with skip_packing_check():
                 loss = self._step(batch).clone()
                 self._graphs[shape] = self._capture(batch)
@@ -74,7 +75,7 @@ class MicroBatchGraphs:
             parameter.grad = buffer
 
     def _capture(self, batch: Batch) -> tuple[Any, Batch, torch.Tensor]:
-        """Return a graph, its inputs, and its loss. The device runs no kernel here."""
+        """Return a graph, its inputs, and its loss. A capture runs no kernel."""
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile, for example to pin the memory of batches.
@@ -89,8 +90,8 @@ class MicroBatchGraphs:
 def skip_packing_check() -> Iterator[None]:
     """Stop transformers from checking whether rows are packed.
 
-    The check reads from the device whether positions restart. A capture allows no such read, and
-    the check would make a mask instead.
+    The check reads from the device whether positions restart. During a capture, the check cannot
+    read from the device, and would make a mask instead.
     """
     find = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -13,11 +13,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 # torch's allocator of pinned memory rounds up to powers of two. Blocks of this size waste no
-# memory, but whole inputs would waste up to half of it.
+# memory, but one allocation for an input could waste up to half.
 BLOCK_BYTES = 64 * 2**20
-# Smaller inputs return to the device one layer early, so that the device holds two of them. Larger
-# inputs return when they are needed. For an 8B model with 32,000 tokens on an H100, copying an
-# input takes only a fortieth of its layer's time, and less for longer rows.
+# Inputs of up to this size return to the device one layer early, so that the device holds two
+# inputs. Larger inputs return when they are needed. For an 8B model with 32,000 tokens on an H100,
+# copying an input takes only a fortieth of its layer's time, and less for longer rows.
 PREFETCHED_BYTES = 2**28
 
 
@@ -29,7 +29,7 @@ class HostCheckpoints:
         self._free_blocks: dict[int, list[torch.Tensor]] = {}  # by size
         self._stored: list[weakref.ref[_HostTensor]] = []
         self._stream: Any = None
-        self._last: _HostTensor | None = None  # its copy may still run
+        self._last: _HostTensor | None = None  # the last stored tensor, whose copy may still run
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class HostCheckpoints:
 
 
 class _HostTensor:
-    """A tensor in blocks of host memory. Its blocks are recycled when it is restored or deleted."""
+    """A tensor in blocks of host memory, which are recycled when it is restored or deleted."""
 
     def __init__(self, tensor: torch.Tensor, blocks: list[torch.Tensor], recycle: Any) -> None:
         self.shape = tensor.shape

@@ -32,7 +32,7 @@ def load_files(dataset: str, split: str) -> tuple[Path, ...]:
 
     Raises CannotLoad, or ImportError without the library.
     """
-    if not SPLIT_NAME.fullmatch(split):  # no slice: the files hold the whole split
+    if not SPLIT_NAME.fullmatch(split):  # no slices: a file holds a whole split
         raise CannotLoad(f"{split} is not the name of a split: give --split NAME, such as train")
     try:
         import datasets

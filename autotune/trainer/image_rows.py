@@ -120,7 +120,7 @@ class ImageRows(Sequence[ImageExample]):
                 )
             try:
                 ids, more = self._process(piece, pictures[:number])
-            except ValueError as error:  # for example for an image of 1 x 1,000 pixels
+            except ValueError as error:  # raised for example for an image of 1 x 1,000 pixels
                 raise BadDataset(f"{where}: the processor refuses it: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)

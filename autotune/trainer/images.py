@@ -15,8 +15,8 @@ from . import rows
 
 Tensors = dict[str, torch.Tensor]
 
-# The argument that marks the image tokens of a row, by model type. Other models have no such
-# argument.
+# The argument that marks the image tokens of a row, by model type. Other models need no marks of
+# image tokens.
 TOKEN_TYPES = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 
 
@@ -58,7 +58,7 @@ def random_example(
 def random_values(
     pictures: Sequence[Any], model_type: str, generator: torch.Generator | None
 ) -> Tensors:
-    """Return the values of a row's pictures in the form of a real run: fp32, with full masks."""
+    """Return the values of a row's pictures in fp32 and with full masks, like a real run."""
     if not pictures:
         return {}
     values = torch.cat([torch.randn(picture.pixels, generator=generator) for picture in pictures])

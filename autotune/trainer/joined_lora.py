@@ -1,16 +1,16 @@
 """Computes LoRA's sums inside the large products of the frozen base, in compiled layers of PEFT.
 
 PEFT computes `y = x W' + s (x A') B'` in three products, and reads and writes all of y again for
-the sum. Its backward pass does the same with the gradient of x. Here both sums are part of the
-large product, whose inner dimension is slightly longer.
+the sum. PEFT's backward pass does the same with the gradient of x. In this module, both sums are
+part of the large product, whose inner dimension is slightly longer.
 
     Forward:    y  = [x | h] [W | sB]'      with h  = x A'.
     Backward:   dx = [dy | dh] [W ; A]      with dh = dy sB.
 
 `[x | h]` and `[dy | dh]` are one tensor each. The kernels that compute x and dy write directly into
-it, and the low-rank products write h and dh into its further columns. One wide matrix holds W, sB
-and A of a group: the linear layers with the same input, for example the projections to queries,
-keys and values.
+these tensors, and the low-rank products write h and dh into the columns beside them. One wide
+matrix holds W, sB and A of a group: the linear layers with the same input, for example the
+projections to queries, keys and values.
 """
 
 import functools
@@ -34,8 +34,8 @@ GROUPS = (
     ("mlp", ("down_proj",)),
 )
 MULTIPLE = 64  # the number of added columns is a multiple of 64, for kernels that need aligned rows
-# If the ranks of a group's adapters add up to at most this, one product for the whole group takes
-# no longer than one product for each member.
+# If the ranks of a group's adapters add up to at most this number, one product for the whole group
+# takes no longer than one product for each member.
 ONE_PRODUCT = 64
 ADAPTER = "default"  # PEFT's name of a single adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -45,15 +45,15 @@ class JoinedLayers:
     """The joined layers of a model. PEFT's modules and parameters stay in the model.
 
     Until `undo`, the weights of the base are views of the wide matrices. A and sB are copied into
-    these matrices in the base's dtype. The copies are made again before a forward pass if A or B
+    these matrices in the base's dtype. A and sB are copied again before a forward pass if A or B
     have changed. torch notices only changes by its own operations, so call `watch` for an optimizer
     of another library.
     """
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
-        """Join the suitable linear layers in these layers of the base.
+        """Join the suitable linear layers in `layers`, the decoder layers of the base.
 
-        Raises ValueError if there are none.
+        Raises ValueError if no layer is suitable.
         """
         self._groups: list[_Group] = []
         self._hooks: list[Any] = []
@@ -119,14 +119,14 @@ class _Group:
 
     `wide` (N + P x K + P) is [[W, sB], [A, 0]]. R is the sum of the adapters' ranks, and P is R
     rounded up to a multiple of MULTIPLE. `a` (R x K) is A, and `b` (N x R) is sB with a block for
-    each member. Both are contiguous copies for the low-rank products.
+    each member. `a` and `b` are contiguous copies for the low-rank products.
     """
 
     def __init__(self, part: nn.Module, members: list[Any], others: list[Any]) -> None:
         """Move the weights into the wide matrix. Only this group's weights exist twice meanwhile.
 
-        `part` is the module that calls all members. It also calls `others`, linear layers with the
-        same input and without adapters.
+        `part` is the module that calls all members. `part` also calls `others`, linear layers with
+        the same input and without adapters.
         """
         self.members = members
         self.kind = type(members[0])
@@ -264,7 +264,7 @@ def _part_class(kind: Any) -> Any:
 @functools.cache
 def _member_class(kind: Any) -> Any:
     class Member(kind):
-        """A linear layer with a group's input. `place` is its index as a member, or None."""
+        """A linear layer with a group's input. `place` is the member's index, or None."""
 
         def forward(self, inputs: "_GroupInput | torch.Tensor") -> Any:
             if isinstance(inputs, _GroupInput):
@@ -305,8 +305,8 @@ def _compute(group: _Group, inputs: torch.Tensor) -> list[torch.Tensor]:
 class _Products(torch.autograd.Function):
     """Returns the outputs (M x size) of each member for inputs (M x K).
 
-    `trained` holds A of each member, then B of each member. The backward pass returns their
-    gradients too.
+    `trained` holds A of each member, then B of each member. The backward pass also returns the
+    gradients of A and B.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from .rows import Row, collate, num_tokens
 class LabelEncoder:
     """Makes examples of at most `longest` tokens, with a tokenizer of transformers.
 
-    It has the interface of `examples.Encoder`.
+    The class has the interface of `examples.Encoder`.
     """
 
     def __init__(self, tokenizer: Any, names: Sequence[Any], longest: int) -> None:
@@ -47,7 +47,7 @@ def collate_labels(
 ) -> dict[str, torch.Tensor]:
     """Return a batch as `rows.collate` does, with a label for each row.
 
-    `padding` is the padding token. The head reads the token before it.
+    `padding` is the padding token. The head reads the last token before the padding.
     """
     texts = [[row[0][:-1]] for row in rows]
     batch = collate(texts, padded_lengths, False, masked=masked)

@@ -64,8 +64,8 @@ def sharing_arguments(
     """Return the arguments of TrainingArguments for a training on several ranks.
 
     For `settings`, see `training_arguments`. `layers` are the decoder layers, and FSDP2 shards each
-    as a unit. With `first_rank_loads`, the first rank of a host has the weights, and sends the
-    other ranks their shards.
+    of them as a unit. With `first_rank_loads`, the first rank of a host has the weights, and sends
+    the other ranks their shards.
     """
     if settings.sharding == "none":
         return {}
@@ -120,7 +120,7 @@ class _ReleaseFirstBuckets(TrainerCallback):
 
     DDP makes new buckets in the second step. NCCL holds reduced buckets for up to a tenth of a
     second longer. If steps are short, the old and the new buckets would therefore both stay in
-    memory, which costs a second copy of all gradients. This was observed on two H100s.
+    memory, which costs a second copy of all gradients. The second copy was observed on two H100s.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -163,18 +163,18 @@ class _BalancedSampler(Sampler[int]):
             yield from step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass over the data to draw. A resumed run begins in the middle of a pass."""
+        """Choose the pass whose rows are drawn. A resumed run may begin in the middle of a pass."""
         self._sampler.set_epoch(epoch)
 
 
 class LeanTrainer(Trainer):
     """A Trainer that visits modules only to switch between training and evaluation.
 
-    It does not count FLOPs either, so `total_flos` stays 0. On a 7B model with adapters, a visit
-    and a count each take the host milliseconds in each micro batch. With a small micro batch, the
-    device idles meanwhile.
+    The Trainer does not count FLOPs either, so `total_flos` stays 0. On a 7B model with adapters,
+    visiting all modules and counting FLOPs would each take the host milliseconds in each micro
+    batch. With a small micro batch, the device would idle meanwhile.
 
-    `row_lengths` are the numbers of tokens of the rows to train on. If they are given, rows of
+    `row_lengths` are the numbers of tokens of the rows to train on. With `row_lengths`, rows of
     similar length share a micro batch. With `dealt`, only rows of the same step are grouped. For
     `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see `graphs`. The
     `joined` layers copy their adapters again after each step of the optimizer.
@@ -222,7 +222,7 @@ class LeanTrainer(Trainer):
         num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute a micro batch with the Trainer's own code, or with a CUDA graph of it."""
+        """Compute a micro batch with the Trainer's own code, or with a CUDA graph of that code."""
         if not self.cuda_graphs:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch, **kwargs)
             return loss
@@ -279,9 +279,9 @@ class LeanTrainer(Trainer):
 def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """Update each parameter as soon as its gradient exists, and free the gradient.
 
-    Few gradients thus exist at a time. `make` makes an optimizer for each parameter, and all of
-    them share the state of `optimizer`. `optimizer` keeps the learning rates, and saves and loads
-    as before, but its own step has no effect. Returns the hooks.
+    Few gradients thus exist at the same time. `make` makes an optimizer for each parameter, and all
+    these optimizers share the state of `optimizer`. `optimizer` keeps the learning rates, and saves
+    and loads as before, but its own step has no effect. Returns the hooks.
     """
 
     def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:
@@ -302,7 +302,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
 
 
 def visit_modules_on_change(model: nn.Module) -> None:
-    """Make `model.train()` return at once if the model is in that mode already."""
+    """Make `model.train()` return at once if the model is in the wanted mode."""
     model.train()
 
     # A model that refers to itself would stay in memory after its last use.
@@ -321,7 +321,7 @@ def visit_modules_on_change(model: nn.Module) -> None:
 def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> None:
     """Compile each decoder layer separately when it first runs, for the shapes of its inputs.
 
-    With a budget below 1, a layer keeps at most that share of its activations for the backward
+    With a budget below 1, a layer keeps at most this fraction of its activations for the backward
     pass. The partitioner of torch recomputes the tensors with the fewest operations for their size.
     """
     # The graphs of our own functions (joined adapters, products in 8 bits) include all that they

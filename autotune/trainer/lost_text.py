@@ -12,7 +12,7 @@ from typing import Any
 
 from .forms import Chat, Message, map_texts, texts_of
 
-# Some templates take a thought out of the content by these tags.
+# Some templates use these tags to separate a thought from the rest of the content.
 TAGS = re.compile(r"</?think(?:ing)?>|<\|channel>|<channel\|>")
 END_TAG = re.compile(r"</think|<channel\|>")
 Render = Callable[[Chat], str]
@@ -24,8 +24,8 @@ class LostText:
     """Compares conversations with their rendered text.
 
     Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
-    mark in place of each text. This finds a lost text of any length. Each conversation's own texts
-    are searched too, because a template can depend on them.
+    mark in place of each text. A missing mark shows a lost text of any length. Each conversation's
+    own texts are searched too, because a template can depend on them.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
     try:
         rendered = render(marked)
         shows_tools = not form.tools or render(replace(marked, tools=None)) != rendered
-    except Exception:  # a template may refuse the marks: each conversation's own texts decide
+    except Exception:  # a template may refuse the marks: then the own texts decide
         return []
     lost = [where for mark, where in marks.items() if mark not in rendered]
     return lost if shows_tools else [*lost, (0, "tools")]

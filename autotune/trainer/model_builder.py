@@ -57,7 +57,7 @@ def load(
 
     `source` is a Hub name or a directory, and `config` replaces its config. Only safetensors are
     read, and code in the repository does not run. Raises ValueError if adapters are beside the
-    base, because transformers would load them too, and new adapters would be trained on top of
+    base: transformers would load these adapters too, and new adapters would be trained on top of
     them.
     """
     if find_adapter_config_file(source) is not None:
@@ -127,11 +127,11 @@ def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
 def outline(
     config: Any, settings: ModelSettings, device: torch.device, room_gib: float
 ) -> PreTrainedModel | None:
-    """Build the base without memory for its matrices. Shard it, then call `materialize`.
+    """Build the base without memory for its matrices. Shard the base, then call `materialize`.
 
     Returns None in three cases. The unsharded base fits into `room_gib` of the device (in fp32 if
-    the base itself is trained). The head and the embedding are one weight, which would become two.
-    The base is for bitsandbytes.
+    the base itself is trained). The head and the embedding are one weight, which sharding would
+    turn into two. The base is for bitsandbytes.
     """
     if settings.bitsandbytes_arguments() is not None:
         return None
@@ -180,7 +180,7 @@ def build(
     """Build the base with random weights, frozen, for a transformers config.
 
     `quantized_linear` makes a quantised layer of (in, out, bias). By default, bitsandbytes makes
-    it.
+    the layer.
     """
     register_attentions()
     is_quantized = settings.quantization != "none"
@@ -237,7 +237,7 @@ def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
-    """Make a model on torch's default device. Its weights are tied, and have no initial values."""
+    """Make a model on torch's default device, with tied weights that have no values yet."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _model_class(settings, config).from_config(
@@ -281,9 +281,10 @@ def _mark_text(model: PreTrainedModel) -> None:
 def trainable_model(
     base: PreTrainedModel, settings: ModelSettings, device: torch.device
 ) -> nn.Module:
-    """Return the base with new adapters on the linear layers in `settings`, or the base itself.
+    """Return the base with the new adapters of `settings`, or the base itself without adapters.
 
-    Raises ValueError if a module in `modules_to_save` does not exist, because peft would ignore it.
+    Raises ValueError if a module in `modules_to_save` does not exist, because peft would ignore the
+    name.
     """
     arguments = settings.lora_arguments()
     frozen = _towers(base) if settings.vision == "frozen" else {}
@@ -294,7 +295,7 @@ def trainable_model(
         return base
 
     # PEFT imports bitsandbytes, which imports torch's compiler. A base without adapters needs
-    # neither.
+    # neither bitsandbytes nor the compiler.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
@@ -343,7 +344,7 @@ def find_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of the language model in order, without a vision tower's."""
+    """Return the repeated blocks of the language model in order, without vision towers."""
     inside = {id(module) for tower in _towers(model).values() for module in tower.modules()}
     layers = [
         module
@@ -379,7 +380,7 @@ def language_model(base: PreTrainedModel) -> nn.Module:
 def _towers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the largest modules outside the language model and the head, by their paths.
 
-    These are towers for images and sound, and the projectors of their features.
+    Such modules are towers for images and sound, and the projectors of their features.
     """
     base = _base_of(model)
     if base is None or base.config.get_text_config() is base.config:
@@ -473,7 +474,7 @@ def _fill(model: nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.is_meta or not parameter.is_floating_point():
-                continue  # without memory, or quantised already
+                continue  # the parameter has no memory yet, or is quantised already
             layer = model.get_submodule(name.rpartition(".")[0])
             if isinstance(layer, Float8Linear) and parameter is layer.weight_fp8:
                 layer.store(torch.empty_like(parameter, dtype=layer.dtype).normal_(0.0, 0.02))
@@ -548,7 +549,7 @@ def _quantize(
 def _cached_linear(device: torch.device) -> QuantizedLinear:
     """Return a function that quantises one layer of each shape, and copies it for the others.
 
-    On a 7B model this takes 0.5 s instead of 41 s.
+    On a 7B model, the copies take 0.5 s instead of 41 s.
     """
     quantized: dict[tuple[int, int, bool], nn.Module] = {}
 

@@ -1,8 +1,8 @@
 """Describes the origin of a run: its data, tokenizer, weights and settings.
 
-Checkpoints store the origin, and a run continues only from a checkpoint with the same origin. A
-dataset is compared by the content of its files of rows, without the content of images. Weights in a
-directory are compared by their config and the sizes of their files.
+Checkpoints store the origin, and a run continues only from a checkpoint with the same origin.
+Datasets are compared by the content of the files with rows, without the content of images. Weights
+in a directory are compared by their config and the sizes of their files.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from .token_cache import tokenizer_facts
 FREE = {"about", "versions", "method", "model", "has_published_weights", "report_to", "run_name"}
 FREE |= {"save_steps", "save_total_limit", "checkpoints_gib", "loader_workers", "allocator"}
 ROWS = ("examples", "lengths", "images")  # settings of random rows
-SHOWN = 8  # digits of a digest in a message
+SHOWN = 8  # the number of digits of a digest that a message shows
 
 
 class Origin(TrainerCallback, ExportableState):
-    """Has the Trainer store the facts in trainer_state.json, together with each checkpoint."""
+    """Makes the Trainer store the facts in the trainer_state.json of each checkpoint."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         """`facts` are from `describe`."""

@@ -18,7 +18,7 @@ NUM_VALUES, UNCOMPRESSED_BYTES = 5, 6  # of the column's metadata
 
 
 def least_bytes(path: Path) -> int:
-    """Return a lower bound of the memory that all rows of a file take, by its footer.
+    """Return a lower bound of the memory of all rows of a file, computed from the file's footer.
 
     Raises ValueError for a damaged footer.
     """
@@ -65,7 +65,7 @@ class _Thrift:
         return fields
 
     def _value(self, kind: int) -> Any:
-        if kind in (1, 2, 3):  # booleans in a list, and bytes
+        if kind in (1, 2, 3):  # booleans in a list, and single bytes
             return self._byte()
         if kind in (4, 5, 6):
             return self._integer()

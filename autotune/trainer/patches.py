@@ -28,8 +28,8 @@ def register_attentions() -> None:
     """Register the attentions "sdpa_cudnn", "varlen" and "flash_windows" in transformers.
 
     cuDNN's attention needs its own name: Dynamo selects compiled code by the model's config, and
-    does not see torch's global switches. The other two have no registered mask, so that
-    transformers makes none.
+    does not see torch's global switches. "varlen" and "flash_windows" have no registered mask, so
+    that transformers makes no mask.
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
@@ -47,9 +47,9 @@ def attend_windows_at_once(model: nn.Module) -> None:
 def choose_attention(*, any_length: bool, flash: bool = True) -> None:
     """Exclude cuDNN from torch's own choice of kernels (sdpa) if rows may have any length.
 
-    For each new length, cuDNN makes a plan. On an H200 this took 0.1 s of a micro batch of 0.5 s.
-    Without `flash`, both cuDNN and flash attention are excluded, so that a newer card behaves like
-    one with a compute capability below 8.0.
+    For each new length, cuDNN makes a plan. On an H200, the plan took 0.1 s of a micro batch of 0.5
+    s. Without `flash`, both cuDNN and flash attention are excluded, so that a newer card behaves
+    like one with a compute capability below 8.0.
     """
     torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
     torch.backends.cuda.enable_flash_sdp(flash)
@@ -58,8 +58,8 @@ def choose_attention(*, any_length: bool, flash: bool = True) -> None:
 def load_attention(model: Any, device: torch.device) -> None:
     """Compute attention once for masked rows of each alignment, so that cuDNN builds its kernels.
 
-    It builds a kernel on first use, which takes up to 4 s on an H100 and would slow one of the
-    steps. A model without heads has no attention.
+    cuDNN builds a kernel at its first use. This takes up to 4 s on an H100, and would slow one of
+    the steps. A model without heads has no attention.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)

@@ -21,7 +21,7 @@ class BadPicture(ValueError):
 def open_file(named: Any, folder: Path) -> BinaryIO:
     """Open an image, given by its path, or by an object with its `bytes` or its `path`.
 
-    Paths are relative to `folder`, and lie below it. Raises BadPicture.
+    Paths are relative to `folder`, and must lie below this folder. Raises BadPicture.
     """
     content = named.get("bytes") if isinstance(named, dict) else None
     if isinstance(content, bytes) and content:
@@ -36,7 +36,7 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
     if os.path.commonpath([root, full]) != root:
         raise BadPicture(f"it is not below {folder}, the folder of the dataset")
     try:
-        handle = os.open(full, os.O_RDONLY | os.O_NONBLOCK)  # never waits for the writer of a pipe
+        handle = os.open(full, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: do not wait for a pipe
     except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
         raise BadPicture(getattr(error, "strerror", None) or str(error)) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):

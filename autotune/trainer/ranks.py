@@ -1,8 +1,8 @@
 """Starts the program once for each GPU of this machine, like torchrun, and ends all ranks together.
 
-torchrun differs in three ways. It kills a rank that has not saved its checkpoint 30 seconds after a
-signal. Its exit code is 1, independent of its ranks' exit codes. A signal raises an exception in
-torchrun at any point, after which torchrun may wait for a minute.
+torchrun differs in three ways. torchrun kills a rank that has not saved its checkpoint 30 seconds
+after a signal. Its own exit code is 1, independent of its ranks' exit codes. A signal raises an
+exception in torchrun at any point, after which torchrun may wait for a minute.
 
 The launcher starts a supervisor, and the supervisor starts the ranks. If the launcher is killed,
 the supervisor still ends all ranks.
@@ -38,8 +38,8 @@ LOOPBACK = "lo"  # Linux's network interface that no other machine reaches
 def run(count: int) -> int:
     """Run this program as `count` ranks. Return the exit code of the first failed rank, else 0.
 
-    SIGINT and SIGTERM are passed on once. A second signal or a failed rank ends all ranks. The
-    death of this process counts as SIGTERM.
+    SIGINT and SIGTERM are passed on to the ranks once. A second signal or a failed rank ends all
+    ranks. The death of this process counts as SIGTERM.
     """
     signals: list[tuple[float, int]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,7 +84,7 @@ def _supervise(count: int, launcher: int, signals: Sequence[tuple[float, int]]) 
 
 
 def _shell_code(code: int) -> int:
-    """Return the exit code that a shell reports for a process. A negative code is a signal."""
+    """Return the exit code that a shell reports for a process. A negative `code` means a signal."""
     return code if code >= 0 else 128 - code
 
 
@@ -185,7 +185,7 @@ def end_at_once(run: Callable[[], object]) -> NoReturn:
         code = 1
 
     try:
-        atexit._run_exitfuncs()  # trackers end their runs here
+        atexit._run_exitfuncs()  # experiment trackers end their runs here
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # a flush fails if the other end of a pipe is closed

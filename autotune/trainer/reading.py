@@ -50,8 +50,8 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
 def find_files(path: Path, split: str | None = None) -> list[Path]:
     """Return the files of a dataset in order.
 
-    If a folder has several splits, only the files of `split` count, which is `train` by default.
-    Raises BadDataset if no file is found.
+    If a folder has several splits, only the files of `split` are returned. `split` is `train` by
+    default. Raises BadDataset if no file is found.
     """
     if is_on_hub(path):
         try:
@@ -68,7 +68,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         chosen = _saved_files(path)
     else:
         named = [file for file in sorted(path.rglob("*")) if _may_have_rows(file.relative_to(path))]
-        files = [file for file in named if not file.is_dir()]  # Spark gives such names to folders
+        files = [file for file in named if not file.is_dir()]  # Spark names folders like files
         chosen = [file for file in files if _is_in_split(file.relative_to(path), split or "train")]
         if not split and not chosen:
             chosen = files
@@ -77,13 +77,13 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         suffix = f" of split {split}" if split else ""
         raise BadDataset(f"{path} has no file of {', '.join(READERS)}{suffix}")
     for file in chosen:
-        if not file.is_file():  # a broken link or a pipe
+        if not file.is_file():  # the file may be a broken link or a pipe
             raise BadDataset(f"there is no file {file}")
     return chosen
 
 
 def is_on_hub(path: Path) -> bool:
-    """Return whether this is the name of a dataset on the Hub. A local path wins."""
+    """Return whether this is the name of a dataset on the Hub, and no existing local path."""
     return is_hub_name(path, tuple(READERS))
 
 
@@ -151,7 +151,7 @@ def _read_json(path: Path) -> Iterator[Located]:
         place = _skip_space(text, 0)
         is_array = text[place : place + 1] == "["
 
-        # The lines up to `counted` have been counted.
+        # `line` counts the lines up to the position `counted`.
         line = 1
         counted = 0
         place += is_array

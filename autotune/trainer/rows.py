@@ -1,4 +1,4 @@
-"""The rows to train on: each has one example, or several packed examples.
+"""The rows to train on: each row has one example, or several packed examples.
 
 Rows are padded on the right, usually without an attention mask.
 """
@@ -15,10 +15,10 @@ import torch
 from . import token_cache
 from .varlen import add_segments
 
-IGNORED = -100  # the label of a token without a prediction
+IGNORED = -100  # the label of a token that the loss ignores
 
-# The examples of a row. Each is a tensor of token ids. A token that is not trained on is stored as
-# -1 - token.
+# The examples of a row. Each example is a tensor of token ids. A token that is not trained on is
+# stored as -1 - token.
 Row = list[torch.Tensor]
 
 
@@ -114,8 +114,8 @@ def hold_out(
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Return the examples to train on, and the share to hold out, truncated to `seq_len` tokens.
 
-    The held-out examples are drawn at random with a fixed seed. Their number is rounded up, as in
-    `datasets`. Held-out examples without a token to predict are left out.
+    The held-out examples are drawn at random with a fixed seed. The number of held-out examples is
+    rounded up, as in `datasets`. Held-out examples without a token to predict are left out.
     """
     number = min(math.ceil(share * len(examples)), len(examples) - 1)
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +152,8 @@ class Rows(Sequence[Row]):
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Return the indices of the examples in each row, by best-fit decreasing.
 
-    The longest example comes first. Each goes into the fullest row that has room for it.
+    The longest example is placed first. Each example goes into the fullest row that has room for
+    it.
     """
     rows: list[list[int]] = []
     # (minus the number of free tokens, index of the row), ascending: the emptiest row comes first
@@ -184,8 +185,8 @@ def collate(
 
     `packing` adds position_ids, `masked` adds attention_mask, and `varlen` adds the segments that
     varlen attention needs for packed rows. The batch has the first of `padded_lengths` (ascending)
-    that the longest row fits into. Without `padded_lengths`, it has the length of the longest row.
-    Only held-out rows may be longer than the last of `padded_lengths`.
+    that the longest row fits into. Without `padded_lengths`, the batch has the length of the
+    longest row. Only held-out rows may be longer than the last of `padded_lengths`.
 
     Restarting positions separate packed examples, so that no example attends to another. Three
     kinds of tokens have no label: the first token of an example, padding, and tokens that are not

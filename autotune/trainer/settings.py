@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 # torch 2.9 renamed this variable to PYTORCH_ALLOC_CONF, but still reads the old name. Older
-# versions know the old name only.
+# versions of torch know only the old name.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 # Liger's losses stay off, because `loss` is a separate setting.
@@ -16,8 +16,8 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
-# The largest fraction of a GPU's memory limit that an unsharded model may take before it is sharded
-# on that GPU, which allocates the shards of its layers as well.
+# The largest fraction of a GPU's memory limit that an unsharded model may take before this GPU
+# shards it. The shards need memory beside the unsharded model.
 UNSHARDED_SHARE = 0.9
 
 
@@ -30,7 +30,7 @@ class ModelSettings:
     quantization: str  # fp8, int8, nf4, or none
     double_quant: bool  # quantise the constants of nf4 as well
     kbit_preparation: bool  # keep the unquantised part of the base in fp32
-    lora_rank: int | None  # or None in full fine-tuning
+    lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
     # Names of the modules with adapters, or None for every linear layer but the head
     lora_targets: list[str] | None
@@ -40,7 +40,7 @@ class ModelSettings:
     rslora: bool  # use rank-stabilised LoRA
     lora_dropout: float  # the share of the inputs that adapters drop
     adapters_in_fp32: bool  # keep adapters in fp32, even if the base has fewer bits
-    # Recompute every n-th layer in the backward pass, or no layer if it is None
+    # Recompute every n-th layer in the backward pass; None recomputes no layer
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
     # The share of their activations that compiled layers keep for the backward pass
@@ -90,13 +90,13 @@ class ModelSettings:
 class RunSettings:
     """Holds the content of train_config.json."""
 
-    about: list[str]  # measured numbers and their device, for the reader
-    versions: dict[str, str]  # the packages of the measurement, for the reader
+    about: list[str]  # measured numbers and their device, for people who read the file
+    versions: dict[str, str]  # versions of the measurement's packages, for people who read the file
     model: str  # a Hub name or a directory of weights
     has_published_weights: bool  # whether the Hub has weights of this model
     use_cpu: bool  # ignore GPUs
     model_settings: ModelSettings  # how to build the model
-    method: str  # the method of fine-tuning, for the reader
+    method: str  # the method of fine-tuning, for people who read the file
     precision: str  # how matrix products are computed, for example bf16_mixed
     micro_batch_size: int  # rows of a micro batch on each GPU
     accumulation: int  # micro batches of an optimizer step
@@ -107,8 +107,8 @@ class RunSettings:
     loss_on: str | None
     trained_share: float  # the share of the random tokens to train on
     padding: str  # the name of the rule that pads rows
-    # Rows are padded to the next of these lengths. If it is empty, they are padded to the longest
-    # row of their micro batch.
+    # Rows are padded to the next of these lengths. If the list is empty, rows are padded to the
+    # longest row of their micro batch.
     padded_lengths: list[int]
     group_by_length: bool  # put rows of similar length into a micro batch
     dealt: bool  # group rows by length within each optimizer step, whose rows stay the same
@@ -126,7 +126,7 @@ class RunSettings:
     offload: bool  # keep the model and the optimizer in the host's memory
     is_larger_than_gpu: bool  # the whole model exceeds each GPU, so that it is built as shards
     epochs: int  # passes over the examples
-    learning_rate: float  # a common default that was not tuned
+    learning_rate: float  # a common default, which was not tuned for this dataset
     warmup_steps: int  # steps until the learning rate is reached
     save_steps: int  # steps between two checkpoints
     save_total_limit: int  # number of checkpoints to keep
@@ -153,7 +153,7 @@ class RunSettings:
     def read(cls, path: Path) -> "RunSettings":
         """Read a train_config.json.
 
-        Raises OSError, ValueError and TypeError on any other file.
+        Raises OSError, ValueError and TypeError if the file is not a train_config.json.
         """
         values = json.loads(path.read_text(encoding="utf-8"))
         values["model_settings"] = ModelSettings(**values["model_settings"])
@@ -169,8 +169,8 @@ class Options:
     split: str | None  # the part of the dataset to train on
     lengths: str | None  # a file with the lengths of random rows
     max_steps: int  # stop after this number of optimizer steps, if it is positive
-    # The number of examples at the end of the data to evaluate before and after the training. They
-    # are not trained on.
+    # The number of examples at the end of the data to evaluate before and after the training. The
+    # training does not use these examples.
     held_out: int
     held_out_tokens: int  # the length at which held-out examples are truncated
     output_dir: str  # the directory for checkpoints and the result
@@ -185,7 +185,7 @@ def one_gpu(visible: str) -> dict[str, str]:
 
     `visible` is a value of CUDA_VISIBLE_DEVICES. transformers' Trainer would split each batch over
     all GPUs that it sees. GPUs are numbered as in nvidia-smi. CUDA's own order starts with the
-    fastest.
+    fastest GPU.
     """
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -204,9 +204,9 @@ def prepare_environment(settings: RunSettings) -> None:
 def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
     """Return the settings of DeepSpeed for a stage of ZeRO, in the form of its file.
 
-    The Trainer replaces each "auto". The default of the third stage keeps up to 1e9 gathered
-    parameters, which covers a small model completely. Here it gathers only the next layer, of
-    `layer_params` parameters, while one layer computes.
+    The Trainer replaces each "auto" with its own value. The default of ZeRO's third stage keeps up
+    to 1e9 gathered parameters, which covers a small model completely. These settings gather only
+    the next layer, of `layer_params` parameters, while one layer computes.
     """
     zero: dict[str, Any] = {
         "stage": stage,

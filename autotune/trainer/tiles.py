@@ -1,9 +1,9 @@
 """Computes norms, projections and the MLP of a layer over tiles of tokens, to bound their memory.
 
-Each of these modules computes every token independently, so only its input has to be kept. The
-backward pass recomputes one tile, takes its gradients, and frees it before the next tile. The rest
-of a layer's memory still grows with the row: a few tensors of the hidden size, the queries, keys
-and values, and the workspace of the attention kernel.
+Norms, projections and MLPs compute each token independently, so only their input has to be kept.
+The backward pass recomputes one tile, takes its gradients, and frees it before the next tile. The
+rest of a layer's memory still grows with the row: a few tensors of the hidden size, the queries,
+keys and values, and the workspace of the attention kernel.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 # With 4,096 tokens, the products of an 8B model are as fast as over the whole row, and its MLP
-# keeps half a GiB. The exception is a 4-bit base, which unpacks its weights for each tile.
+# keeps half a GiB. Only a 4-bit base is slower, because it unpacks its weights for each tile.
 TILE_TOKENS = 4096
 
 
@@ -122,7 +122,7 @@ class _Tiles(torch.autograd.Function):
             if of_inputs is not None:
                 of_inputs[:, part] = of_tile.pop(0)
             for total in of_weights:
-                # A variable would keep this tile's gradient while the next one is computed.
+                # A variable would keep this tile's gradient while the next tile's is computed.
                 total += of_tile.pop(0)
         return None, of_inputs, *of_weights
 

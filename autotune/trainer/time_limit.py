@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _TimeUp(BaseException):
-    """Ends the block. It is no Exception, because the code inside may catch every Exception."""
+    """Ends the block. As a BaseException, it passes code that catches every Exception."""
 
 
 def _end(number: int, frame: Any) -> None:
@@ -18,7 +18,7 @@ def _end(number: int, frame: Any) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the block takes more processor time. Do not nest such blocks.
+    """Raise TimeoutError if the block takes more processor time. Do not nest blocks.
 
     The limit needs a timer that only the main thread has, and that Windows lacks. Without the
     timer, time is not limited.

@@ -1,4 +1,4 @@
-"""Stores a dataset as tokens in files, once for each tokenizer. A run maps them into memory.
+"""Stores a dataset as tokens in files, once for each tokenizer. A run maps the files into memory.
 
 `tokens` has the tokens of all examples as 32-bit integers; a token that is not trained on is stored
 as its complement. `ends` has the end of each example as a 64-bit integer. `about.json` has the
@@ -20,7 +20,7 @@ from .cache_folders import user_cache
 from .examples import Encoder
 from .reading import BadDataset, find_files, read_rows
 
-VERSION = 2  # increase it if the format of the files or their meaning changes
+VERSION = 2  # increase this version if the format or the meaning of the files changes
 # An upper estimate of the bytes of tokens for each byte of the dataset; 1 for other formats
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0
@@ -108,7 +108,7 @@ def _make(
 def _is_whole(folder: Path) -> bool:
     """Return whether the files exist with the sizes in about.json.
 
-    After a power cut they may have other sizes.
+    After a power cut, the files may have other sizes.
     """
     try:
         about = read_about(folder)

@@ -1,6 +1,6 @@
 """Runs the training: builds the model, makes rows, trains and saves.
 
-It prints the measurements as one line of JSON.
+At the end, the measurements are printed as one line of JSON.
 """
 
 import functools
@@ -53,8 +53,8 @@ from .varlen import VARLEN
 
 CLASSIFICATION = "classification"  # an objective
 SEED = 0
-# The limit of compiled shapes of a layer. It is high enough for all shapes that the measurement
-# compiled, so that no shape falls back to eager.
+# The limit of compiled shapes of a layer, high enough for all shapes that the measurement compiled.
+# No shape then falls back to eager.
 RECOMPILE_LIMIT = 64
 COUNTED_ROWS = 64  # rows with images whose tokens are counted; they represent all rows
 RANDOM_EXAMPLES = 64  # the least number of different random examples; a longer run repeats them
@@ -75,8 +75,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
         return train_on_images(settings, options, model_config, device, origin)
 
     if options.dataset:
-        # Read the examples first, because an invalid row ends the run. One process tokenises them,
-        # and the others read its files.
+        # Read the examples first, because an invalid row ends the run. One process tokenises the
+        # examples, and the other processes read its files.
         is_shared = settings.num_gpus > 1
         with PartialState().main_process_first() if is_shared else nullcontext():
             examples = read_examples(settings, options)
@@ -136,7 +136,7 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
 
     Ends the process if the checkpoint to continue from has another origin.
     """
-    # Only the first rank saves. If it ends, the other ranks end too.
+    # Only the first rank saves. If the first rank ends, the other ranks end too.
     is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
     if not options.saves or not is_first:
         return TrainerCallback()
@@ -172,8 +172,8 @@ def train(
 ) -> LeanTrainer:
     """Train the base on these rows, save the result, and print the measurements.
 
-    `trained` are the examples in the rows. With `evaluates`, the loss of `eval_rows` is computed
-    before and after the training.
+    `trained` are the examples in `train_rows`. With `evaluates`, the loss of `eval_rows` is
+    computed before and after the training.
     """
     # The model
     choose_attention(any_length=settings.padding == "longest")
@@ -189,7 +189,7 @@ def train(
     if settings.model_settings.joined:
         joined = JoinedLayers(base, model_builder.decoder_layers(model))
 
-    # The Trainer. Its loss is selected after adapters are added, because it needs the trained head.
+    # The Trainer. The loss is selected after adapters are added, because it needs the trained head.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
@@ -240,7 +240,7 @@ def compile_model(base: PreTrainedModel, layers: list[nn.Module], settings: RunS
 def initialize_device(settings: RunSettings) -> torch.device:
     """Return the device of this process, and join the processes of the run.
 
-    Ends the process if their number is wrong, or if CUDA graphs are set without a GPU.
+    Ends the process if the number of processes is wrong, or if CUDA graphs are set without a GPU.
     """
     if settings.cuda_graphs != "none" and not torch.cuda.is_available():
         sys.exit(
@@ -292,7 +292,7 @@ def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) ->
 def held_out_share(settings: RunSettings, options: Options) -> float:
     """Return the share of the examples to evaluate during the training.
 
-    It is 0 with --held-out, and for random examples.
+    The share is 0 with --held-out, and for random examples.
     """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
@@ -348,7 +348,7 @@ def load_classifier(
 ) -> PreTrainedModel:
     """Load the base with a new head over the dataset's labels.
 
-    Its config has the names of the labels and the padding token.
+    The base's config gets the names of the labels and the padding token.
     """
     names = label_names(read_rows(Path(str(options.dataset)), options.split))
     model_settings = replace(settings.model_settings, num_labels=len(names))
@@ -366,7 +366,7 @@ def load_classifier(
 
 
 def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., torch.Tensor] | None:
-    """Return the Trainer's `compute_loss_func`. The model computes the loss if it is None."""
+    """Return the Trainer's `compute_loss_func`, or None if the model computes the loss."""
     if settings.objective == CLASSIFICATION:
         return label_loss
     return chunked_loss(base) if settings.loss == "chunked" else None
@@ -490,7 +490,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the clock's measurements, the number of steps, and tokens per second without padding.
 
-    `trained_share` is the share of these tokens that was trained on.
+    `trained_share` is the share of the tokens without padding that was trained on.
     """
     measurements = clock.measurements()
     seconds = measurements["seconds_per_step"]

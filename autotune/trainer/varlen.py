@@ -4,9 +4,9 @@ A row holds several packed examples. In Qwen2.5-VL's vision tower, a row holds t
 images of a micro batch.
 
 The kernel comes from `torch.nn.attention.varlen`. In torch's operator, compiled code fixes the
-length of the longest example, and the number of examples by the shape of `ends`. Here both numbers
-are values on the host. A micro batch with other examples is therefore not compiled again, and the
-host never waits.
+length of the longest example, and the number of examples by the shape of `ends`. In this module,
+both numbers are values on the host. A micro batch with other examples is therefore not compiled
+again, and the host never waits.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
     Padding is a separate example. `ends` (tokens of all rows + 1, int32) begins with 0 and the end
-    of each example, and repeats the last end. Its shape is thus independent of the number of
-    examples. `counts` (2 values, on the host) are the number of examples and the tokens of the
+    of each example, and repeats the last end. The shape of `ends` is thus independent of the number
+    of examples. `counts` (2 values, on the host) are the number of examples and the tokens of the
     longest example.
     """
 
@@ -41,12 +41,12 @@ class Segments:
         return Segments(self.ends.to(*args, **kwargs), self.counts)
 
     def pin_memory(self) -> "Segments":
-        """Return the segments with `ends` in pinned memory. torch's loader calls this."""
+        """Return the segments with `ends` in pinned memory. torch's loader calls this method."""
         return Segments(self.ends.pin_memory(), self.counts)
 
 
 def add_segments(batch: dict[str, Any]) -> dict[str, Any]:
-    """Add the segments of packed rows to a batch. The model passes them to its attention."""
+    """Add the segments of packed rows to a batch. The model's attention gets them."""
     positions = batch["position_ids"].flatten()
     starts = (positions == 0).nonzero().flatten()
     ends = torch.full((len(positions) + 1,), len(positions), dtype=torch.int32)
@@ -179,7 +179,8 @@ def _attend_on_gpu(
     """Compute attention within each segment, and the log-sum-exp of its scores (heads x tokens).
 
     Inputs and values are tokens x heads x size. A token attends to `window` tokens before it, or to
-    all earlier tokens if `window` is -1. Without `causal`, it also attends to the tokens after it.
+    all earlier tokens if `window` is -1. Without `causal`, a token also attends to the tokens after
+    it.
     """
     number, longest = counts.tolist()
     ends = ends[: number + 1]
