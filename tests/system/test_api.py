@@ -169,7 +169,7 @@ def test_an_impossible_option_is_an_autotune_error(
 
 
 def test_a_suite_has_no_best() -> None:
-    with pytest.raises(UsageError, match="no best to return"):
+    with pytest.raises(UsageError, match="no winner to return"):
         tune("demo-3m", gpu="cpu", configs=(NamedConfig(name="a case"),))
 
 

@@ -290,7 +290,7 @@ def test_a_calibration_of_either_card_changes_the_projection(tmp_path, calibrate
     add_measured(selection, BASELINE, measurement())
     caveats = selection.recipe(FINGERPRINT).caveats
     assert any(
-        f"by data sheets, {calibrated} calibrated by file.json, 2026-11-22 (" in one
+        f"from data sheets, {calibrated} calibrated by file.json, 2026-11-22 (" in one
         for one in caveats
     )
 
