@@ -1,6 +1,6 @@
 """The command line: names the commands, and imports a command's file when it runs.
 
-It is the only place that prints errors and exits. Exit codes: 0 done, 1 unexpected, 2 usage or
+Only this module prints errors and exits the process. Exit codes: 0 done, 1 unexpected, 2 usage or
 config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage, 7 budget too short, 75
 preempted, 130 and 143 stopped by a signal.
 """
@@ -52,7 +52,8 @@ COMMANDS = {
     ),
     "explain": (
         "analysis:explain",
-        "Probe a study's winner with one knob after another set back, and print the gain of each.",
+        "Probe a study's winner with each knob set back to the baseline in turn, and print "
+        "each gain.",
     ),
     "verify": (
         "analysis:verify",
@@ -73,8 +74,8 @@ COMMANDS = {
     ),
     "fleet": (
         "studies:fleet",
-        "Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; they "
-        "do not contain the database's URL.",
+        "Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; the "
+        "files do not contain the database's URL.",
     ),
     "oom": (
         "studies:oom",
@@ -100,7 +101,7 @@ COMMANDS = {
     "calibrate": (
         "calibrate:calibrate",
         "Measure this machine in about 30 seconds: card, host, disk and link. Later "
-        "estimates for it use these rates.",
+        "estimates for this machine use these rates.",
     ),
     "doctor": ("doctor:doctor", "Check whether this machine can run a study."),
     "gpus": ("catalogs:gpus", "List the GPUs of the catalogue."),
@@ -117,7 +118,7 @@ COMMANDS = {
     "spaces": ("catalogs:spaces", "List the search spaces that come with the package."),
     "suites": (
         "catalogs:suites",
-        "List the published results that come with the package, to hold estimates against.",
+        "List the published results that come with the package, to compare estimates with them.",
     ),
     "schema": ("catalogs:schema", "Print the JSON Schema of a command's --json output."),
     "dev": ("dev:dev", "Tests of a machine or a fleet."),
@@ -137,7 +138,7 @@ class LazyGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Replace the list's entry by the command itself."""
+        """Replace the entry in the list of commands by the command itself."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             raise no_such_command(args[0], "autotune", self.commands)
         name, entry, rest = super().resolve_command(ctx, args)
@@ -175,7 +176,7 @@ def _version(value: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
 ) -> None:
@@ -183,7 +184,7 @@ def _main(
 
 
 def collect_rarely() -> None:
-    """Collect garbage rarely, and not at exit: it took half the CPU time of a short command."""
+    """Collect garbage rarely, and not at exit: this halves the CPU time of a short command."""
     gc.set_threshold(100_000, 50, 100)
     atexit.register(gc.freeze)
 
@@ -200,7 +201,7 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
-        if sys.platform == "win32":  # before a module of Linux is missing
+        if sys.platform == "win32":  # before the import of a module that exists only on Linux
             raise EnvironmentProblem(
                 "autotune runs on Linux only",
                 remedy="use it in WSL 2 (Windows Subsystem for Linux)",
@@ -237,7 +238,7 @@ def _with_remedy(error: Exception) -> AutotuneError:
         place = "" if error.filename is None else f"{error.filename}: "
         return StorageError(
             f"{place}{error.strerror}",
-            remedy="check that it exists, and can be read and written",
+            remedy="check that this path exists, and can be read and written",
         )
     unexpected = AutotuneError(
         f"unexpected {type(error).__name__}: {error}",

@@ -32,7 +32,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         text = f"then it {needs} {fmt_gib(report.fix.estimate.need_gib)}"
         yield "change", f"{edits_text(report.fix.edits)}: {text}{_truncation(report, report.fix)}"
     elif checked.state != FITS:
-        yield "change", "nothing that was tried surely makes it fit"
+        yield "change", "no change that was tried surely makes it fit"
     for fixed, saved in report.fixes:
         estimated = fixed.estimate
         text = (
@@ -42,8 +42,8 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "alone", f"{edits_text(fixed.edits)}: {text}{_truncation(report, fixed)}"
 
     if checked.state != FITS and checked.bounds.most is not None:
-        card = report.smallest_card.name if report.smallest_card else "none of the catalogue"
-        yield "card", f"the smallest on which it fits as it is: {card}"
+        card = report.smallest_card.name if report.smallest_card else "none in the catalogue"
+        yield "card", f"the smallest card that fits the run without a change: {card}"
     yield from duration_lines(report)
     if report.faster:
         yield "faster", _faster_text(report, report.faster)
@@ -59,7 +59,7 @@ def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
     truncated = report.workload.truncated
     before = truncated(report.checked.run.config.seq_len)
     after = truncated(fixed.run.config.seq_len)
-    return f"; {after:.0%} of the tokens are cut off" if after > before else ""
+    return f"; {after:.0%} of the tokens are truncated" if after > before else ""
 
 
 def _faster_text(report: CheckReport, faster: Faster) -> str:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     from autotune.study.named_configs import ConfigResult
 
-STATUS_EVERY_S = 30.0  # between two status lines without a terminal
+STATUS_EVERY_S = 30.0  # between two status lines if stderr is no terminal
 REFRESHES_PER_S = 4  # on a terminal: a slow connection must keep up
 MARGIN = 6  # lines of the last screen: title, blank lines, and the shell's prompt
-REUSED = "(reused: the same probe has run on this device before, and its stored result counts)"
+REUSED = "(reused: the same probe has run on this device before, and its stored result is used)"
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 
 
@@ -122,13 +122,15 @@ class Display(AbstractContextManager["Display"]):
             f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
         )
         if task.plays_ranks:
-            proxy += f", one of which plays a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
+            proxy += (
+                f", one of which simulates a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
+            )
 
-        memory = f"{fmt_gib(fits_gib)} of memory, with the reserve and what libraries take"
+        memory = f"{fmt_gib(fits_gib)} of memory, including the reserve and the memory of libraries"
         if task.example_gib is not None:
             memory = (
-                f"as an example card of {fmt_gib(task.example_gib)}, so that something exceeds it "
-                "(--memory-gib)"
+                f"as an example card of {fmt_gib(task.example_gib)}, too small for some "
+                "configurations (--memory-gib)"
             )
 
         cost = "no price is known for this device (--price USD_PER_HOUR)"
@@ -169,7 +171,7 @@ class Display(AbstractContextManager["Display"]):
         if best := self._best:
             speed = fmt_count(best.tokens_per_second)
             self.note(
-                f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}"
+                f"the best so far: trial {best.number}, {speed} tokens/s, {best.config.label()}"
             )
 
     def _score(self, row: TrialRecord) -> float:
@@ -255,7 +257,7 @@ class Display(AbstractContextManager["Display"]):
             field = Field(name="" if index else "note", text=text, style="yellow")
             lines -= self._height(field)
             if lines < (index + 1 < len(notes)):
-                more = f"{len(notes) - index} notes are above and in the report"
+                more = f"{len(notes) - index} more notes are above and in the report"
                 return [*fields, replace(field, text=more)]
             fields.append(field)
         return fields
@@ -265,9 +267,9 @@ class Display(AbstractContextManager["Display"]):
         return len(self._wrapped(f"{field.name:>9}  ", field.text))
 
     def _details(self, summary: StudySummary, recipe: Recipe) -> None:
-        """Print the reasons for the answer above the last screen.
+        """Print the reasons for the answer, above the last screen.
 
-        They are in the report, too.
+        The reasons are in the report, too.
         """
         self._print("")
         self._field("why", recipe.reason)
@@ -354,7 +356,7 @@ class Display(AbstractContextManager["Display"]):
     def _hang(
         self, start: str, text: str, style: str | None, *, start_style: str | None = None
     ) -> None:
-        """Print a line; on a narrow terminal it continues below its own text."""
+        """Print a line; on a narrow terminal, the wrapped text is indented like its first line."""
         from rich.text import Text
 
         if self._status is not None:

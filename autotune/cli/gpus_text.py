@@ -1,13 +1,11 @@
-"""The text of `autotune plan --gpus`: a row per strategy and number of GPUs, and the best ones."""
+"""The text of `autotune plan --gpus`: a row for each strategy and number of GPUs, and the best."""
 
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.report.answers import gpu_answer
 from autotune.study.scaling import GpuPlan, RankPlan
 
-NO_LINK = (
-    "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
-)
+NO_LINK = "it is unknown how fast these cards exchange data: set link_gb_s in a card of your own"
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",
@@ -47,14 +45,14 @@ def print_gpu_plan(gpu_plan: GpuPlan) -> None:
     ):
         if num_unknown:
             print(
-                f"{number} {strategy}: {num_unknown:,} more fit whose speed no formula knows: "
+                f"{number} {strategy}: {num_unknown:,} more fit, but no formula knows their speed: "
                 "`autotune run` measures it"
             )
 
     if gpu_plan.needs_link:
-        print(f"no speed for several: {NO_LINK}")
+        print(f"no speed for several GPUs: {NO_LINK}")
     beside = (
-        f"beside tensors and NCCL a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
+        f"besides tensors and NCCL, a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
         "context"
     )
     print(f"{answer.cost}; {beside}")

@@ -73,7 +73,7 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
 
 
 def _too_large(summary: StudySummary) -> str:
-    """Return the out-of-memory closest to the limit, and its place, or an empty text."""
+    """Describe the failed trial that exceeded the memory least, or return an empty text."""
     misses = [
         row for row in summary.trials if row.outcome is Outcome.OOM and row.margin is not None
     ]
@@ -105,7 +105,7 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
 def next_steps(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
     """Return three command lines by purpose: train, read the report, ask why.
 
-    The commands work as they are.
+    The commands can be run without a change.
     """
     training = describe.training_commands(summary, recipe, out_dir)
     # Without a dataset, the full run needs a file first.
@@ -134,7 +134,7 @@ def _copy_command(path: str) -> str:
 
     The machine is named by the address of an SSH session, or else by its host name.
     """
-    # The client's address and port, then this machine's
+    # The client's address and port, then this machine's address and port
     connection = os.environ.get("SSH_CONNECTION", "").split()
     host, port = connection[2:] if len(connection) == 4 else (socket.gethostname(), "22")
     host = f"[{host}]" if ":" in host else host

@@ -24,26 +24,28 @@ StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the ne
 Storage = Annotated[
     str | None,
     typer.Option(
-        help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]",
+        help="Database URL; also read from AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]",
         show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write tables and figures to this page too.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write tables and figures to this HTML file."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="Target GPU: a name, auto (the one here), or a card of your own.",
+        help="Target GPU: a name, auto (this machine's GPU), or a card of your own.",
         autocompletion=gpu_names,
     ),
 ]
-Directory = Annotated[Path | None, typer.Option(help="Directory. [the study's]")]
+Directory = Annotated[Path | None, typer.Option(help="Directory for the files. [the study's]")]
 Evidence = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", help="What `autotune import` stored, which makes the speeds more exact."
+        metavar="DIR",
+        help="Results that `autotune import` stored; they make estimated speeds more exact.",
     ),
 ]

@@ -10,7 +10,7 @@ from autotune.report.values.plan import Cell, Plan
 
 
 def print_plan(study_plan: Plan) -> None:
-    """Print the best configuration and the usual one, then the tables of sizes that fit."""
+    """Print the best configuration and the baseline, then the tables of sizes that fit."""
     task = study_plan.task
 
     memory = fmt_gib(task.device.memory_gib)
@@ -38,14 +38,12 @@ def print_plan(study_plan: Plan) -> None:
 def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
     if not any(cell.chosen.state in (FITS, TIGHT) for cell in cells):
         least = min(cell.recomputed.need_gib for cell in cells)
-        print(
-            f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}"
-        )
+        print(f"{name}: does not fit: it needs at least {fmt_gib(least)} of {fmt_gib(limit_gib)}")
         return
 
     print(
-        f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close "
-        "to tell)"
+        f"{name}: GiB by length and micro batch (c: fits only if every layer is recomputed, "
+        "?: too close to tell)"
     )
     lengths = dict.fromkeys(cell.seq_len for cell in cells)
     print_table(

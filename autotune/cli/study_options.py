@@ -78,7 +78,7 @@ def _annotation(name: str) -> Any:
         option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
     )
     names = (f"--{name.replace('_', '-')}",)
-    # Types other than text are for Python and files.
+    # Options are text if the field accepts text; its other types are for Python and spec files.
     kinds: Any = str | None if str in get_args(field.type) else field.type
     parameter = typer.Option(
         *names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name)
@@ -140,7 +140,7 @@ def pins_of(settings: list[str], **options: Any) -> dict[str, Any]:
             value = load_yaml(text)
         except Exception:
             raise UsageError(
-                f"--set {setting!r}: the value cannot be read", remedy="quote it"
+                f"--set {setting!r}: the value cannot be read", remedy="quote the value"
             ) from None
 
         if pins.setdefault(name.strip(), value) != value:

@@ -1,9 +1,9 @@
 """Prints text so that names, configs and messages of other people cannot control the terminal.
 
 `guard` wraps stdout and stderr in streams that show control characters as question marks. rich
-bypasses them, since it emits colors and cursor moves itself; `console` cleans each text before rich
-styles it. If the encoding lacks a character, a dash becomes a hyphen, and any other character a
-question mark.
+bypasses these streams, because it emits colors and cursor moves itself; `console` cleans each text
+before rich styles it. If the encoding lacks a character, a dash becomes a hyphen, and any other
+character a question mark.
 """
 
 import codecs
@@ -19,7 +19,7 @@ from autotune.core.units import DASH
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Wide enough for any row: a pipe or a file must get whole cells.
+# Wide enough for any table row, because a pipe or a file must get complete cells
 _PIPE_WIDTH = 280
 
 
@@ -101,7 +101,7 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     table = Table(title=title, title_justify="left")
     for number, (heading, justify) in enumerate(columns.items()):
         longest = max((len(row[number]) for row in rows), default=0)
-        # The name of a row is folded last.
+        # A short first column, which names the rows, is never folded.
         is_whole = number == 0 and longest <= screen.width // 3
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
 

@@ -1,6 +1,7 @@
 """Turns the usage errors of click into errors with a remedy, as the rest of the program has them.
 
-typer contains a copy of click, or uses the package. The classes are therefore taken from typer.
+Depending on its version, typer contains a copy of click or uses the package. The classes are
+therefore taken from typer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,7 @@ def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> Us
         return UsageError(f"{command} has no option {option!r}{hint}", remedy=help_)
 
     value = None if parameter is None else _value(parameter.opts, words)
-    if value is None:  # a missing argument, or one too many
+    if value is None:  # an argument is missing, or there is one too many
         return UsageError(f"{command}: {_sentence(error)}", remedy=_usage(error, help_))
     name = max(parameter.opts, key=len)
     return UsageError(f"{name}: {value!r}: {_as_clause(error.message)}", remedy=help_)
@@ -44,7 +45,7 @@ def no_such_command(name: str, program: str, commands: Iterable[str]) -> UsageEr
 
 
 def _command(error: Any, words: Sequence[str], commands: Iterable[str]) -> str:
-    """Return the command as the user calls it. Some errors of the parser do not know it."""
+    """Return the command as the user calls it. Some errors of the parser omit it."""
     names = set(commands)
     called = next((word for word in words if word in names), "")
     if error.ctx is not None:
@@ -67,7 +68,7 @@ def _as_clause(text: str) -> str:
 
 
 def _correct_use(error: Any, option: str, help_: str) -> str:
-    """Return how to write an option that has no value, or one too many."""
+    """Return how to write an option that lacks its value, or has a value that it does not take."""
     if "does not take" in error.message:
         return f"give {option} alone"
     return f"give {option} VALUE; {help_}"

@@ -361,8 +361,8 @@ def test_a_browser_cannot_write(
 def test_a_taken_port_is_an_error_and_ctrl_c_ends_it(served: Served, folder: Path) -> None:
     port = str(urlsplit(served.url).port)
     other = Served(folder, "--port", port)
-    assert other.lines[0] == f"port {port} is taken; this is another"
     own = urlsplit(other.url).port
+    assert other.lines[0] == f"port {port} is taken, so the dashboard uses port {own}"
     assert f"ssh -N -L {own}:127.0.0.1:{own} {socket.gethostname()}" in other.lines[2]
     assert other.ask("/dashboard/studies/0")[0] == 200
     assert other.end(signal.SIGINT) == (130, "")

@@ -209,10 +209,13 @@ def test_without_a_price_there_is_no_cost() -> None:
         ({}, "give either --dataset"),
         ({"dataset": Path("none.jsonl")}, "there is no file none.jsonl"),
         ({"dataset": Path(__file__), "random_weights": True}, "give either --dataset"),
-        ({"random_weights": True, "output": Path("before")}, "checkpoint-3 is of an earlier run"),
+        (
+            {"random_weights": True, "output": Path("before")},
+            "checkpoint-3 belongs to an earlier run",
+        ),
         (
             {"random_weights": True, "output": Path("done")},
-            "adapter_model.safetensors is of an earlier run",
+            "adapter_model.safetensors belongs to an earlier run",
         ),
         ({"random_weights": True, "output": Path("locked")}, "another run trains in"),
     ],

@@ -39,7 +39,7 @@ def explain(
         bool,
         typer.Option(
             "--profile",
-            help="Profile a micro batch instead: its time by kind of work, and the lost time.",
+            help="Profile a micro batch instead: its time by kind of work, and its idle time.",
         ),
     ] = False,
     trial: Annotated[
@@ -245,11 +245,11 @@ def verify(
     """Verify a study's winner on the device that measured it, and record the result with the study.
 
     Raises:
-        UsageError: no such study, or nothing of its winner was measured here.
+        UsageError: no such study, or its winner was not measured on its own GPU.
         NothingFits: the study has no winner.
         EnvironmentProblem: another device than the study's, or no TRL.
         StorageError: no room for weights that TRL could read.
-        VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its
+        VerificationFailed: the run is slower or larger than predicted, beyond the tolerance, or its
             memory grows.
     """
     from autotune.api import load_study
@@ -260,7 +260,7 @@ def verify(
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError(
-            "--micro-steps is a positive number, --tolerance a share such as 0.05",
+            "--micro-steps must be a positive number, and --tolerance a share such as 0.05",
             remedy="see --help",
         )
     if format_ not in (None, *FORMATS):
@@ -324,8 +324,8 @@ def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
                 "continue the study with a larger --budget, so that the whole model is measured"
             )
         raise UsageError(
-            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise "
-            "to hold",
+            f"the winner's speed is {recipe.winner.evidence}, not measured, so there is nothing "
+            "to verify",
             remedy=remedy,
         )
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:

@@ -26,7 +26,7 @@ def calibrate(
     """Measure the device of this machine and its host, keep the result and print it.
 
     Raises:
-        UsageError: the device is unknown, or another than the one that is here.
+        UsageError: the device is unknown, or is not in this machine.
         EnvironmentProblem: there is no such device here, or it cannot be measured.
         StorageError: the result cannot be written.
         Interrupted: stopped by a signal; nothing is kept.
@@ -73,7 +73,7 @@ def facts(calibration: "Calibration") -> dict[str, str]:
     )
 
     reference = calibration.reference
-    training = f"{reference:.2f} times as fast as these rates lead to expect" if reference else DASH
+    training = f"{reference:.2f} times as fast as predicted from these rates" if reference else DASH
     issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer"
     link = (
         ""
@@ -89,7 +89,7 @@ def facts(calibration: "Calibration") -> dict[str, str]:
         f"scattered, {fmt_count(one.reduce_gb_s)} added up"
         for one in calibration.collectives
     ]
-    collectives = {"GPUs": f"GB/s between so many {'; '.join(links)}"} if links else {}
+    collectives = {"GPUs": f"GB/s by number of GPUs: {'; '.join(links)}"} if links else {}
 
     return collectives | {
         "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), "

@@ -158,7 +158,7 @@ def prices(
 
     priced_names = {row.device for row in rows} | {"cpu"}
     if unpriced_names := [device.name for device in devices if device.name not in priced_names]:
-        print(f"no price is known of {', '.join(unpriced_names)}")
+        print(f"no price is known for {', '.join(unpriced_names)}")
 
 
 def schema(
@@ -224,7 +224,7 @@ def suites(json_: Json = False) -> None:
         )
         return
     print_table(
-        "Published results to hold estimates against: `autotune plan --spec NAME`",
+        "Published results to compare with estimates: `autotune plan --spec NAME`",
         {"name": "left", "GPU": "left", "configurations": "right", "published": "left"},
         [
             (name, spec.gpu, str(len(spec.configs)), spec.source or DASH)

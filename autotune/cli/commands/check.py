@@ -23,9 +23,7 @@ def check_command(
     gpu: Gpu = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="GPUs of one host that share out the training. [the file's, or 1]"
-        ),
+        typer.Option(min=1, help="GPUs of one host that share the training. [the file's, or 1]"),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="A model of the same shape. [the file's]")
@@ -38,7 +36,7 @@ def check_command(
 
     Raises:
         UsageError: the file, the model or the card cannot be read or is unknown.
-        NothingFits: it does not fit.
+        NothingFits: the run does not fit.
     """
     from autotune.cli.check_text import edits_text, lines
     from autotune.planning.observations import known_observations

@@ -41,22 +41,24 @@ def compare_command(
         typer.Option(
             "--gpus",
             metavar="NAMES",
-            help="Separated by commas; repeatable. [with --buy what it can buy]",
+            help="GPUs, separated by commas; repeatable. [with --buy: all within its price]",
         ),
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
     methods: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]"),
+        typer.Option(
+            metavar="NAMES", help="Compare each of these: lora, qlora, full. [those of --space]"
+        ),
     ] = None,
-    max_usd: Annotated[float | None, typer.Option(help="Most that the run may cost.")] = None,
-    max_hours: Annotated[float | None, typer.Option(help="How long the run may take.")] = None,
+    max_usd: Annotated[float | None, typer.Option(help="Highest cost of the run.")] = None,
+    max_hours: Annotated[float | None, typer.Option(help="Longest time of the run.")] = None,
     owned: Annotated[
         str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")
     ] = None,
-    owned_usd: Annotated[float | None, typer.Option(help="Price of that card.")] = None,
+    owned_usd: Annotated[float | None, typer.Option(help="Price of the --owned card.")] = None,
     owned_hours: Annotated[
-        float, typer.Option(help="Hours of use over which its cost is spread.")
+        float, typer.Option(help="Hours of use over which the price of the --owned card is spread.")
     ] = 10_000,
     usd_per_kwh: Annotated[
         float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)
@@ -90,8 +92,8 @@ def compare_command(
     """Print or write the comparison of the runs that these options describe, one for each model.
 
     Raises:
-        UsageError: an option is unknown or impossible, or no formula covers any of it.
-        NothingFits: on none of the cards, or none within the budget.
+        UsageError: an option is unknown or impossible, or no formula covers any of the runs.
+        NothingFits: no run fits any card, or no card that fits is within the budget.
         StorageError: `out` cannot be written.
     """
     from autotune.planning.compare import compare
@@ -129,7 +131,8 @@ def compare_command(
         raise NothingFits(unmet, remedy=comparison.remedy())
     if buys_nothing:
         raise NothingFits(
-            f"nothing that surely fits is known to cost at most {fmt_usd(buy)}", remedy=BUY_REMEDY
+            f"no card that surely fits the run is known to cost at most {fmt_usd(buy)}",
+            remedy=BUY_REMEDY,
         )
 
 

@@ -1,4 +1,7 @@
-"""`autotune dashboard`: a study in optuna-dashboard, read-only, on this machine only. No torch."""
+"""`autotune dashboard`: a study in optuna-dashboard, read-only and on this machine only.
+
+The command does not import torch.
+"""
 
 import errno
 import importlib.util
@@ -25,7 +28,7 @@ def dashboard(
     ] = 8080,
     storage: Storage = None,
 ) -> None:
-    """Serve a study until Ctrl-C; `port` 0, or one that is taken, means any that is free.
+    """Serve a study until Ctrl-C; if `port` is 0 or taken, any free port is used.
 
     Raises:
         UsageError: no such study, or a host that others could reach.
@@ -44,7 +47,7 @@ def dashboard(
     if not is_loopback(host):
         raise UsageError(
             f"--host {host}: the dashboard asks for no password, so it is for this machine alone",
-            remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
+            remedy=f"leave --host out, and run on your computer: {_tunnel(port or 8080)}",
         )
 
     url = read_only(existing_url(storage))
@@ -59,10 +62,10 @@ def dashboard(
         server.set_app(gate(without_refused(app)))
         actual_port = server.server_port
         if port not in (actual_port, 0):
-            print(f"port {port} is taken; this is another")
+            print(f"port {port} is taken, so the dashboard uses port {actual_port}")
         print(f"http://{_in_url(host)}:{actual_port}{PAGE}")
-        print(f"from another machine, first: {_tunnel(actual_port, host)}")
-        print("a copy of the study, made again as it goes on; Ctrl-C ends it", flush=True)
+        print(f"from another machine, first run: {_tunnel(actual_port, host)}")
+        print("a copy of the study, which follows its progress; Ctrl-C ends the page", flush=True)
         server.serve_forever()
 
 

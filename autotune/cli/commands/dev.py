@@ -25,7 +25,7 @@ from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 
 TRIALS = 4
-FULL = 200_000  # the maximum bytes of a file on a full disk
+FULL = 200_000  # bytes; no file grows beyond this size on the simulated full disk
 STRUCK = 1  # the number of the trial with the fault
 SPACE = """\
 version: 1
@@ -35,14 +35,14 @@ knobs:
   lora_rank: {values: [16, 32], kind: learning}
   checkpointing: {values: [none, full]}
 """
-# The expected outcome of that trial
+# The expected outcome of the trial with the fault
 OUTCOMES = {
     **dict.fromkeys(("oom", "host-oom"), "oom"),
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "crash"),
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
 }
-# A part of its expected reason
+# A part of the reason that is expected for this trial
 REASONS = {
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
     "throttle": "slowed down",
@@ -90,7 +90,7 @@ def inject(
             "disk-full, db-gone; repeatable.",
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="What small studies run on: auto, or cpu.")] = "cpu",
+    gpu: Annotated[str, typer.Option(help="Device of the small studies: auto or cpu.")] = "cpu",
     json_: Json = False,
 ) -> None:
     """Inject the faults, and print how each study ended.
@@ -128,7 +128,7 @@ def inject(
     failed_faults = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
     if failed_faults:
         raise TooManyFailures(
-            f"not survived: {', '.join(failed_faults)}", remedy="see the table above"
+            f"studies did not survive {', '.join(failed_faults)}", remedy="see the table above"
         )
 
 
@@ -155,7 +155,7 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
             )
         else:
             first_code = _without_database(folder, gpu)
-        code = _study(folder, gpu)  # the same command, as the error says
+        code = _study(folder, gpu)  # the same command again, as the error's remedy says
         trials = _trials(folder)
         happened = f"exit {first_code}, then continued: exit {code}"
         survived = (first_code, code) == (6, 0)

@@ -1,4 +1,4 @@
-"""`autotune doctor`: checks whether this machine has the needs of a study, and names remedies."""
+"""`autotune doctor`: checks whether this machine can run a study, and names remedies."""
 
 import importlib.util
 import shutil
@@ -64,7 +64,7 @@ def _gpus() -> list[Check]:
 
     cards = list_gpus()
     if not cards:
-        remedy = "without one, try --gpu cpu --model demo-3m; with one, install NVIDIA's driver"
+        remedy = "without a GPU, try --gpu cpu --model demo-3m; with a GPU, install NVIDIA's driver"
         return [Check(name="NVIDIA GPU", ok=None, found="none (NVML finds no card)", remedy=remedy)]
 
     checks = []
@@ -134,7 +134,7 @@ def _calibration() -> list[Check]:
     calibration = kept_calibration(device, print_note)
     if calibration is None:
         command = "autotune calibrate" + ("" if card else " --gpu cpu")
-        remedy = f"`{command}` measures this machine in about 30 s, and estimates for it use that"
+        remedy = f"`{command}` measures this machine in about 30 s, for later estimates"
         checks = [Check(name="calibration", ok=None, found="none", remedy=remedy)]
     else:
         checks = [

@@ -21,13 +21,13 @@ def learn(
         str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")
     ] = None,
     share: Annotated[
-        float, typer.Option(help="Share of the full run's steps that it may take.")
+        float, typer.Option(help="Share of the full run's steps that the search may take.")
     ] = 0.1,
     others: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Number of other ranks, lengths or formats to train too, at the rate found.",
+            help="Number of other ranks, lengths or formats to train at the rate that was found.",
         ),
     ] = 0,
     storage: Storage = None,
@@ -54,7 +54,7 @@ def learn(
     spec = result.record.spec
     examples = dataset or (Path(spec.dataset) if spec.dataset else None)
     if examples is None:
-        raise UsageError("there is nothing to learn from", remedy="give --dataset PATH")
+        raise UsageError("the study has no dataset to learn from", remedy="give --dataset PATH")
 
     require_device(recipe.device, "learn there")
     make_writable(result.out)

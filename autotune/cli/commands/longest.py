@@ -41,14 +41,14 @@ def longest(
     host_memory_gib: Annotated[
         float | None,
         typer.Option(
-            "--host-memory-gib", help="GiB of the host. [this host's, if the card is here]"
+            "--host-memory-gib", help="GiB of host memory. [this host's, if the card is here]"
         ),
     ] = None,
     most_tokens: Annotated[
-        int | None, typer.Option(min=1024, help="Look at no longer rows.")
+        int | None, typer.Option(min=1024, help="Consider no rows longer than this.")
     ] = None,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Only predict, although the card is here.")
+        bool, typer.Option("--predict", help="Only predict, even if the card is here.")
     ] = False,
     json_: Json = False,
 ) -> None:
@@ -60,7 +60,7 @@ def longest(
         UsageError: the model, the card, a method or a knob is unknown or impossible, or the model
             cannot be counted.
         EnvironmentProblem: the card cannot be probed.
-        NothingFits: no method holds any row.
+        NothingFits: no row fits by any method.
         Interrupted: stopped by a signal.
     """
     from autotune.api import longest as find
@@ -92,8 +92,8 @@ def longest(
 
     if not any(row.tokens or row.limited_by for row in rows):
         raise UsageError(
-            f"no row of {query.model.short} can be judged: {rows[0].problem}",
-            remedy="leave tiles out (--set tiling=none), or try another model",
+            f"no row of {query.model.short} can be predicted: {rows[0].problem}",
+            remedy="switch tiles off (--set tiling=none), or try another model",
         )
     if not any(row.tokens for row in rows):
         raise NothingFits(
@@ -121,30 +121,30 @@ def _print(query: "Longest", rows: list["LongestRow"]) -> None:
     max_tokens = max((row.tokens or 0 for row in rows), default=0)
     if positions and max_tokens > positions:
         print(
-            f"The model was trained for {positions:,} positions: what it learns of longer rows is "
-            "not known."
+            f"The model was trained for {positions:,} positions. How well it learns from longer "
+            "rows is not known."
         )
 
     estimated_rows = [row for row in rows if row.evidence == "estimated" and row.tokens]
     if estimated_rows:
         print(
-            "Estimated rows were counted without a GPU, and leave 6 % for the allocator. Their "
-            "times are estimates too."
+            "Estimated rows were counted without a GPU, and leave 6 % of the memory for the "
+            "allocator. Their times are also estimates."
         )
         if any(
             row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
             for row in estimated_rows
         ):
             print(
-                "cuDNN's attention needs more than was counted: on an H100 under a cap of 24 GB a "
-                "row 9 % shorter than predicted did not fit."
+                "cuDNN's attention needs more than was counted: on an H100 capped at 24 GB, a row "
+                "9 % shorter than predicted did not fit."
             )
 
     other_cards = {
         row.timed_on for row in rows if row.timed_on and row.timed_on != query.device.name
     }
     for card in sorted(other_cards):
-        print(f"Times are those of {card}, which stood in under a cap of its memory.")
+        print(f"Times were measured on {card}, whose memory was capped to stand in for this card.")
 
 
 def _cells(row: "LongestRow") -> tuple[str, ...]:

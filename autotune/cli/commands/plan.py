@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotune.prediction.observed_speed import Observation
     from autotune.report.answer import Answer
 
-ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan for each model
+ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan that tries many models
 
 
 @with_study_options("model", *PLANNED)
@@ -38,7 +38,7 @@ def plan_command(
     nodes: Annotated[
         str | None,
         typer.Option(
-            metavar="NUMBERS", help="Numbers of hosts of --gpus each to plan for, as 1,2,4."
+            metavar="NUMBERS", help="Numbers of hosts to plan for, as 1,2,4; each has --gpus GPUs."
         ),
     ] = None,
     network: Annotated[
@@ -47,7 +47,9 @@ def plan_command(
     ] = None,
     within: Annotated[
         str | None,
-        typer.Option(help="With --gpus: the cheapest that ends within this time, as 6h."),
+        typer.Option(
+            help="With --gpus: print the cheapest plan that ends within this time, as 6h."
+        ),
     ] = None,
     evidence: Evidence = EVIDENCE,
     html: Html = None,
@@ -76,7 +78,7 @@ def plan_command(
         return
     if html is not None:
         raise UsageError(
-            "--html is for a plan of a card, without a model",
+            "--html works only for the plan of a card, without a model",
             remedy="`autotune compare --out FILE.html`",
         )
 
@@ -187,7 +189,8 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
 
     if not any(entry.state == FITS for entry in result.entries):
         raise NothingFits(
-            f"nothing surely fits {device.name}", remedy="shorter samples: --tokens-per-example 512"
+            f"nothing surely fits {device.name}",
+            remedy="use shorter samples: --tokens-per-example 512",
         )
 
 

@@ -37,7 +37,9 @@ def run(
 ) -> None:
     """Run or continue the study that these options describe."""
     if json_ and events:
-        raise UsageError("--events ends with what --json prints", remedy="leave one of them out")
+        raise UsageError(
+            "--events already ends with the output of --json", remedy="leave one of them out"
+        )
     run_spec(spec_of(options), as_json=json_, quiet=quiet, events=events)
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def submit(
     study: StudyName = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write. [the study's submission.json]"),
     ] = None,
     storage: Storage = None,
     json_: Json = False,
@@ -32,7 +33,7 @@ def submit(
     Raises:
         UsageError: no such study, a GPU that is not in the catalogue, or speeds that are only
             projected.
-        NothingFits: it has no winner.
+        NothingFits: the study has no winner.
         StorageError: the file cannot be written.
     """
     from autotune.api import load_study
@@ -59,15 +60,18 @@ def submit(
         return
     print(path)
     print(
-        "It names GPU, model and versions, and no file, dataset, study or machine. Read it before "
-        "you send it."
+        "The file names GPU, model and versions, but no path, dataset, study or machine. Read it "
+        "before you send it."
     )
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
+    file: Annotated[Path, typer.Argument(help="File that `autotune submit` wrote.")],
     evidence: Annotated[
-        Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)
+        Path,
+        typer.Option(
+            metavar="DIR", help="Directory of evidence. [runs/evidence]", show_default=False
+        ),
     ] = EVIDENCE,
     json_: Json = False,
 ) -> None:
@@ -92,7 +96,7 @@ def import_(
         model = row.model or f"a model of shape {row.model_digest}"
         speed = f"{fmt_count(row.tokens_per_s)} tokens/s, {fmt_gib(row.peak_reserved_gib)}"
         print(f"{row.device}  {model}  {row.config.label()}  {speed}  [{row.evidence}]")
-    print(f"{path} is stored already: nothing changed" if was_known else path)
+    print(f"{path} was stored before: nothing changed" if was_known else path)
 
 
 def _row(row: "Observation") -> ImportedRow:

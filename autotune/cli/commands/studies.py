@@ -36,7 +36,8 @@ def status(
     study: StudyName = None,
     storage: Storage = None,
     nodes: Annotated[
-        bool, typer.Option("--nodes", help="Its nodes side by side: speed, memory, clocks.")
+        bool,
+        typer.Option("--nodes", help="Show the study's nodes side by side: speed, memory, clocks."),
     ] = False,
     json_dir: Annotated[
         Path | None,
@@ -58,7 +59,7 @@ def status(
 
     if not nodes and (json_dir or html):
         raise UsageError(
-            "--json-dir and --html are for --nodes",
+            "--json-dir and --html need --nodes",
             remedy="`autotune report` writes a study's page",
         )
 
@@ -129,7 +130,7 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
         if named_url(storage) is not None:
             raise
         url = ""
-        attributes_by_study = {}  # no study was ever begun here
+        attributes_by_study = {}  # no study was ever started with this database
     for name, attributes in attributes_by_study.items():
         try:
             record = StudyRecord.from_attributes(name, attributes)
@@ -201,12 +202,14 @@ def delete(
         if other_workers:
             hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in other_workers)
             raise UsageError(
-                f"study {study!r} is being worked on by {hosts}", remedy="stop it first"
+                f"study {study!r} is being worked on by {hosts}", remedy="stop this work first"
             )
 
         if not yes:
             if not sys.stdin.isatty():
-                raise UsageError("nobody can be asked here", remedy="add --yes")
+                raise UsageError(
+                    "deleting needs a confirmation, but stdin is no terminal", remedy="add --yes"
+                )
             answer = input(
                 f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] "
             )
@@ -293,7 +296,10 @@ def report(
 def fleet(
     study: StudyName = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")
+        int,
+        typer.Option(
+            min=1, help="Number of workers, besides the `autotune run` that leads the study."
+        ),
     ] = 1,
     format_: Annotated[
         list[str] | None,

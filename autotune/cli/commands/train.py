@@ -33,7 +33,7 @@ STOPPED = (
     PREEMPTED,
     128 + signal.SIGTERM,
     -signal.SIGTERM,
-)  # exit codes; the last one before training begins
+)  # exit codes of a stopped run; the last one if training had not begun
 
 
 def train(
@@ -49,10 +49,11 @@ def train(
         str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Try the speed, without data.")
+        bool, typer.Option("--random-weights", help="Only try the speed, without data.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")
+        Path | None,
+        typer.Option("--output-dir", help="Directory for the weights. [trained/ in the study's]"),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")
@@ -64,7 +65,8 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable.",
+            help="Environment variable that the training also needs: HF_TOKEN, HTTPS_PROXY; "
+            "repeatable.",
         ),
     ] = None,
     other_device: Annotated[
@@ -77,7 +79,7 @@ def train(
     """Train with a study's winner, by its exported script, which is written next to the weights.
 
     Raises:
-        UsageError: no such study, no data, no such variable, or a checkpoint is in the way.
+        UsageError: no such study, no data, no such variable, or a directory with an earlier run.
         EnvironmentProblem: the study is for another device, and `other_device` is false.
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
@@ -143,7 +145,7 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
     earlier_files = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
     if earlier_files and not resume:
         raise UsageError(
-            f"{earlier_files[0]} is of an earlier run",
+            f"{earlier_files[0]} belongs to an earlier run",
             remedy="add --resume, or name another --output-dir",
         )
 
@@ -184,7 +186,9 @@ def _check(
     recipe = result.recipe
     if recipe.trainer != "transformers":
         (command,) = training_commands(result.summary, recipe, short_path(result.out)).values()
-        raise UsageError("the study was measured with TRL, which trains by itself", remedy=command)
+        raise UsageError(
+            "the study was measured with TRL, so TRL's own command trains it", remedy=command
+        )
     if (dataset is None) is not random_weights:
         raise UsageError(
             "give either --dataset PATH to train on, or --random-weights to try the speed",
@@ -195,7 +199,8 @@ def _check(
 
     if missing := [name for name in pass_env if name not in os.environ]:
         raise UsageError(
-            f"--pass-env {missing[0]}: there is no such variable", remedy="export it before"
+            f"--pass-env {missing[0]}: there is no such variable",
+            remedy="export the variable first",
         )
     if dataset is not None:
         check_exists(dataset, split)
@@ -206,7 +211,7 @@ def _check(
     except EnvironmentProblem as difference:
         if not other_device:
             raise
-        print_note(f"warning: {difference}: its speed, its memory and its cost do not hold")
+        print_note(f"warning: {difference}: the predicted speed, memory and cost do not hold")
 
 
 def _command(options: list[str], study: str) -> str:
@@ -299,6 +304,6 @@ class TrainingDisplay:
             self._warned = True
             direction = "longer" if now.slowdown > 0 else "less"
             self.say(
-                f"note: a step takes {abs(now.slowdown):.0%} {direction} than was measured (other "
+                f"note: a step takes {abs(now.slowdown):.0%} {direction} than measured (other "
                 "rows, or a busy device)"
             )

@@ -500,7 +500,7 @@ def test_no_price_and_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     unpriced = {device.name for device in list_devices() if find_price(device.name) is None} - {
         "cpu"
     }
-    assert set(text.splitlines()[-1].removeprefix("no price is known of ").split(", ")) == unpriced
+    assert set(text.splitlines()[-1].removeprefix("no price is known for ").split(", ")) == unpriced
     assert "(a reference, not a quote)" in text
     with pytest.raises(UsageError, match="unknown gpu 'a11'"):
         prices("a11", None, live=False, json_=False)

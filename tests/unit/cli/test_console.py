@@ -125,7 +125,7 @@ def test_a_resumed_study_is_compared_with_the_best_so_far(
         one.trial(replace(trials[0], number=9, tokens_per_second=8_500.0))
         assert one._status_line().endswith("best 9,000 tokens/s, searching")
     said = capsys.readouterr().err
-    assert "the best of them: trial 4, 9,000 tokens/s, lora r16 1x512" in said
+    assert "the best so far: trial 4, 9,000 tokens/s, lora r16 1x512" in said
     assert re.search(r"(?m)^    9    8,500 +\S+  ok ", said)
     with Display(budget_s=600.0) as one:
         one.resumed([])

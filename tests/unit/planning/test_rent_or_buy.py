@@ -266,7 +266,9 @@ def test_what_the_command_refuses() -> None:
     assert isinstance(run().exception, UsageError)
     nothing = run("--gpus", "h100", "--buy", "500")
     assert isinstance(nothing.exception, NothingFits)
-    assert "nothing that surely fits is known to cost at most $500" in str(nothing.exception)
+    assert "no card that surely fits the run is known to cost at most $500" in str(
+        nothing.exception
+    )
     assert "┃" not in nothing.stdout  # what is wrong, and no table of nothing
     assert isinstance(run("--buy", "-3").exception, UsageError)
     for unseen in (["--buy", "3000"], ["--sizes", "10000"]):

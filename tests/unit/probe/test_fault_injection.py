@@ -65,7 +65,7 @@ def test_what_is_not_survived_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(command, "_study", study(**wrong))
-    with pytest.raises(TooManyFailures, match="not survived: oom"):
+    with pytest.raises(TooManyFailures, match="studies did not survive oom"):
         command.inject(["oom"], "cpu")
     assert "oom" in capsys.readouterr().out
 

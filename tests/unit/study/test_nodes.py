@@ -239,5 +239,5 @@ def test_the_command(study: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_files_are_of_nodes_alone(study: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="are for --nodes"):
+    with pytest.raises(UsageError, match="need --nodes"):
         studies.status("one", study, nodes=False, json_dir=tmp_path, html=None, json_=False)
