@@ -29,6 +29,8 @@ from tests.helpers.sessions import Start, starter
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # a study of tiny products takes 1.4 times as much with two
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# tests run side by side, so their probes disturb each other
+os.environ.setdefault("AUTOTUNE_ASSUME_QUIET", "1")
 # else each process that compiles starts a pool of others
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The code that earlier tests compiled: compiling it anew would take most of the time of some tests.

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 STATUS_EVERY_S = 30.0  # between two status lines if stderr is no terminal
 REFRESHES_PER_S = 4  # on a terminal: a slow connection must keep up
 MARGIN = 6  # lines of the last screen: title, blank lines, and the shell's prompt
-REUSED = "(reused: the same probe has run on this device before, and its stored result is used)"
+REUSED = (
+    "(reused: the same probe has run on this device before, and its stored result is used; "
+    "--fresh measures again)"
+)
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 
 

@@ -67,6 +67,8 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
         Field(name="tried", text=search),
     ]
 
+    if broken := describe.broken_promise(summary):
+        fields.insert(0, Field(name="verify", text=broken, style="bold red"))
     if too_large := _too_large(summary):
         fields.append(Field(name="", text=too_large))
     return fields

@@ -1,4 +1,4 @@
-"""Measures how many cores are used by processes other than this one and its descendants.
+"""Measures the processor time of this process with its descendants, and of all other processes.
 
 It reads Linux's /proc and imports no torch. On a virtual machine, time that the hypervisor gives to
 other machines counts too.
@@ -31,16 +31,22 @@ class CoreUse:
         except (OSError, ValueError, IndexError):
             return None
 
-    def others_since(self, before: "CoreUse") -> float | None:
-        """Return the mean number of cores that other processes used since `before`.
+    def since(self, before: "CoreUse") -> tuple[float, float] | None:
+        """Return the mean numbers of cores that we and other processes used since `before`.
 
         The result is None if no time has passed.
         """
         took_s = self.at_s - before.at_s
         if took_s <= 0:
             return None
-        others_s = (self.all_s - before.all_s) - (self.own_s - before.own_s)
-        return max(others_s / took_s, 0.0)
+        own_s = self.own_s - before.own_s
+        others_s = self.all_s - before.all_s - own_s
+        return own_s / took_s, max(others_s / took_s, 0.0)
+
+
+def num_usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _all_s() -> float:
@@ -58,7 +64,7 @@ def _all_s() -> float:
 def _own_s() -> float:
     """Return the processor seconds of this process and its descendants, including ended ones."""
     total = 0
-    for process in _tree(os.getpid()):
+    for process in process_tree(os.getpid()):
         try:
             text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:  # the process has just ended; its parent's counters will have its time
@@ -69,7 +75,7 @@ def _own_s() -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def _tree(process: int) -> Iterator[int]:
+def process_tree(process: int) -> Iterator[int]:
     """Yield the ids of a process and its descendants."""
     yield process
     for children in (PROC / str(process) / "task").glob("*/children"):
@@ -78,4 +84,4 @@ def _tree(process: int) -> Iterator[int]:
         except OSError:
             continue
         for child in found:
-            yield from _tree(int(child))
+            yield from process_tree(int(child))

@@ -5,7 +5,8 @@ is ever changed. A value that the driver does not report is None.
 """
 
 import os
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -142,6 +143,25 @@ class Nvml:
             ),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit),
         )
+
+    def use_by_others(self, since_s: float, own: Collection[int]) -> float | None:
+        """Return the mean share of the card's time that processes other than `own` used.
+
+        It covers the time since `since_s`, in seconds since 1970. Returns None if the driver does
+        not report the use by `own` processes, which run on the card: then it hides processes.
+        """
+        import pynvml
+
+        since_us = int(since_s * 1e6)
+        samples = _quiet(lambda: pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_us))
+        shares: dict[int, list[float]] = {}
+        for sample in samples or []:
+            if sample.smUtil <= 100:  # some drivers leave entries that are not set
+                shares.setdefault(sample.pid, []).append(sample.smUtil / 100)
+
+        if not shares.keys() & set(own):
+            return None
+        return sum(statistics.fmean(shares[pid]) for pid in shares.keys() - set(own))
 
     def _processes(self) -> list[GpuProcess]:
         import psutil

@@ -4,6 +4,7 @@ A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall time 
 event time, and an unknown value is None.
 """
 
+import statistics
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -77,6 +78,12 @@ class Evidence(StrEnum):
     EXTRAPOLATED = "extrapolated"  # this GPU, truncated depth
     PROJECTED = "projected"  # another GPU
     ESTIMATED = "estimated"  # a formula
+    DISTURBED = "disturbed"  # this GPU, while other work changed the times
+
+
+def weakest(*evidence: Evidence) -> Evidence:
+    """Return the least certain of several kinds of evidence."""
+    return max(evidence, key=list(Evidence).index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,8 +469,11 @@ class Measurement:
         managed_gib: Paged optimizer state, which torch does not count.
         in_host_gib: Trained weights and optimizer state, if they are kept in the host's memory.
         losses: The losses of the first micro batches.
-        other_cores: The mean number of cores that processes outside the study used during the timed
-            steps; unknown if the system does not tell.
+        own_cores: The mean number of cores that the study used during the timed steps; unknown if
+            the system does not tell.
+        other_cores: The same for all processes outside the study.
+        other_gpu: The mean share of the GPU's time that processes outside the study used during the
+            timed steps. Unknown on a CPU, and if the driver hides processes.
     """
 
     step_s: tuple[float, ...]
@@ -501,12 +511,27 @@ class Measurement:
     trainable_params: int
     total_params: int
     telemetry: Telemetry | None = None
+    own_cores: float | None = None
     other_cores: float | None = None
+    other_gpu: float | None = None
 
     @property
     def host_bound(self) -> bool:
         """Whether the step is known to be CPU-bound; its speed then depends on the host's load."""
         return (self.host_share or 0.0) >= HOST_SHARE
+
+    @property
+    def step_range(self) -> float | None:
+        """The range of the timed steps from the 10th to the 90th percentile, over the median.
+
+        A single step is replaced by its micro batches. Different kinds of micro batch do not widen
+        the range. It is None for a single time.
+        """
+        times = self.step_s if len(self.step_s) > 1 else self.micro_step_s
+        if len(times) < 2:
+            return None
+        tenths = statistics.quantiles(times, n=10, method="inclusive")
+        return (tenths[-1] - tenths[0]) / statistics.median(times)
 
     @property
     def checkpoint_gib(self) -> float:
@@ -595,7 +620,7 @@ class ProbeResult:
 
     `seconds` has the wall time of load, first_step, steady and cleanup, and the total. `turn` is
     the time spent waiting for processes that compile later probes on the same device. `compile` is
-    the compilation time within the total.
+    the compilation time within the total. `disturbed` says how other work changed the times.
     """
 
     request_digest: str
@@ -606,6 +631,7 @@ class ProbeResult:
     depth: int | None = None
     phase: Phase | None = None  # the phase of the failure
     reason: str | None = None  # the reason for the failure, in words
+    disturbed: str | None = None
     oom: OomDetail | None = None
     measurement: Measurement | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -616,3 +642,9 @@ class ProbeResult:
     # host:pid:ticks of the process that requested the probe; earlier versions did not store them
     node: str | None = None
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def is_prediction(self) -> bool:
+        """Whether truncated models predicted the measurement, so no probe timed the whole model."""
+        is_decision = self.depth is None and self.rung is Rung.SHALLOW
+        return is_decision or self.evidence is Evidence.EXTRAPOLATED

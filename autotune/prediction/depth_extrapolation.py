@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autotune.core.knobs import KNOBS, affecting
 from autotune.core.parallelism import Parallelism
@@ -62,7 +62,8 @@ class Extrapolation:
     Errors are relative, about two standard deviations. With `shortest`, the line goes through the
     shortest steps instead of the mean steps. `noise` is the error from the scatter of the timed
     steps, and `rest_noise` is its part from the time after the micro batches. `unseen` is the
-    assumed error that this scatter does not show.
+    assumed error that this scatter does not show. `disturbed` says how other work changed the times
+    of a truncated model.
     """
 
     measurement: Measurement
@@ -70,6 +71,7 @@ class Extrapolation:
     unseen: float = DEVICE_BOUND
     noise: float = 0.0
     rest_noise: float = 0.0
+    disturbed: str | None = None
 
     @property
     def time_error(self) -> float:
@@ -443,6 +445,13 @@ def _error(times: Sequence[float]) -> float:
     return statistics.stdev(times) / math.sqrt(len(times))
 
 
+class _Truncated(NamedTuple):
+    """The measurement of a truncated model, and how other work changed its times."""
+
+    measurement: Measurement
+    disturbed: str | None
+
+
 class DepthPredictor:
     """Collects measurements of one model and predicts the measurement at full depth.
 
@@ -452,7 +461,7 @@ class DepthPredictor:
     def __init__(self, shape: ModelShape | None) -> None:
         self._shape = shape
         # Truncated models: by configuration and micro steps, then by the number of layers
-        self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}
+        self._truncated: dict[tuple[TrainConfig, int], dict[int, _Truncated]] = {}
         # Measured divided by extrapolated time of a micro batch: by compute signature, then by
         # configuration
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
@@ -464,11 +473,13 @@ class DepthPredictor:
         config = result.config
         micro_steps = measurement.micro_steps
         if result.depth is not None:
-            self._truncated.setdefault((config, micro_steps), {})[result.depth] = measurement
+            known = self._truncated.setdefault((config, micro_steps), {})
+            if result.disturbed is None or result.depth not in known:
+                known[result.depth] = _Truncated(measurement, result.disturbed)
         elif result.evidence is Evidence.MEASURED:
             self._whole[_micro_batch_signature(config, micro_steps)] = measurement
             predicted = self.extrapolated(config, micro_steps)
-            if predicted is not None:
+            if predicted is not None and predicted.disturbed is None:
                 # The median, as in scores: one slow step of a whole model must not make all other
                 # configurations look slow.
                 measured_s = statistics.median(measurement.micro_step_s)
@@ -480,7 +491,9 @@ class DepthPredictor:
         truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(truncated) != 2:
             return None
-        return extrapolate(truncated, self._shape.num_layers)
+        probes = [(depth, probed.measurement) for depth, probed in truncated]
+        disturbed = next((probed.disturbed for _, probed in truncated if probed.disturbed), None)
+        return replace(extrapolate(probes, self._shape.num_layers), disturbed=disturbed)
 
     def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """Return the extrapolation, corrected by measured whole models.

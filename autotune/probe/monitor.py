@@ -1,11 +1,12 @@
 """The parent's view of a running probe: phase, deadline, sensors, load by other processes."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from autotune.core.core_use import CoreUse
+from autotune.core.core_use import CoreUse, process_tree
 from autotune.core.nvml import THROTTLE_REASONS, Nvml
 from autotune.core.probe_types import Measurement, Phase, Telemetry
 
@@ -35,14 +36,24 @@ class Monitor:
         self._throttled = throttled
         self._samples: list[Telemetry] = []
         self._core_uses: list[CoreUse | None] = []  # at the start and at the end of the timed steps
+        self._timed_since = 0.0  # seconds since 1970
+        self._other_gpu: float | None = None
         self.phase = Phase.START
         self.patience_s = 0.0
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
         """Note that the probe has begun a phase."""
-        if (phase is Phase.STEADY) is not (self.phase is Phase.STEADY):
+        begins = phase is Phase.STEADY and self.phase is not Phase.STEADY
+        ends = phase is not Phase.STEADY and self.phase is Phase.STEADY
+        if begins or ends:
             self._core_uses.append(CoreUse.now())
+        if begins:
+            self._timed_since = time.time()
+        elif ends and self._nvml is not None:
+            own = set(process_tree(os.getpid()))
+            self._other_gpu = self._nvml.use_by_others(self._timed_since, own)
+
         self.phase = phase
         self._since = time.monotonic()
         self.tick()
@@ -66,12 +77,19 @@ class Monitor:
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return the worker's measurement with the observations of this process."""
-        return replace(measurement, telemetry=self.telemetry(), other_cores=self.other_cores())
+        own_cores, other_cores = self.core_use() or (None, None)
+        return replace(
+            measurement,
+            telemetry=self.telemetry(),
+            own_cores=own_cores,
+            other_cores=other_cores,
+            other_gpu=self._other_gpu,
+        )
 
-    def other_cores(self) -> float | None:
-        """The mean number of cores that other processes used during the timed steps."""
+    def core_use(self) -> tuple[float, float] | None:
+        """The mean numbers of cores that we and other processes used during the timed steps."""
         before, after = (*self._core_uses, None, None)[:2]
-        return after.others_since(before) if before and after else None
+        return after.since(before) if before and after else None
 
     def telemetry(self) -> Telemetry | None:
         """The means over all samples except the first, if there are any.

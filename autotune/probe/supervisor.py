@@ -164,19 +164,12 @@ class WorkerProber:
         first: ProbeResult,
         doubt: str,
     ) -> ProbeResult:
-        """The second try, or the first if only the first succeeded. The total time is of both."""
+        """The result of a second try because of a doubt about the first."""
         try:
             second = once(request, log)
         except EnvironmentProblem:  # the next probe will report it
             return first
-
-        only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
-        result = first if only_first_worked else second
-        total = {"total": first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)}
-        notes = (*result.notes, doubt)
-        return replace(
-            result, notes=notes, seconds=result.seconds | total, started_at=first.started_at
-        )
+        return of_two_tries(first, second, doubt)
 
     def _doubt(self, result: ProbeResult) -> str | None:
         """The reason why the machine may be to blame, or None.
@@ -453,6 +446,15 @@ class WorkerProber:
             f"the probe worker could not start: {reason}",
             remedy=f"see {log}; `autotune doctor` checks this machine",
         )
+
+
+def of_two_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeResult:
+    """The second try, or the first if only the first succeeded. The total time is of both."""
+    only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
+    result = first if only_first_worked else second
+    total = {"total": first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)}
+    notes = (*result.notes, doubt)
+    return replace(result, notes=notes, seconds=result.seconds | total, started_at=first.started_at)
 
 
 def check_worker(device: str) -> tuple[Fingerprint, str | None]:

@@ -20,6 +20,9 @@ AGAIN = 0.01
 # Speeds within this share are equal: their intervals overlap. Two H200s in one host measured the
 # same two configurations side by side: one found them 1.2 % apart, the other equal.
 TIE = 2 * AGAIN
+# If step times of one configuration differ by more than this share, something disturbed the
+# measurements. One more measurement is taken, and the median counts.
+DISAGREEMENT = 0.05
 UNSEEN = 0.02  # assumed relative spread of a single time: twice the spread of steps on an H200
 
 

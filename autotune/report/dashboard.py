@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial
 from autotune.core.text import code_span
 from autotune.core.units import fmt_count, fmt_gib
 from autotune.report import infos
-from autotune.report.describe import LABELS, candidate_line
+from autotune.report.describe import LABELS, broken_promise, candidate_line
 from autotune.report.html import draw, render
 from autotune.report.oom import oom_report
 from autotune.study.optimizer import METRIC, METRIC_OF_SEVERAL
@@ -313,7 +313,9 @@ def _note(summary: StudySummary) -> str:
     best = recipe.winner
     number = _winner(summary, len(summary.trials))
     trial = "" if number is None else f" (trial {number})"
+    broken = broken_promise(summary)
     lines = [
+        *([f"**{code_span(broken)}**"] if broken else []),
         f"**Winner**{trial}: {code_span(best.config.label())}",
         candidate_line(best),
         code_span(recipe.reason),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from os.path import expanduser
 
 from autotune.core.knobs import KNOBS
-from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.probe_types import Evidence, Outcome, weakest
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
@@ -105,6 +105,8 @@ def speed_up(recipe: Recipe) -> str:
 
     A ratio is labelled if one of the two was not measured as a whole model.
     """
+    if recipe.unsteady is not None:
+        return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
     if recipe.baseline is None or recipe.speedup is None:
         return "no baseline was measured"
     if recipe.config == recipe.baseline.config:
@@ -432,9 +434,26 @@ def failed_verification(result: Verification) -> str | None:
     return f"the run is {' and '.join(result.worse)} than predicted by over {result.tolerance:.0%}"
 
 
+def broken_promise(summary: StudySummary) -> str | None:
+    """Return how the winner's exported run failed its verification, for first screens.
+
+    It is None if the run holds, or if this winner was not verified.
+    """
+    result = summary.verification
+    if result is None or summary.recipe is None or result.config != summary.recipe.config:
+        return None
+    if (reason := failed_verification(result)) is None:
+        return None
+    if result.worse == ("slower",) and result.speed_error is not None:
+        reason = f"the run takes {1 + result.speed_error:.1f} times as long as predicted"
+    return f"verify failed: {reason}"
+
+
 def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
     """Describe this knob's factor in the winner's speed, and its cost in memory."""
     winner = result.winner
+    if knob.evidence is Evidence.DISTURBED and knob.outcome is Outcome.OK:
+        return "no comparison: other work disturbed the measurement"
     if knob.tokens_per_s is None or winner.tokens_per_s is None:
         if knob.outcome not in (Outcome.OOM, Outcome.REFUSED) or not knob.peak_gib:
             return f"without it: {knob.outcome.value}"
@@ -458,12 +477,11 @@ def ablation(result: Ablation) -> list[str]:
 
     A comparison has the weaker evidence of its two sides.
     """
-    rank = list(Evidence)
     lines = []
     for knob in result.ranked():
         value = getattr(result.winner.config, knob.knob)
         other = getattr(knob.config, knob.knob)
-        weaker = max(knob.evidence, result.winner.evidence, key=rank.index)
+        weaker = weakest(knob.evidence, result.winner.evidence)
         lines.append(
             f"{knob.knob} {value} instead of {other}: "
             f"{ablation_effect(result, knob)} [{weaker.value}]"

@@ -136,10 +136,10 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
 
 
 def _speed_up(recipe: Recipe) -> str:
-    """Format the winner's speed-up, 'none' without a difference, or a dash without a baseline."""
+    """Format the winner's speed-up, 'none' without a difference, or a dash if it is unknown."""
     if recipe.differs:
         return f"{recipe.speedup:.2f}×"
-    return "none" if recipe.baseline else DASH
+    return DASH if recipe.speedup is None else "none"
 
 
 def _keep_together(text: str) -> str:
@@ -261,13 +261,13 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
 
 
 def _headline(summary: StudySummary) -> str:
-    """Return the headline of the page: the speed-up, or why there is no winner."""
+    """Return the headline: a failed verification, the speed-up, or why there is no winner."""
     recipe = summary.recipe
     counts = summary.counts()
     if recipe is None:
         memory = counts["oom"] + counts["refused"] or not summary.trials
         return "Nothing fits" if memory else "No trial succeeded"
-    text = describe.speed_up(recipe)
+    text = describe.broken_promise(summary) or describe.speed_up(recipe)
     return text[0].upper() + text[1:]
 
 

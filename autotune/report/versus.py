@@ -3,7 +3,7 @@
 from typing import Any
 
 from autotune.catalog import NO_PRICE
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import weakest
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
 from autotune.report.html import glossary, page, plotly_markup, script_json, stats
@@ -120,8 +120,7 @@ def sentences(first: Recipe, second: Recipe) -> list[str]:
             f"The full run costs {usd[0]} ({ranges[0]}) instead of {usd[1]} ({ranges[1]})."
         )
 
-    rank = list(Evidence)
-    weaker = max((one.evidence, other.evidence), key=rank.index)
+    weaker = weakest(one.evidence, other.evidence)
     lines.append(f"The comparison has the weaker evidence of the two winners: {weaker}.")
     if differing := [row.name for row in compare_tasks(first, second) if row.changed]:
         lines.append(f"The studies differ in more than the configuration: {', '.join(differing)}.")

@@ -3,15 +3,17 @@
 The probes run on truncated models. The winner is probed in the same way, for a fair comparison.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.knobs import KNOBS
-from autotune.core.probe_types import Evidence, Outcome, ProbeResult
+from autotune.core.probe_types import Evidence, Outcome, ProbeResult, weakest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.projection import run_performance
+from autotune.problem.performance import DISAGREEMENT
 from autotune.problem.task import Task
 
 if TYPE_CHECKING:
@@ -107,20 +109,13 @@ def ablate(
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Ablation:
-    """Probe the winner without each of its knobs; stored results are reused.
+    """Probe the winner without each of its knobs, in one round that begins and ends with it.
 
-    If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if
-    the probe of the winner itself fails.
+    If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if a
+    probe of the winner itself fails, or if its speed changes during the round.
     """
-    winner_result = evaluator.evaluate(winner, None).result
-    measured_winner = to_ablated_knob(task, "", winner_result)
-    if measured_winner.tokens_per_s is None:
-        raise EnvironmentProblem(
-            "the probe of the winner failed this time: "
-            f"{winner_result.reason or winner_result.outcome}",
-            remedy="check whether another process uses the device (`autotune doctor`)",
-        )
-
+    evaluator = replace(evaluator, reuses=False)
+    measured_winner = _ablated_winner(task, evaluator, winner)
     undone: list[AblatedKnob] = []
     for name, config in ablated_configs(winner, baseline):
         if should_stop():
@@ -132,13 +127,42 @@ def ablate(
         undone.append(to_ablated_knob(task, name, evaluator.evaluate(config, None).result))
         evaluator.failures_in_a_row = 0
 
+    if not should_stop():
+        _check_speed(measured_winner, _ablated_winner(task, evaluator, winner))
     return Ablation(winner=measured_winner, baseline=baseline, undone=tuple(undone))
+
+
+def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> AblatedKnob:
+    """Probe the winner. Raises EnvironmentProblem if its speed stays unknown."""
+    result = evaluator.evaluate(winner, None).result
+    measured = to_ablated_knob(task, "", result)
+    if measured.tokens_per_s is None:
+        raise EnvironmentProblem(
+            "the probe of the winner failed this time: "
+            f"{result.disturbed or result.reason or result.outcome}",
+            remedy="check whether another process uses the device (`autotune doctor`)",
+        )
+    return measured
+
+
+def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
+    """Raise EnvironmentProblem if the winner's speed changed by more than its error."""
+    speeds = [one.tokens_per_s or 0.0 for one in (before, after)]
+    difference = max(speeds) / min(speeds) - 1
+    if difference > max(DISAGREEMENT, math.hypot(before.error, after.error)):
+        raise EnvironmentProblem(
+            "the machine is too unsteady to compare speeds: two probes of the winner differ by "
+            f"{difference:.0%}",
+            remedy="stop other work on this machine, and ask again",
+        )
 
 
 def to_ablated_knob(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
     """Convert a probe's result to an entry of the ablation."""
     measurement = result.measurement
-    evidence = Evidence.PROJECTED if task.is_projected(result.config) else result.evidence
+    evidence = result.evidence
+    if task.is_projected(result.config):
+        evidence = weakest(evidence, Evidence.PROJECTED)
     ablated = AblatedKnob(
         knob=knob, config=result.config, outcome=result.outcome, evidence=evidence
     )
@@ -148,11 +172,14 @@ def to_ablated_knob(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
     if result.outcome is not Outcome.OK or measurement is None:
         return ablated
 
+    ablated = replace(
+        ablated, peak_gib=measurement.peak_reserved_gib, limit_gib=measurement.limit_gib
+    )
+    if result.disturbed is not None:
+        return ablated
     performance = run_performance(task, result.config, [measurement])
     return replace(
         ablated,
         tokens_per_s=performance.tokens_per_second,
         error=max(map(abs, performance.spread)),
-        peak_gib=measurement.peak_reserved_gib,
-        limit_gib=measurement.limit_gib,
     )

@@ -5,12 +5,13 @@ These measurements are longer than the search's, and the configurations alternat
 
 from autotune.core.errors import Cancelled
 from autotune.core.train_config import TrainConfig
+from autotune.problem.performance import DISAGREEMENT
 from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
-from autotune.study.selection import DISAGREEMENT
 
 AGAIN = "measuring the finalists again"
-MAX_CONFIRMATIONS = 3  # of a configuration whose measurements disagree
+# Of a configuration whose measurements disagree or are disturbed
+MAX_CONFIRMATIONS = 3
 
 
 def confirm_finalists(trials: SharedTrials) -> None:
@@ -109,7 +110,7 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
     for config in entries:
         while (
             selection.disagreement(config) > DISAGREEMENT
-            and len(selection.record(config).confirmed) < MAX_CONFIRMATIONS
+            and selection.record(config).num_confirmations < MAX_CONFIRMATIONS
         ):
             round_ += 1
             if not _confirm(trials, config, "once more, since measurements disagree", round_):
@@ -118,17 +119,21 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
 
 
 def _confirm_leader(trials: SharedTrials, round_: int) -> None:
-    """Measure the leader until it has been measured twice and has saved a checkpoint.
+    """Measure the leader until it has been measured twice undisturbed and has saved a checkpoint.
 
     The leader may change after each measurement.
     """
     while (leader := trials.selection.leader()) is not None:
-        twice = len(trials.selection.record(leader).confirmed) >= min(trials.limits.rounds, 2)
-        if twice and leader in trials.evaluator.saved:
+        record = trials.selection.record(leader)
+        enough = (
+            len(record.confirmed) >= min(trials.limits.rounds, 2)
+            or record.num_confirmations >= MAX_CONFIRMATIONS
+        )
+        if enough and leader in trials.evaluator.saved:
             return
 
         round_ += 1
-        again = "once more, " if trials.selection.record(leader).confirmed else ""
+        again = "once more, " if record.confirmed else ""
         if _confirm(trials, leader, f"{again}since it leads", round_, whole=True) is None:
             return
 

@@ -12,7 +12,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.core.errors import TooManyFailures
+from autotune.core.core_use import num_usable_cores
+from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
@@ -42,6 +43,8 @@ from autotune.prediction.memory_predictor import (
     MemoryPredictor,
     refused_by,
 )
+from autotune.probe.supervisor import of_two_tries
+from autotune.problem.disturbance import disturbance
 from autotune.study.probe_time import ProbeTimes
 from autotune.study.storage.probe_store import ProbeStore
 
@@ -115,6 +118,7 @@ class Evaluator:
     - `shape` describes the repetition of the layers. Without it there is no low-fidelity stage.
     - With `shallow_only`, low fidelity is the last stage.
     - Stored results are reused only from `studies`, or from any study if `studies` is empty.
+      Without `reuses`, all results are of one round.
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
     - `truncated_s` and `whole_s` are the seconds of each configuration's probes in this session,
@@ -132,6 +136,7 @@ class Evaluator:
     shape: ModelShape | None = None
     shallow_only: bool = False
     studies: tuple[str, ...] = ()
+    reuses: bool = True
     failures_in_a_row: int = 0  # probes that failed for reasons other than memory
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
@@ -152,6 +157,8 @@ class Evaluator:
 
     def _find(self, request: ProbeRequest, *rungs: Rung) -> ProbeResult | None:
         """Return the newest stored answer to a request, if this study may reuse it."""
+        if not self.reuses:
+            return None
         fingerprint = self.prober.fingerprint.digest
         return self.store.find(request.digest, fingerprint, rungs, studies=self.studies)
 
@@ -185,7 +192,7 @@ class Evaluator:
 
         if measurement is None or result.outcome is not Outcome.OK:
             return
-        is_whole = result.depth is None and result.evidence is Evidence.MEASURED
+        is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
             # The result is from a study with other rows. Packed rows then differ in memory too,
             # padded rows only in length and time.
@@ -194,7 +201,7 @@ class Evaluator:
             return
 
         self._depths.learn(result, measurement)
-        if result.evidence is Evidence.MEASURED:
+        if not result.is_prediction:
             self._times.learn(result, measurement)
         if is_whole:
             self._learn_memory(config, measurement)
@@ -230,20 +237,16 @@ class Evaluator:
             return predicted
 
         request = self.request(config)
-        prune_reason = pruner(config, predicted) if pruner and predicted else None
-        if predicted is not None and prune_reason:
-            result = _decision(
-                request, Outcome.SLOW, Rung.SHALLOW, prune_reason, measurement=predicted.measurement
-            )
-            return self._conclude(trial, result)
+        # Disturbed times may be too long, so they exclude no configuration.
+        if pruner is not None and predicted is not None and predicted.disturbed is None:
+            reason = pruner(config, predicted)
+            if reason is not None:
+                return self._conclude(trial, _predicted(request, Outcome.SLOW, reason, predicted))
 
         # Near the limit only a probe of the whole model can decide whether it fits.
         surely_fits = predicted is not None and _peak_fits(predicted.measurement)
         if predicted is not None and surely_fits and not self.fits_into(spare_s, config):
-            result = _decision(
-                request, Outcome.OK, Rung.SHALLOW, None, measurement=predicted.measurement
-            )
-            return self._conclude(trial, result)
+            return self._conclude(trial, _predicted(request, Outcome.OK, None, predicted))
 
         if self.shallow_only:
             reason = self._failed_truncated.get(
@@ -355,7 +358,7 @@ class Evaluator:
             self.saved.add(config)
 
         log = self.logs / f"confirm-{config.digest}-{round_}.log"
-        result = self._store_result(None, self._add_time_parts(self.prober.probe(request, log)))
+        result = self._measure(request, None, log)
         self._spend(result)
         self.learn(None, result)
         return result
@@ -526,16 +529,45 @@ class Evaluator:
             )
 
         if self.shallow_only:
-            return _decision(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
+            return _predicted(request, Outcome.OK, None, predicted)
         return predicted
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
-        probed = self.prober.probe(request, self.logs / f"{name}{suffix}.log")
-        result = self._store_result(trial, self._add_time_parts(probed))
+        result = self._measure(request, trial, self.logs / f"{name}{suffix}.log")
         seconds = self._spend(result)
         self._seconds[request.config] = self._seconds.get(request.config, 0.0) + seconds
         return result
+
+    def _measure(self, request: ProbeRequest, trial: int | None, log: Path) -> ProbeResult:
+        """Probe, once more if other work disturbed the times, and store the result.
+
+        If the second probe is disturbed too, the result says so.
+        """
+        first = self._judged(self.prober.probe(request, log))
+        if first.disturbed is None:
+            return self._store_result(trial, self._add_time_parts(first))
+
+        # The budget or the user may stop the second probe.
+        try:
+            second = self._judged(self.prober.probe(request, log))
+            doubt = f"measured twice, since the first time {first.disturbed}"
+            result = of_two_tries(first, second, doubt)
+        except (Cancelled, EnvironmentProblem):  # the next probe will report it
+            result = first
+        return self._store_result(trial, self._add_time_parts(result))
+
+    def _judged(self, result: ProbeResult) -> ProbeResult:
+        """Return the result, labelled if other work disturbed its times."""
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            return result
+        reason = disturbance(
+            result.measurement,
+            on_cpu=self.prober.fingerprint.threads is not None,
+            cores=num_usable_cores(),
+        )
+        evidence = Evidence.DISTURBED if reason else result.evidence
+        return replace(result, disturbed=reason, evidence=evidence)
 
     def _spend(self, result: ProbeResult) -> float:
         """Count the seconds of a probe and return them.
@@ -633,6 +665,16 @@ def _decision(
         reason=reason,
         **fields,
     )
+
+
+def _predicted(
+    request: ProbeRequest, outcome: Outcome, reason: str | None, predicted: Extrapolation
+) -> ProbeResult:
+    """A decision with the measurement that truncated models predict."""
+    decision = _decision(request, outcome, Rung.SHALLOW, reason, measurement=predicted.measurement)
+    if predicted.disturbed is None:
+        return decision
+    return replace(decision, evidence=Evidence.DISTURBED, disturbed=predicted.disturbed)
 
 
 def _predicted_oom(

@@ -27,6 +27,7 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
     measurement = result.measurement
     oom = result.oom
     limit_gib = oom.limit_gib if oom else None
+    disturbed = result.disturbed and f"disturbed: {result.disturbed}"
     return TrialRecord(
         number=number,
         config=result.config,
@@ -34,7 +35,7 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
         rung=result.rung,
         evidence=result.evidence,
         reused=evaluation.reused,
-        reason="; ".join(filter(None, (result.reason, *result.notes))) or None,
+        reason="; ".join(filter(None, (result.reason, *result.notes, disturbed))) or None,
         tokens_per_second=run_tokens_per_s(task, result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
         limit_gib=measurement.limit_gib if measurement else limit_gib,

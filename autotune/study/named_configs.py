@@ -314,6 +314,8 @@ def to_config_result(
     """Convert the probe of a case to its result."""
     measurement = result.measurement
     evidence = Evidence.PROJECTED if task.is_projected(config) else Evidence.MEASURED
+    if result.disturbed is not None:
+        evidence = Evidence.DISTURBED
     if result.outcome is not Outcome.OK or measurement is None:
         return ConfigResult(
             case=case,

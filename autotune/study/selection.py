@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from autotune.catalog import EXAMPLE
 from autotune.core.knobs import KNOBS
 from autotune.core.parallelism import Parallelism
-from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
+from autotune.core.probe_types import (
+    Evidence,
+    Fingerprint,
+    Measurement,
+    Outcome,
+    ProbeResult,
+    Rung,
+    weakest,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_hours, fmt_usd
 from autotune.prediction.depth_extrapolation import Extrapolation
@@ -19,7 +27,14 @@ from autotune.prediction.projection import run_performance
 from autotune.prediction.transfer import calibrates
 from autotune.problem.constraints import NEEDS_CONSENT
 from autotune.problem.length_distribution import SAYS
-from autotune.problem.performance import AGAIN, TIE, Performance, step_time_s
+from autotune.problem.performance import (
+    AGAIN,
+    DISAGREEMENT,
+    TIE,
+    Performance,
+    step_spread,
+    step_time_s,
+)
 from autotune.problem.run_cost import TABLE_EXAMPLES, CostProjection, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
@@ -27,9 +42,6 @@ from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, re
 from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
 
-# If step times of one configuration differ by more than this share, something disturbed the
-# measurements. One more measurement is taken, and the median counts.
-DISAGREEMENT = 0.05
 WORTH_SAYING = 0.005  # the smallest share of a step's time that is reported
 MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger gap is reported
 
@@ -41,7 +53,8 @@ class CandidateRecord:
     Confirmations outrank search probes. `extrapolated` comes from truncated models, and `undecided`
     says that the configuration could win by this extrapolation. `late_s` is the difference in
     seconds between the first step and later steps. A baseline that failed its confirmation
-    `cannot_win`, but the winner is still compared with it.
+    `cannot_win`, but the winner is still compared with it. The times of `disturbed` results count
+    only without others; their memory always counts.
     """
 
     config: TrainConfig
@@ -51,12 +64,15 @@ class CandidateRecord:
     confirmed: list[Measurement] = field(default_factory=list)
     late_s: float | None = None
     cannot_win: bool = False
+    disturbed: list[ProbeResult] = field(default_factory=list)
 
     @property
     def of_search(self) -> list[Measurement]:
-        """The search's measurement: whole model first, else extrapolated; empty without one."""
+        """The search's measurement: whole model first, else extrapolated, else disturbed."""
         measurement = self.measured or self.extrapolated
-        return [measurement] if measurement else []
+        if measurement is not None:
+            return [measurement]
+        return (self.disturbed_wholes or _measurements(self.disturbed))[-1:]
 
     @property
     def best_known(self) -> list[Measurement]:
@@ -64,9 +80,28 @@ class CandidateRecord:
         return self.confirmed or self.of_search
 
     @property
+    def disturbed_wholes(self) -> list[Measurement]:
+        """The disturbed measurements of the whole model, whose memory counts in any case."""
+        return _measurements(one for one in self.disturbed if not one.is_prediction)
+
+    @property
+    def num_confirmations(self) -> int:
+        """The number of confirmations, including the disturbed ones."""
+        return len(self.confirmed) + sum(one.rung is Rung.CONFIRM for one in self.disturbed)
+
+    @property
     def evidence(self) -> Evidence:
-        """Measured if the whole model was ever probed."""
-        return Evidence.MEASURED if self.measured or self.confirmed else Evidence.EXTRAPOLATED
+        """The evidence for the speed: measured if the whole model was probed undisturbed."""
+        if self.measured or self.confirmed:
+            return Evidence.MEASURED
+        is_disturbed = self.disturbed and not self.extrapolated
+        return Evidence.DISTURBED if is_disturbed else Evidence.EXTRAPOLATED
+
+    @property
+    def memory_evidence(self) -> Evidence:
+        """The evidence for the memory: measured if the whole model was ever probed."""
+        is_whole = self.measured or self.confirmed or self.disturbed_wholes
+        return Evidence.MEASURED if is_whole else Evidence.EXTRAPOLATED
 
 
 @dataclass(slots=True)
@@ -93,7 +128,10 @@ class Selection:
         A configuration that failed is excluded.
         """
         if result.outcome is Outcome.OK and result.measurement is not None:
-            self.confirm(result.config, result.measurement)
+            if result.disturbed is None:
+                self.confirm(result.config, result.measurement)
+            else:
+                self._editable_record(result.config).disturbed.append(result)
             self.record_startup(result)
             return True
 
@@ -115,13 +153,18 @@ class Selection:
         if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
             return
 
-        if result.evidence is Evidence.MEASURED:
-            self._editable_record(result.config).measured = result.measurement
-            self.record_startup(result)
-        else:
-            record = self._editable_record(result.config)
+        record = self._editable_record(result.config)
+        if result.disturbed is not None:
+            record.disturbed.append(result)
+        elif result.is_prediction:
             record.extrapolated = result.measurement
+        else:
+            record.measured = result.measurement
+
+        if result.is_prediction:
             record.undecided = result.outcome is Outcome.OK
+        else:
+            self.record_startup(result)
 
     def record_startup(self, result: ProbeResult) -> None:
         """Record the start-up times of worker, model and first step of a whole model."""
@@ -174,6 +217,7 @@ class Selection:
             return
         record.measured = record.extrapolated = None
         record.confirmed = []
+        record.disturbed = []
 
     def close_calls(self) -> list[TrainConfig]:
         """Return extrapolated configurations worth measuring as whole models, the best first.
@@ -214,7 +258,13 @@ class Selection:
         return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
-        """Whether a configuration wins by its confirmations, or would after a good next round."""
+        """Whether a configuration wins by its confirmations, or would after a good next round.
+
+        Disturbed confirmations decide nothing.
+        """
+        record = self.record(config)
+        if record.num_confirmations and not record.confirmed:
+            return True
         favour = 1 + max(AGAIN, self.noise(config))
         tilted = [
             replace(
@@ -264,7 +314,8 @@ class Selection:
 
     def _deviation(self, config: TrainConfig) -> float | None:
         reference = self._reference_of(config)
-        measured = self.record(config).measured
+        record = self.record(config)
+        measured = record.measured or next(iter(record.disturbed_wholes), None)
         wanted = self.references.get(reference.digest) if reference else None
         return None if wanted is None or measured is None else deviation(measured, wanted)
 
@@ -364,9 +415,12 @@ class Selection:
         task = self.task
         record = self.record(config)
         performance = run_performance(task, config, record.best_known)
-        largest = max(record.best_known, key=lambda measurement: measurement.peak_reserved_gib)
+        known = [*record.best_known, *record.disturbed_wholes]
+        largest = max(known, key=lambda measurement: measurement.peak_reserved_gib)
         cost = self._project(config, performance, largest)
-        evidence = Evidence.PROJECTED if task.is_projected(config) else record.evidence
+        evidence = record.evidence
+        if task.is_projected(config):
+            evidence = weakest(evidence, Evidence.PROJECTED)
 
         return Candidate(
             config=config,
@@ -374,7 +428,7 @@ class Selection:
             measurement=largest,
             cost=replace(cost, evidence=evidence, startup_s=self.startup_s(config)),
             evidence=evidence,
-            memory_evidence=record.evidence,
+            memory_evidence=record.memory_evidence,
         )
 
     def _project(
@@ -474,6 +528,7 @@ class Selection:
             example_gib=task.example_gib,
             numerics=self._numerics_in_words(winner.config),
             run_options=task.run_options,
+            unsteady=self.unsteady(baseline, winner.config) if baseline else None,
             caveats=(*self.caveats, *_assumptions(task, best), *self._doubts(winner, pool)),
         )
 
@@ -490,14 +545,40 @@ class Selection:
         It is relative to the shortest. A single confirmation is compared with the search's
         measurement.
         """
-        record = self.record(config)
-        known = list(record.confirmed)
-        if len(known) == 1 and record.measured:
-            known.append(record.measured)
-
         accumulation = self.task.workload.run_shape(config).accumulation
-        steps = [step_time_s(measurement, accumulation) for measurement in known]
+        steps = [step_time_s(measurement, accumulation) for measurement in self._repeats(config)]
         return max(steps) / min(steps) - 1.0 if steps else 0.0
+
+    def _repeats(self, config: TrainConfig) -> list[Measurement]:
+        """Return the confirmations, with the search's measurement if there is only one."""
+        record = self.record(config)
+        single = len(record.confirmed) == 1 and record.measured is not None
+        return [*record.confirmed, *([record.measured] if single and record.measured else [])]
+
+    def unsteady(self, *configs: TrainConfig) -> str | None:
+        """The reason why the machine is too unsteady to compare the configurations, or None.
+
+        No measurement of a configuration was undisturbed, or its measurements differ by more than
+        their own intervals.
+        """
+        for config in configs:
+            if self.record(config).evidence is Evidence.DISTURBED:
+                return f"no measurement of {config.label()} was undisturbed"
+            difference = self.disagreement(config)
+            if difference > DISAGREEMENT and not self._intervals_meet(config):
+                return f"measurements of {config.label()} differ by {difference:.0%}"
+        return None
+
+    def _intervals_meet(self, config: TrainConfig) -> bool:
+        """Whether the intervals of all measurements of a configuration have a time in common."""
+        accumulation = self.task.workload.run_shape(config).accumulation
+        lows, highs = [], []
+        for measurement in self._repeats(config):
+            step_s = step_time_s(measurement, accumulation)
+            low, high = step_spread([measurement], accumulation)
+            lows.append(step_s * (1 + low))
+            highs.append(step_s * (1 + high))
+        return max(lows) <= min(highs)
 
     def _contenders(self) -> list[CandidateRecord]:
         """Return the records that were measured or can still win by extrapolation.
@@ -627,10 +708,10 @@ class Selection:
                 "the winner was not probed at full depth: its numbers are extrapolated from a few "
                 "layers",
             ]
-        if not record.confirmed:
+        if record.evidence is Evidence.MEASURED and not record.confirmed:
             return [*doubts, "the winner was not measured a second time: the study was cut short"]
 
-        if record.measured:
+        if record.measured and record.confirmed:
             # A confirmation that had less time has shorter steps.
             gap = statistics.median(
                 step_time_s(record.measured, one.micro_steps) / statistics.median(one.step_s) - 1.0
@@ -652,24 +733,7 @@ class Selection:
             )
 
         for config in dict.fromkeys((winner.config, self.baseline() or winner.config)):
-            difference = self.disagreement(config)
-            if difference > DISAGREEMENT:
-                doubts.append(
-                    f"measurements of {config.label()} differ by {difference:.0%}: something "
-                    "disturbed them"
-                )
-
-            shares = [
-                measurement.host_share or 0.0
-                for measurement in self.record(config).best_known
-                if measurement.host_bound
-            ]
-            if shares:
-                doubts.append(
-                    f"{config.label()} is CPU-bound: issuing the kernels takes the host "
-                    f"{min(max(shares), 1.0):.0%} of the time of a micro batch, so the speed "
-                    "changes with other work on the host"
-                )
+            doubts += self._doubts_about(config)
 
         rivals = [
             scored.config.label() for scored in pool if scored is not winner and scored.ties(winner)
@@ -678,6 +742,39 @@ class Selection:
             measure = "speed" if len(self.task.numbers_of_gpus) == 1 else "cost per token"
             doubts.append(f"not distinguishable in {measure} from {', '.join(rivals)}")
         return doubts
+
+    def _doubts_about(self, config: TrainConfig) -> list[str]:
+        """List the doubts about the measurements of one configuration."""
+        record = self.record(config)
+        doubts = []
+        if record.evidence is Evidence.DISTURBED:
+            reason = record.disturbed[-1].disturbed
+            doubts.append(f"no measurement of {config.label()} was undisturbed: {reason}")
+
+        difference = self.disagreement(config)
+        if difference > DISAGREEMENT:
+            doubts.append(
+                f"measurements of {config.label()} differ by {difference:.0%}: something "
+                "disturbed them"
+            )
+
+        shares = [
+            measurement.host_share or 0.0
+            for measurement in record.best_known
+            if measurement.host_bound
+        ]
+        if shares:
+            doubts.append(
+                f"{config.label()} is CPU-bound: issuing the kernels takes the host "
+                f"{min(max(shares), 1.0):.0%} of the time of a micro batch, so the speed "
+                "changes with other work on the host"
+            )
+        return doubts
+
+
+def _measurements(results: Iterable[ProbeResult]) -> list[Measurement]:
+    """Return the measurements of results that have one."""
+    return [result.measurement for result in results if result.measurement is not None]
 
 
 def _winner_in_words(task: Task, winner: Candidate) -> str:

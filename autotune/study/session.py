@@ -503,27 +503,26 @@ class Leader:
         shallow = (
             evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
         )
-        # The probes are stored under another name, as in `explain`.
+        # The probes are stored under another name, as in `explain`. All are of one round.
         separate_evaluator = replace(
-            evaluator, study=_explained(trials.task.study), shallow_only=shallow
+            evaluator, study=_explained(trials.task.study), shallow_only=shallow, reuses=False
         )
 
+        known_s = evaluator.truncated_s if shallow else evaluator.whole_s
         lasts_s = trials.lasting()
 
         def speed(config: TrainConfig) -> float | None:
-            probed = config in evaluator.truncated_s or config in evaluator.whole_s
-            if not probed and (trials.has_ended() or lasts_s(config) > trials.left_s()):
+            took_s = known_s.get(config, 0.0) or lasts_s(config)
+            if trials.has_ended() or took_s > trials.left_s():
                 return None
             try:
-                measured = separate_evaluator.evaluate(config, None).result.measurement
+                result = separate_evaluator.evaluate(config, None).result
             except (Cancelled, TooManyFailures, ValueError):
                 # ValueError: the rows do not divide the global batch.
                 return None
-            return (
-                None
-                if measured is None
-                else run_performance(trials.task, config, [measured]).tokens_per_second
-            )
+            if result.measurement is None or result.disturbed is not None:
+                return None
+            return run_performance(trials.task, config, [result.measurement]).tokens_per_second
 
         return decompose(recipe.config, recipe.baseline.config, recipe.speedup, speed)
 

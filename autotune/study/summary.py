@@ -15,6 +15,7 @@ from autotune.core.probe_types import (
     Outcome,
     ProbeResult,
     Rung,
+    weakest,
 )
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
@@ -89,7 +90,8 @@ class Recipe:
     """The winner and the facts behind it.
 
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
-    `learning` has the learning rates that were tried for the winner.
+    `learning` has the learning rates that were tried for the winner. `unsteady` says why the
+    measurements of winner and baseline allow no speed-up.
     """
 
     study: str
@@ -111,6 +113,7 @@ class Recipe:
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
     learning: Learning | None = None
+    unsteady: str | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -146,8 +149,11 @@ class Recipe:
 
     @property
     def speedup(self) -> float | None:
-        """The winner's useful tokens/s over the baseline's, or None without a baseline."""
-        if self.baseline is None:
+        """The winner's useful tokens/s over the baseline's.
+
+        It is None without a baseline, and on an unsteady machine.
+        """
+        if self.baseline is None or self.unsteady is not None:
             return None
         return (
             self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
@@ -155,14 +161,17 @@ class Recipe:
 
     @property
     def speedup_interval(self) -> tuple[float, float] | None:
-        """The interval of the speed-up, or None without a baseline."""
-        return self.winner.performance.times(self.baseline.performance) if self.baseline else None
+        """The interval of the speed-up, or None without one."""
+        if self.baseline is None or self.speedup is None:
+            return None
+        return self.winner.performance.times(self.baseline.performance)
 
     @property
     def speedup_evidence(self) -> Evidence:
         """The evidence for the speed-up: the weaker of the winner's and the baseline's."""
-        rank = list(Evidence)
-        return max((one.evidence for one in (self.winner, self.baseline) if one), key=rank.index)
+        if self.unsteady is not None:
+            return Evidence.DISTURBED
+        return weakest(*(one.evidence for one in (self.winner, self.baseline) if one))
 
     @property
     def differs(self) -> bool:
@@ -392,6 +401,7 @@ class StudySummary:
         within_hours="recipe.within_hours",
         numerics="recipe.numerics",
         quality=Native("quality"),
+        unsteady="recipe.unsteady",
         verification=View("verification", also_native("holds")),
         explanation=Native("explanation"),
         fingerprint=Native("recipe.fingerprint"),

@@ -186,7 +186,10 @@ def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_
 
 
 def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> None:
-    """Its first confirmation is 20 % slow, two others agree, and the speed-up is the true one."""
+    """Its first confirmation is 20 % slow and two others agree, so its speed is the true one.
+
+    The machine is too unsteady for a headline.
+    """
     answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.2)
     confirmed: list[TrainConfig] = []
 
@@ -200,13 +203,14 @@ def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> No
         return (slower if first else answers)(request)
 
     session = whole(start, answer, trials=16, finalists=3, rounds=2)
-    undisturbed = whole(start, answers, trials=16, finalists=3, rounds=2).summary().recipe
     assert confirmations(session).count(BASELINE) == 3
     recipe = session.summary().recipe
     assert recipe is not None and any(BASELINE.label() in caveat for caveat in recipe.caveats)
-    assert undisturbed is not None and recipe.speedup == pytest.approx(
-        undisturbed.speedup, rel=0.01
-    )
+    assert recipe.unsteady == f"measurements of {BASELINE.label()} differ by 20%"
+    assert recipe.speedup is None
+    assert recipe.baseline is not None
+    speed = recipe.baseline.performance.tokens_per_second
+    assert speed == pytest.approx(by_tokens(BASELINE), rel=0.01)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH])

@@ -316,13 +316,15 @@ def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
     from autotune.study.session import require_device
 
     if recipe.winner.evidence is not Evidence.MEASURED:
-        remedy = f"run the study on {recipe.device.name} itself"
-        if (
-            recipe.winner.evidence is Evidence.EXTRAPOLATED
-        ):  # measured on this card, but on a few layers only
-            remedy = (
-                "continue the study with a larger --budget, so that the whole model is measured"
-            )
+        remedies = {
+            Evidence.EXTRAPOLATED: "continue the study with a larger --budget, so that the whole "
+            "model is measured",
+            Evidence.DISTURBED: "stop the other work on this machine, and continue the study with "
+            "a larger --budget",
+        }
+        remedy = remedies.get(
+            recipe.winner.evidence, f"run the study on {recipe.device.name} itself"
+        )
         raise UsageError(
             f"the winner's speed is {recipe.winner.evidence}, not measured, so there is nothing "
             "to verify",

@@ -32,7 +32,7 @@ def submit(
 
     Raises:
         UsageError: no such study, a GPU that is not in the catalogue, or speeds that are only
-            projected.
+            projected or disturbed.
         NothingFits: the study has no winner.
         StorageError: the file cannot be written.
     """
@@ -49,6 +49,12 @@ def submit(
         raise UsageError(
             f"its speeds are projected: no training was measured on {target}",
             remedy=f"run the study on {target}",
+        )
+
+    if recipe.winner.evidence is Evidence.DISTURBED:
+        raise UsageError(
+            "its speeds are disturbed: other work ran on the machine",
+            remedy="run the study again while nothing else runs",
         )
 
     submission = submission_of(recipe, _measured_on(result.summary.study, storage))

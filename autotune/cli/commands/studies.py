@@ -21,6 +21,7 @@ from autotune.study.storage.location import existing_url, named_url
 
 if TYPE_CHECKING:
     from autotune.api import StudyResult
+    from autotune.study.summary import StudySummary
 
 Formats = Annotated[
     list[str] | None,
@@ -53,7 +54,6 @@ def status(
         StorageError: the database cannot be read, or a file cannot be written.
     """
     from autotune.api import load_study
-    from autotune.report.describe import candidate_line
     from autotune.study.storage.study_lock import running_process
     from autotune.study.summary import Status, SummaryFile
 
@@ -75,6 +75,14 @@ def status(
         print_answer_json(Status(file=file, running=process is not None))
         return
 
+    for key, text in status_lines(summary, process, str(result.out)).items():
+        print(f"{key:>7}  {text}")
+
+
+def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> dict[str, str]:
+    """Return the lines of a study's status by name; `process` runs the study, if any does."""
+    from autotune.report.describe import broken_promise, candidate_line
+
     counts = [
         f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"
     ]
@@ -83,14 +91,15 @@ def status(
         "trials": ", ".join(counts),
         "time": f"{fmt_seconds(summary.wall_seconds)} in all, "
         f"{fmt_seconds(summary.probe_seconds)} of it probing",
-        "files": str(result.out),
+        "files": out_dir,
     }
 
     if summary.recipe is not None:
         best = summary.recipe.winner
         lines["best"] = f"{best.config.label()}: {candidate_line(best)}"
-    for key, text in lines.items():
-        print(f"{key:>7}  {text}")
+    if broken := broken_promise(summary):
+        lines["verify"] = broken
+    return lines
 
 
 def _print_nodes(

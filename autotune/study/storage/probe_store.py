@@ -146,7 +146,7 @@ class ProbeStore:
     ) -> ProbeResult | None:
         """Return the newest stored answer to a request, from these or all studies of this database.
 
-        The fingerprint must be the same.
+        The fingerprint must be the same. A result whose times were disturbed is no answer.
         """
         query = (
             sa.select(_probes.c.result)
@@ -157,15 +157,15 @@ class ProbeStore:
                 _probes.c.outcome.in_([outcome.value for outcome in REUSABLE]),
             )
             .order_by(_probes.c.id.desc())
-            .limit(1)
         )
         if studies:
             query = query.where(_probes.c.study.in_(studies))
 
         self._empty_outbox()
         with self._database.connect() as connection:
-            text = connection.execute(query).scalar_one_or_none()
-        return None if text is None else from_data(ProbeResult, json.loads(text))
+            texts = list(connection.execute(query).scalars())
+        results = (from_data(ProbeResult, json.loads(text)) for text in texts)
+        return next((result for result in results if result.disturbed is None), None)
 
     def of_study(self, study: str) -> list[StoredProbe]:
         """Return every row of a study, in the order of writing."""

@@ -52,8 +52,9 @@ def test_others_use_what_the_usable_cores_did_beside_our_processes(
     write(proc, busy_s=13, idle_s=50, own_s=(2, 2, 3))
     after = CoreUse.now()
     assert before is not None and after is not None
-    assert after.others_since(before) == (2 * 3 - 4) / 4  # seconds of processors in 4 s
-    assert before.others_since(before) is None
+    # seconds of processors in 4 s
+    assert after.since(before) == (4 / 4, (2 * 3 - 4) / 4)
+    assert before.since(before) is None
 
 
 def test_a_process_that_has_just_ended_is_left_out(proc: Path) -> None:
@@ -84,8 +85,8 @@ def test_a_busy_process_of_somebody_else_counts_and_our_own_does_not() -> None:
             child.kill()
             other.kill()
     assert before is not None and after is not None
-    found = after.others_since(before)
+    found = after.since(before)
     assert found is not None
     ticks_s = 5 / SECOND  # the counters are rounded
-    assert found * (after.at_s - before.at_s) >= other_after.user - other_before.user - ticks_s
+    assert found[1] * (after.at_s - before.at_s) >= other_after.user - other_before.user - ticks_s
     assert after.own_s - before.own_s >= own_after.user - own_before.user - ticks_s

@@ -47,6 +47,7 @@ def driver(monkeypatch):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return int(uuid[-1])
 
+    used = [(1, 90, 9), (2, 20, 9), (2, 40, 9), (3, 5, 9)]  # process, percent, seconds
     processes = [
         SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB),
         SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None),
@@ -75,6 +76,11 @@ def driver(monkeypatch):
         "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
         "nvmlDeviceGetComputeRunningProcesses": lambda handle: processes,
         "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=87),
+        "nvmlDeviceGetProcessUtilization": lambda handle, since_us: [
+            SimpleNamespace(pid=pid, smUtil=share)
+            for pid, share, at_us in [*used, (4, 99, 1), (5, 4_000_000, 9)]
+            if at_us * 10**6 > since_us
+        ],
         "nvmlDeviceGetPowerUsage": lambda handle: 650_500,
         "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 12_000,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0,
@@ -160,6 +166,15 @@ def test_memory_of_the_card(driver):
     assert [Nvml.open(card).used_gib() for card in (0, 1)] == [0.0, 1.0]
     driver(nvmlDeviceGetMemoryInfo=None)
     assert Nvml.open(0).used_gib() is None
+
+
+def test_the_use_by_others_is_the_mean_of_each_process(driver):
+    assert Nvml.open(0).use_by_others(5.0, {1, 77}) == pytest.approx(0.3 + 0.05)
+    assert Nvml.open(0).use_by_others(5.0, {1, 2, 3}) == 0
+    # A container hides its own processes behind other numbers.
+    assert Nvml.open(0).use_by_others(5.0, {4, 77}) is None
+    driver(nvmlDeviceGetProcessUtilization=None)
+    assert Nvml.open(0).use_by_others(5.0, {1}) is None
 
 
 def test_errors_since_the_driver_was_loaded(driver):

@@ -1,14 +1,21 @@
 """Sensors are read while steps are timed, and a phase that takes too long is noticed."""
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-from autotune.core.core_use import CoreUse
+from autotune.core.core_use import CoreUse, num_usable_cores
 from autotune.core.probe_types import Phase, Telemetry
 from autotune.probe import monitor
 from autotune.probe.monitor import DEADLINES, Monitor
+from autotune.problem.disturbance import disturbance
 from tests.helpers.factories import measurement
 
 
@@ -17,6 +24,11 @@ class Sensors:
 
     def __init__(self) -> None:
         self.count = 0
+        self.asked: list[tuple[float, Collection[int]]] = []
+
+    def use_by_others(self, since_s: float, own: Collection[int]) -> float:
+        self.asked.append((since_s, own))
+        return 0.25
 
     def sample(self) -> Telemetry:
         self.count += 1
@@ -154,13 +166,14 @@ def test_the_use_of_cores_by_others_is_that_of_the_timed_steps(
     monkeypatch.setattr(CoreUse, "now", lambda: next(uses))
     watched = Monitor(None)
     watched.enter(Phase.FIRST_STEP)
-    assert watched.other_cores() is None
+    assert watched.core_use() is None
     watched.enter(Phase.STEADY)
     watched.enter(Phase.STEADY)  # of another rank
-    assert watched.other_cores() is None
+    assert watched.core_use() is None
     watched.enter(Phase.CLEANUP)
-    assert watched.other_cores() == 2.0
-    assert watched.complete(measurement()).other_cores == 2.0
+    assert watched.core_use() == (1.0, 2.0)
+    found = watched.complete(measurement())
+    assert (found.own_cores, found.other_cores, found.other_gpu) == (1.0, 2.0, None)
 
 
 def test_without_counters_the_use_of_cores_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,4 +181,39 @@ def test_without_counters_the_use_of_cores_is_unknown(monkeypatch: pytest.Monkey
     watched = Monitor(None)
     watched.enter(Phase.STEADY)
     watched.enter(Phase.CLEANUP)
-    assert watched.other_cores() is None
+    assert watched.core_use() is None
+
+
+def test_the_use_of_the_gpu_by_others_is_that_of_the_timed_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sensors: Any = Sensors()
+    clock = iter([100.0, 200.0])
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    watched = Monitor(sensors)
+    for phase in (Phase.FIRST_STEP, Phase.STEADY, Phase.STEADY, Phase.EVALUATE, Phase.SAVE):
+        watched.enter(phase)
+    assert watched.complete(measurement()).other_gpu == 0.25
+    ((since_s, own),) = sensors.asked
+    assert since_s == 100.0 and os.getpid() in own
+
+
+@pytest.mark.real_processes
+def test_a_busy_process_of_somebody_else_disturbs_a_probe() -> None:
+    """It is a process of nobody that the test started, on each core."""
+    cores = num_usable_cores()
+    busy = f"{sys.executable} -c 'while True: pass' > /dev/null & echo $!"
+    others = [
+        psutil.Process(int(subprocess.check_output(["sh", "-c", busy]))) for _ in range(cores)
+    ]
+    try:
+        watched = Monitor(None)
+        watched.enter(Phase.STEADY)
+        time.sleep(0.5)
+        watched.enter(Phase.CLEANUP)
+    finally:
+        for other in others:
+            other.kill()
+    found = watched.complete(measurement())
+    reason = disturbance(found, on_cpu=True, cores=cores, environment={})
+    assert reason == f"other processes used {found.other_cores:.1f} of {cores} cores"

@@ -1,0 +1,259 @@
+"""A probe that other work disturbed: measured again, labelled, never reused, and no speed-up."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.errors import Cancelled, EnvironmentProblem
+from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import DepthPredictor
+from autotune.problem.disturbance import ASSUME_QUIET
+from autotune.report import describe
+from autotune.study.ablation import ablate
+from autotune.study.history import restore
+from autotune.study.selection import Selection
+from tests.helpers.factories import measurement, result
+from tests.helpers.layered import SHAPE, layered
+from tests.helpers.replay import machine
+from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, subject_of, whole
+
+REASON = "other processes used 60% of the GPU's time"
+BEST = replace(BASELINE, micro_batch_size=8, checkpointing="none", lora_rank=16)
+Answer = Callable[[ProbeRequest], ProbeResult]
+
+
+@pytest.fixture(autouse=True)
+def _judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ASSUME_QUIET, raising=False)
+
+
+def disturbed_if(
+    is_disturbed: Callable[[ProbeRequest, int], bool],
+    slower: float = 1.5,
+    answers: Answer | None = None,
+) -> Answer:
+    """Answers of the usual machine. Some are slow, because others use its GPU.
+
+    `is_disturbed` gets the request, and how often the same was requested before.
+    """
+    count = Counter[tuple[TrainConfig, Rung, int | None]]()
+    usual = answers or machine(rate=by_tokens)
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        key = (request.config, request.rung, request.depth)
+        count[key] += 1
+        probed = usual(request)
+        if probed.measurement is None or not is_disturbed(request, count[key] - 1):
+            return probed
+        slow = replace(
+            probed.measurement,
+            step_s=tuple(slower * step for step in probed.measurement.step_s),
+            micro_step_s=tuple(slower * micro for micro in probed.measurement.micro_step_s),
+            other_gpu=0.6,
+        )
+        return replace(probed, measurement=slow)
+
+    return answer
+
+
+def confirmed(session: Session, config: TrainConfig) -> int:
+    requests = session.prober.requests
+    return sum(one.rung is Rung.CONFIRM and one.config == config for one in requests)
+
+
+def test_a_disturbed_probe_is_repeated_once_and_the_steady_one_counts(start: Start) -> None:
+    session = start(disturbed_if(lambda request, earlier: earlier == 0))
+    found = session.evaluator.evaluate(BASELINE, 0)
+    assert session.prober.num_probes == 2
+    assert (found.result.evidence, found.result.disturbed) == (Evidence.MEASURED, None)
+    assert found.result.notes == (f"measured twice, since the first time {REASON}",)
+    assert found.seconds == found.result.seconds["total"] == 2 * 3.0
+    (stored,) = session.store.of_study("one")
+    assert stored.result.measurement == found.result.measurement
+
+
+def test_a_probe_that_is_disturbed_twice_is_labelled_and_answers_no_later_request(
+    start: Start,
+) -> None:
+    session = start(disturbed_if(lambda request, earlier: earlier < 2))
+    first = session.evaluator.evaluate(BASELINE, 0)
+    assert (first.result.evidence, first.result.disturbed) == (Evidence.DISTURBED, REASON)
+    (stored,) = session.store.of_study("one")
+    assert (stored.result.evidence, stored.result.disturbed) == (Evidence.DISTURBED, REASON)
+
+    second = session.evaluator.evaluate(BASELINE, 1)
+    assert not second.reused and second.result.evidence is Evidence.MEASURED
+    third = session.evaluator.evaluate(BASELINE, 2)
+    assert third.reused and third.result.measurement == second.result.measurement
+
+
+@pytest.mark.parametrize("error", [Cancelled, EnvironmentProblem])
+def test_a_stop_before_the_repetition_keeps_the_first_result(
+    start: Start, error: type[Exception]
+) -> None:
+    answers = disturbed_if(lambda request, earlier: True)
+    probes = [0]
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        probes[0] += 1
+        if probes[0] == 2:
+            raise error(*(["gone"] if error is EnvironmentProblem else []))
+        return answers(request)
+
+    session = start(answer)
+    assert session.evaluator.confirm(BASELINE, 2, 1).disturbed == REASON
+    assert len(session.store.of_study("one")) == 1
+
+
+def test_memory_and_failures_of_a_disturbed_probe_hold(start: Start) -> None:
+    session = start(disturbed_if(lambda request, earlier: True, answers=machine(limit_gib=1.1)))
+    found = session.evaluator.evaluate(BEST, 0).result
+    assert (found.outcome, found.disturbed) == (Outcome.OOM, None)
+    assert session.prober.num_probes == 1
+
+    selection = Selection(subject_of())
+    large = measurement(peak_reserved_gib=30.0)
+    steady = measurement(peak_reserved_gib=20.0)
+    selection.add_result(result(BASELINE, measurement=steady, evidence=Evidence.EXTRAPOLATED))
+    selection.add_confirmation(
+        result(BASELINE, measurement=large, rung=Rung.CONFIRM, disturbed=REASON)
+    )
+    found_candidate = selection.candidate(BASELINE)
+    assert found_candidate.measurement.peak_reserved_gib == 30.0
+    assert found_candidate.memory_evidence is Evidence.MEASURED
+    assert found_candidate.evidence is Evidence.EXTRAPOLATED
+
+
+def test_a_disturbed_baseline_allows_no_speed_up(start: Start) -> None:
+    """Its speed is too low by a third, which would make a headline of 1.5 times the truth."""
+    session = whole(start, disturbed_if(lambda request, _: request.config == BASELINE))
+    recipe = session.summary().recipe
+    assert recipe is not None and recipe.baseline is not None
+    assert recipe.baseline.evidence is recipe.speedup_evidence is Evidence.DISTURBED
+    assert recipe.baseline.memory_evidence is Evidence.MEASURED
+    assert (recipe.speedup, recipe.speedup_interval, recipe.differs) == (None, None, False)
+    why = f"no measurement of {BASELINE.label()} was undisturbed"
+    assert describe.speed_up(recipe) == f"the machine is too unsteady for a speed-up: {why}"
+    assert f"{why}: {REASON}" in recipe.caveats
+    assert recipe.winner.config == BEST and recipe.winner.evidence is Evidence.MEASURED
+
+
+def test_the_stored_study_says_the_same(start: Start) -> None:
+    session = whole(start, disturbed_if(lambda request, earlier: earlier % 3 < 2))
+    trials = session.study.trials
+    _, selection = restore(
+        trials.task, session.search.finished(), session.store.of_study(trials.task.study)
+    )
+    fingerprint = session.prober.fingerprint
+    assert selection.recipe(fingerprint) == trials.selection.recipe(fingerprint)
+
+
+def test_a_machine_that_is_never_quiet_ends_the_study(start: Start) -> None:
+    session = whole(start, disturbed_if(lambda request, earlier: True))
+    recipe = session.summary().recipe
+    assert recipe is not None and recipe.speedup is None
+    assert recipe.winner.evidence is Evidence.DISTURBED
+    assert all(row.evidence is Evidence.DISTURBED for row in session.study.trials.rows)
+    assert not any("cut short" in caveat for caveat in recipe.caveats)
+    assert max(confirmed(session, row.config) for row in session.study.trials.rows) <= 2 * 3
+
+
+def test_a_finalist_whose_confirmation_was_disturbed_is_confirmed_in_the_next_round(
+    start: Start,
+) -> None:
+    def first_confirmation(request: ProbeRequest, earlier: int) -> bool:
+        return request.rung is Rung.CONFIRM and earlier < 2
+
+    session = whole(start, disturbed_if(first_confirmation), rounds=2)
+    recipe = session.summary().recipe
+    assert recipe is not None and recipe.baseline is not None
+    assert recipe.unsteady is None
+    assert recipe.winner.evidence is recipe.baseline.evidence is Evidence.MEASURED
+    assert recipe.winner.config == BEST
+    assert recipe.speedup == pytest.approx(by_tokens(BEST) / by_tokens(BASELINE), rel=0.01)
+
+
+def repeated(*step_s: tuple[float, ...]) -> Selection:
+    """A selection with a confirmation of the baseline for each tuple of step times."""
+    selection = Selection(subject_of())
+    for steps in step_s:
+        micro = tuple(step / 2 for step in steps)
+        measured = measurement(step_s=steps, micro_step_s=micro, rest_s=(0.0,))
+        selection.confirm(BASELINE, measured)
+    return selection
+
+
+def test_measurements_that_differ_by_more_than_their_intervals_are_unsteady() -> None:
+    label = BASELINE.label()
+    apart = repeated((1.0, 1.01), (1.2, 1.21), (1.0, 1.01))
+    assert apart.unsteady(BASELINE) == f"measurements of {label} differ by 20%"
+    assert repeated((1.0, 1.3, 1.0), (1.2, 1.1, 1.25)).unsteady(BASELINE) is None  # they overlap
+    assert repeated((1.0, 1.0), (1.04, 1.04)).unsteady(BASELINE) is None  # a small difference
+    assert repeated((1.0, 1.0)).unsteady(BASELINE) is None
+
+
+def test_a_disturbed_truncated_model_neither_excludes_nor_corrects() -> None:
+    predictor = DepthPredictor(SHAPE)
+    config = TrainConfig(micro_batch_size=4, seq_len=512, checkpointing="none")
+    depths = (2, 6)
+    answer = layered()
+    request = ProbeRequest(config=config, model={}, memory_gib=80.0, rung=Rung.SHALLOW)
+
+    def learn(depth: int | None, disturbed: str | None = None, slower: float = 1.0) -> None:
+        probed = answer(replace(request, depth=depth))
+        assert probed.measurement is not None
+        slow = tuple(slower * seconds for seconds in probed.measurement.micro_step_s)
+        measured = replace(probed.measurement, micro_step_s=slow)
+        predictor.learn(replace(probed, depth=depth, disturbed=disturbed), measured)
+
+    def predicted_s() -> float:
+        predicted = predictor.predict(config, 2)
+        assert predicted is not None
+        return predicted.measurement.micro_step_s[0]
+
+    for depth in depths:
+        learn(depth, disturbed=REASON, slower=3.0)
+    extrapolated = predictor.extrapolated(config, 2)
+    assert extrapolated is not None and extrapolated.disturbed == REASON
+
+    for depth in depths:
+        learn(depth)
+    steady_s = predicted_s()
+    learn(2, disturbed=REASON, slower=3.0)  # it does not replace a steady one
+    assert predicted_s() == steady_s
+
+
+def test_an_explanation_measures_everything_in_one_round(start: Start) -> None:
+    session = start()
+    task = session.study.trials.task
+    ablate(task, session.evaluator, BEST, BASELINE)
+    probes = session.prober.num_probes
+    ablate(task, session.evaluator, BEST, BASELINE)
+    assert session.prober.num_probes == 2 * probes
+    assert session.prober.configs[0] == session.prober.configs[probes - 1] == BEST
+
+
+def test_an_explanation_needs_a_steady_winner(start: Start) -> None:
+    """Its two probes differ, or others disturb it."""
+    rates = iter([1000.0, *[900.0] * 9])
+    drifts = start(machine(rate=lambda config: next(rates)))
+    with pytest.raises(EnvironmentProblem, match="two probes of the winner differ by 11%"):
+        ablate(drifts.study.trials.task, drifts.evaluator, BEST, BASELINE)
+
+    busy = start(disturbed_if(lambda request, earlier: True))
+    with pytest.raises(EnvironmentProblem, match=REASON):
+        ablate(busy.study.trials.task, busy.evaluator, BEST, BASELINE)
+
+
+def test_an_explanation_compares_no_disturbed_probe(start: Start) -> None:
+    slow = replace(BEST, checkpointing="full")
+    session = start(disturbed_if(lambda request, earlier: request.config == slow))
+    done = ablate(session.study.trials.task, session.evaluator, BEST, BASELINE)
+    (knob,) = [one for one in done.undone if one.config == slow]
+    assert (knob.tokens_per_s, knob.evidence) == (None, Evidence.DISTURBED)
+    assert knob.peak_gib is not None
+    (line,) = [one for one in describe.ablation(done) if one.startswith("checkpointing")]
+    assert line.endswith("no comparison: other work disturbed the measurement [disturbed]")
