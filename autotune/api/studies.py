@@ -166,7 +166,7 @@ class StudyResult:
         """
         folder = Path(out) if out else self.out
         if against is not None:
-            _ = self.recipe, against.recipe  # raise NothingFits without a winner
+            _ = self.recipe, against.recipe  # raises NothingFits if one has no winner
             return write_versus(folder, self.summary, against.summary)
         write_study(folder, self.summary)
         return folder / "report.html"

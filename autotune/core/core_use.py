@@ -11,13 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-TICKS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat
+TICKS = (
+    "user",
+    "nice",
+    "system",
+    "idle",
+    "iowait",
+    "irq",
+    "softirq",
+    "steal",
+)  # the columns of /proc/stat
 IDLE = ("idle", "iowait")
 
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """The processor time used so far: by all processes on the usable cores, and by our own tree."""
+    """The processor time used so far, by all processes on usable cores and by our process tree."""
 
     at_s: float
     all_s: float

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="BaseModel")
 
-MAX_BYTES = 2**20  # of a configuration file
+MAX_BYTES = 2**20  # the largest configuration file
 # The most values in a user's file, with aliases expanded. Shipped files have fewer than a hundred.
 MAX_VALUES = 10_000
 
@@ -41,7 +41,7 @@ def load_yaml(text: str) -> Any:
 def load_data(package: str, name: str) -> Any:
     """Return the parsed `<name>.yaml` of one of our packages.
 
-    Callers share the result, so they must copy the data that they hand out.
+    Callers share the result, so they must copy data before they return it.
     """
     return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 

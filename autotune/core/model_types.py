@@ -1,4 +1,4 @@
-"""The type of a model's text part, in a config of transformers as plain data."""
+"""Finds the type of the language model in a transformers config, given as plain data."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The GPUs and the strategy of a training run: a checked value, and the settings it refuses."""
+"""The GPUs and the sharding strategy of a training run, and the settings that they refuse."""
 
 from dataclasses import dataclass, replace
 

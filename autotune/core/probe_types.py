@@ -1,4 +1,4 @@
-"""The requests and results of probes, which cross the process boundary and are stored as JSON.
+"""The requests and results of probes, which processes exchange and store as JSON.
 
 A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall time or the device's
 event time, and an unknown value is None.
@@ -27,7 +27,7 @@ class Outcome(StrEnum):
     OK = "ok"
     OOM = "oom"
     REFUSED = "refused"  # predicted not to fit, so it was not launched
-    SLOW = "slow"  # pruned: cannot become the best
+    SLOW = "slow"  # stopped early, because it cannot become the best
     TIMEOUT = "timeout"
     # The loss is not finite, or exactly 0; with real weights, it is too far from the loss of the
     # reference.
@@ -92,7 +92,7 @@ class ModelShape:
 
     Attributes:
         num_layers: The number of decoder layers.
-        prefix: The number of different layers before the repeating ones.
+        prefix: The number of layers before the repeating layers.
         period: The number of layers that repeat after the prefix, or None without repetition.
         unquantized: The share of all parameters that are in the layers but not in a linear module,
             such as the fused experts of a mixture. Quantisation does not change them.
@@ -152,7 +152,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """One probe.
+    """A request for one probe.
 
     Attributes:
         config: The configuration to probe.
@@ -174,7 +174,7 @@ class ProbeRequest:
         max_timed_steps: The greatest number of steps to time.
         min_timed_s: The least total time of the timed steps.
         evaluate: Whether to evaluate a few micro batches and to save a checkpoint of the adapters,
-            because full runs fail there.
+            because full runs may fail at these points.
         seed: The seed of all random numbers.
         micro_batches: The kinds of micro batch that represent the run, for each GPU, ordered so
             that consecutive kinds differ much. If empty, all rows are full.

@@ -79,7 +79,7 @@ class DryProber:
         """Count this request at its depth, or as a whole model if it has no depth."""
         key = key_of(request, library_versions())
         path = self._directory / f"{key}.json"
-        with suppress(OSError, ValueError):  # the file is missing or holds something else
+        with suppress(OSError, ValueError):  # the file is missing or has another form
             kept = from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
             if kept.count is not None:  # earlier versions kept refusals too
                 return kept

@@ -64,7 +64,7 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
         return {"refused": f"without weights it takes more than {MOST_GIB} GiB"}
     except (ValueError, ImportError) as error:
         return {"refused": " ".join(str(error).split())[:300]}
-    except Exception as error:  # of transformers' own code
+    except Exception as error:  # from transformers' code
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return {"refused": f"transformers cannot train this model on text alone ({reason})"}
 

@@ -10,7 +10,8 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
 
 AGAIN = "measuring the finalists again"
-# Of a configuration whose measurements disagree or are disturbed
+# The most confirmations of a configuration whose measurements disagree, or were disturbed by other
+# processes
 MAX_CONFIRMATIONS = 3
 
 
@@ -21,7 +22,8 @@ def confirm_finalists(trials: SharedTrials) -> None:
     measurement that would not fit into the remaining time is skipped. If the likely winner falls
     behind another configuration's search measurement, that configuration becomes the likely winner.
     This can happen once per finalist. The next best configuration replaces a finalist that fails. A
-    full run also evaluates and saves, so the winner's confirmation does both if time allows.
+    full run also evaluates and saves checkpoints, so the winner's confirmation does both if time
+    allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -40,9 +42,9 @@ def confirm_finalists(trials: SharedTrials) -> None:
 def _run_round(
     trials: SharedTrials, round_: int, entries: list[TrainConfig], likely: list[TrainConfig]
 ) -> bool:
-    """Measure each entry once; return False if the round was interrupted.
+    """Measure each configuration in `entries` once; return False if the round was interrupted.
 
-    Entries that fail are replaced in `entries`.
+    A configuration that fails is replaced in `entries`.
     """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]

@@ -1,9 +1,9 @@
 """The first moves of a search: change one knob at a time, starting from the best configuration.
 
 Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
-gain in a few probes. The sampler continues from there and finds gains that need a combination.
-Learning knobs keep their values. The exceptions are precision, which changes speed as much as any
-knob, and fp8 products if they are allowed.
+gain in a few probes. Optuna's sampler continues from there and finds gains that need several
+changes at once. Learning knobs keep their values. The exceptions are precision, which changes speed
+as much as any knob, and fp8 products if they are allowed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
 # Compilation comes late: it costs seconds for every configuration, and only the configuration that
-# the other knobs lead to needs it. Products of 8-bit floats come later still, since they only pay
-# in compiled layers.
+# the other knobs lead to needs it. Products of 8-bit floats come later still, because they are only
+# faster in compiled layers.
 ORDER = (
     "loss",
     "packing",
@@ -56,7 +56,9 @@ class CoordinateSearch:
 
     trials: SharedTrials
     num_gpus: int
-    _tried: dict[str, Outcome] = field(default_factory=dict)  # by the digest of the configuration
+    _tried: dict[str, Outcome] = field(
+        default_factory=dict
+    )  # the outcomes, by the configuration's digest
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
     _seeds: list[TrainConfig] = field(default_factory=list)  # the best configurations by formula
 
@@ -137,7 +139,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try those compiled variants of the seeds and the best that were compiled in advance.
+        """Try the compiled variants of the best configuration and the seeds if their code exists.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -172,7 +174,7 @@ class CoordinateSearch:
         self._end_waiting(whole=not changes)
 
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
-        """Move by each knob in turn, except the knob to leave out.
+        """Change each knob in turn, except `leave_out`, and keep changes that improve the score.
 
         If `leave_out` is "compile", stop as soon as a configuration compiled in advance is the
         best.
@@ -205,7 +207,7 @@ class CoordinateSearch:
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
         """Try one choice on truncated models; return its configuration and score.
 
-        If the truncated models do not decide, its trial waits for the whole model.
+        If the truncated models do not decide, the choice's trial waits for the whole model.
         """
         trials = self.trials
         proposal = trials.ask(chosen)
@@ -239,7 +241,7 @@ class CoordinateSearch:
         """End the waiting trials, the most promising first.
 
         Measure the whole models of trials that can still win. The prediction stands if `whole` is
-        False, or if the whole models would take more time than there is to spare.
+        False, or if the whole models would take more time than is available.
         """
         waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
         self._waiting = []

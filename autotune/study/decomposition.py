@@ -1,9 +1,9 @@
 """The decomposition of a speed-up into factors, one per group of knobs.
 
 The groups change one after another, from the baseline to the winner, and the factors multiply to
-the speed-up. A step that cannot be probed, or that the budget leaves no time for, shares one
-factor with the next step. Ablation (`study/ablation`) starts from the winner instead, and its
-effects do not multiply.
+the speed-up. A step that cannot be probed, for example for lack of time, shares one factor with the
+next step. Ablation (`study/ablation`) starts from the winner instead, and its effects do not
+multiply.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def decompose(
 
     `speed` returns the tokens/s of an intermediate configuration, or None if it is unknown. The
     last factor is `speedup` divided by the ratio of these speeds of winner and baseline. Returns
-    None if winner and baseline are equal, or if `speed` does not know one of them.
+    None if winner and baseline are equal, or if one of their speeds is unknown.
     """
     if winner == baseline:
         return None

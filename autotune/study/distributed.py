@@ -39,7 +39,7 @@ REAP_EVERY_S = 15.0
 WHOLE_SHARE = 0.1  # for whole models in the search; the confirmation measures the best anyway
 BASELINE_SHARE = 0.2  # the most that the baseline may take
 CONFIRMATION_SHARE = 0.15  # reserved for the confirmation
-LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation takes longer than that
+LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation takes more than CONFIRMATION_SHARE
 
 # Numbers of candidates.
 MANY = 15  # a search should evaluate this number of candidates
@@ -52,7 +52,7 @@ WORTH = 0.5  # for any candidate
 ALIKE = 0.9  # for candidates whose code is compiled already; they come first
 
 LATE = 1.2  # probes may take this many times the predicted time
-LEAST_NOISE = 0.005  # relative
+LEAST_NOISE = 0.005  # the least relative noise of a configuration's score
 # The study's attribute with the trial numbers of coordinate searches.
 COORDINATE_TRIALS = "climbed"
 
@@ -169,8 +169,8 @@ class SharedTrials:
     ) -> TrialRecord:
         """Evaluate a trial that has begun, and record it.
 
-        `whole` allows a measurement of the whole model. Truncated models screen the baseline if
-        they can, because the end of the study confirms it on the whole model.
+        `whole` allows a measurement of the whole model. The baseline is evaluated on truncated
+        models if possible, because its whole model is measured at the end of the study.
         """
         self.on_begin(proposal.number, proposal.config)
         spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines else 0.0
@@ -183,7 +183,7 @@ class SharedTrials:
         """Begin a trial of the `wanted` choice, or of the next proposal.
 
         No two workers run the same configuration. Returns None if another worker is trying the
-        configuration, or if it would take longer than the time left for the search.
+        configuration, or if the trial would take longer than the time left for the search.
         """
         self.sync()
         taken = self.coordinator.taken()
@@ -387,7 +387,7 @@ class SharedTrials:
             self.say(f"{num_queued} trials of a worker that died are queued again")
 
     def _settle(self, number: int) -> bool:
-        """Finish the trial of a dead worker if its result is stored; return whether it was."""
+        """Finish a dead worker's trial if its result is stored; return whether it is stored."""
         if number not in self._results_of_others:
             return False
         self._finish(number, Evaluation(result=self._results_of_others[number]))
@@ -447,7 +447,7 @@ class SharedTrials:
     def num_stale(self) -> int:
         """Count the trials since the best score last improved by more than twice the noise.
 
-        Only trials with a speed count. Exempt trials and trials of others do not count.
+        Only trials with a speed count. Exempt trials and trials of other workers do not count.
         """
         best = 0.0
         num_stale = 0
@@ -475,7 +475,7 @@ class SharedTrials:
         return self.left_s() - self._confirmation_s() - self.kept_s
 
     def candidate_s(self) -> float:
-        """The seconds that are left to judge candidates.
+        """The seconds that are left to evaluate candidates.
 
         Until ENOUGH candidates are evaluated, the time of the confirmation is included.
         """
@@ -487,7 +487,7 @@ class SharedTrials:
         return self.num_missing() * self.compiled_s() > self.search_s()
 
     def lacks_plenty(self) -> bool:
-        """Whether the time left may be too short for PLENTY of candidates if all of them compile.
+        """Whether the time left may be too short for PLENTY candidates if all of them compile.
 
         Also True if `is_hurried`.
         """

@@ -211,7 +211,7 @@ class Evaluator:
                 self._learn_memory(config, predicted.measurement)
 
     def _learn_memory(self, config: TrainConfig, measurement: Measurement) -> None:
-        """Learn the memory of micro batches with the longest rows that were trained on."""
+        """Learn a measured memory need, for the longest row length of the measurement."""
         self._memory.learn(
             replace(config, seq_len=measurement.row_length or config.seq_len), measurement
         )
@@ -224,12 +224,12 @@ class Evaluator:
         *,
         spare_s: float = math.inf,
     ) -> Evaluation:
-        """Pass the stages until one decides.
+        """Pass a candidate through the stages until one decides.
 
-        Without a pruner the whole model is measured, regardless of its predicted speed. If it is
-        certain to fit, the truncated models are skipped. If its probe would take longer than
-        `spare_s`, the prediction of the truncated models is the result.
-        Raises TooManyFailures if probes keep failing for reasons other than memory.
+        Without a pruner the whole model is measured, regardless of its predicted speed. If the
+        whole model is certain to fit, the truncated models are skipped. If its probe would take
+        longer than `spare_s`, the prediction of the truncated models is the result. Raises
+        TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)
@@ -264,7 +264,7 @@ class Evaluator:
     def evaluate_low_fidelity(
         self, config: TrainConfig, trial: int | None, *, skip_if_fits: bool = False
     ) -> Evaluation | Extrapolation | None:
-        """Pass the stages below the whole model; return their decision or their prediction.
+        """Pass the stages before the whole model; return their decision or their prediction.
 
         Returns None if the truncated models predict nothing. Also returns None if `skip_if_fits`
         and the whole model is certain to fit: then the truncated models are skipped. A second call
@@ -311,7 +311,7 @@ class Evaluator:
             return None
 
     def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
-        """The seconds that a confirmation will take, or None without a known probe."""
+        """The predicted seconds of a confirmation, or None without a probe to predict from."""
         evaluate = config not in self.saved
         return self._times.whole_s(
             replace(self._confirmation(config, micro_steps), evaluate=evaluate)
@@ -326,7 +326,7 @@ class Evaluator:
         return (took_s or 0.0) < spare_s
 
     def _would_ask(self, result: ProbeResult, measurement: Measurement) -> bool:
-        """Whether this study would make the same request."""
+        """Whether this study's request for the configuration would equal the result's request."""
         try:
             own = self.request(result.config)
         except ValueError:  # the micro batch does not divide this study's global batch
@@ -350,7 +350,7 @@ class Evaluator:
     ) -> ProbeResult:
         """Measure a finalist again, with more micro batches per step.
 
-        `whole` adds an evaluation and a save, once per configuration.
+        `whole` adds an evaluation and a checkpoint, once per configuration.
         """
         request = self._confirmation(config, micro_steps)
         if whole and config not in self.saved:
@@ -486,8 +486,8 @@ class Evaluator:
             return None
 
         for depth in pair:
-            # Attention makes a plan for each new length, and one plan serves all layers. So new
-            # lengths are timed at one depth only.
+            # Attention kernels need a plan for each new length, and one plan serves all layers. So
+            # new lengths are timed at one depth only.
             short = replace(shortened(request, depth), new_lengths=depth == pair[0])
             stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")

@@ -36,7 +36,7 @@ def find_feasible(
     evaluator: Evaluator,
     say: Callable[[str], None],
 ) -> Feasible:
-    """Find a configuration that fits: the baseline at some micro batch size, or the smallest one.
+    """Find a configuration that fits: a baseline, or a configuration with the least memory.
 
     Truncated models decide if they can, because the whole baseline of a large model would take the
     search's time. Raises Cancelled if the user asked to stop, or if the budget is over.

@@ -1,6 +1,6 @@
 """Warm start by formula: the fastest configuration that fits, for each possible host speed.
 
-On a GPU-bound step the formulas are within a few percent (`step_time`). The host's time to issue
+For GPU-bound steps, the formulas' error is a few percent (`step_time`). The host's time to issue
 the work is unknown without a calibration. If memory is short, this time decides whether small micro
 batches or recomputation are faster. Probes show which of these seeds is right, and coordinate
 search continues from there. Only the knobs in VARIED change.

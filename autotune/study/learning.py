@@ -22,7 +22,7 @@ ABOVE = 5
 # For each round: the number of rates, and the steps relative to the first round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
 FEW = ((5, 1), (2, 3))  # for a small budget: every second rate
-BEYOND = 2  # the most rates that the first round may try beyond the ends
+BEYOND = 2  # the most rates that the first round may add below or above the others
 SEEDS = 2  # the number of seeds in the last round
 LEAST_STEPS = 5  # the fewest steps of the first round
 
@@ -187,8 +187,8 @@ def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
 def _max_trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
     """Return the largest number of trainings of a round.
 
-    The first round may try rates beyond the ends. The last round includes the default, and several
-    seeds.
+    The first round may add rates below or above the others. The last round includes the default,
+    and several seeds.
     """
     number, _ = rounds[place]
     return (

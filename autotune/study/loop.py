@@ -18,7 +18,7 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-STARTUP = 8  # helpers stay near the best configuration until this number of trials has a speed
+STARTUP = 8  # helping workers try neighbours of the best until this number of trials has a speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class Study:
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
         """Return the best three of the configurations that tie with `best`.
 
-        They get the likely winner's learning knobs. GPU-bound configurations come first, then
-        configurations with less memory.
+        They get the likely winner's values of the learning knobs. GPU-bound configurations come
+        first, then configurations with less memory.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:

@@ -148,8 +148,8 @@ def why(
 def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     """Return more capable configurations of the space, which may win within the slack.
 
-    The first has every learning knob at its most capable value. Then come each knob alone, and the
-    LoRA ranks between.
+    The first has every learning knob at its most capable value. Then come configurations with only
+    one knob changed, and with the LoRA ranks in between.
     """
     raised = {
         knob.name: max(

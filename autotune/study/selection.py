@@ -108,10 +108,10 @@ class CandidateRecord:
 class Selection:
     """The records of all configurations by digest.
 
-    A configuration that was extrapolated and pruned may be the best of a result cell. It can win
-    only if all configurations were extrapolated and pruned. `references` holds the reference
-    measurements for losses, with None for a failed one. `tried` holds every configuration with a
-    result.
+    A configuration that was extrapolated and pruned may be the best of a result cell
+    (configurations that agree in all knobs that separate results). It can win only if all
+    configurations were extrapolated and pruned. `references` holds the reference measurements for
+    losses, with None for a failed one. `tried` holds every configuration with a result.
     """
 
     task: Task
@@ -403,7 +403,7 @@ class Selection:
         if task.score(config, speed * (1 + error)) >= bar:
             return None
 
-        if task.is_late(config, speed) and bar > 2 * score:  # others are in time
+        if task.is_late(config, speed) and bar > 2 * score:  # other configurations end in time
             return (
                 f"predicted {speed:,.0f} tokens/s (±{error:.0%}): it would end too late (--within)"
             )
@@ -441,8 +441,8 @@ class Selection:
     ) -> CostProjection:
         """The cost of the run, for `examples` examples if given.
 
-        It uses the measurements `of` the configuration, by default the best known. Pauses are
-        unknown if other GPUs stood in for the target.
+        `of` gives the measurements to use, by default the best known. Pauses are unknown if other
+        GPUs stood in for the target.
         """
         task = self.task
         return project(

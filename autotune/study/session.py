@@ -325,7 +325,7 @@ class Leader:
             task=setup.task,
             fingerprint=self._fingerprint,
             terms=terms,
-            spec=replace(spec, storage=None),  # it may hold a password
+            spec=replace(spec, storage=None),  # the URL may hold a password
             out=stored_out(plan.out, plan.url),
             reserve_opened=feasible.opens_reserve,
             shallow_only=spec.shallow_only,
@@ -334,7 +334,7 @@ class Leader:
         self._lead(setup.task, evaluator, feasible.tried)
 
     def _fit_setup(self) -> tuple[Setup, ModelShape | None]:
-        """Narrow the setup to the model's layers, and return it with the shape of the layers.
+        """Restrict the setup to values that suit the model's layers; return it with their shape.
 
         Raises UsageError.
         """
@@ -518,7 +518,7 @@ class Leader:
             try:
                 result = separate_evaluator.evaluate(config, None).result
             except (Cancelled, TooManyFailures, ValueError):
-                # ValueError: the rows do not divide the global batch.
+                # ValueError: the micro batches do not divide the global batch.
                 return None
             if result.measurement is None or result.disturbed is not None:
                 return None
@@ -652,7 +652,7 @@ def worker_folder(record: StudyRecord, url: str, out: Path | None) -> Path:
 def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) -> int:
     """Help with a study until its leader stops searching or a limit is reached.
 
-    Returns the number of trials that this worker did.
+    Returns the number of trials that this worker finished.
 
     Raises:
         EnvironmentProblem: the GPU or the packages differ from the study's.

@@ -32,7 +32,7 @@ COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
     *("interval_usd", "interval_hours", "startup_s", "kwh", "pauses"),
 )
-CARD = keys(  # the keys of another card
+CARD = keys(  # the JSON keys of another GPU
     "state",
     "need_gib",
     "limit_gib",
@@ -422,12 +422,12 @@ class StudySummary:
     explanation: Ablation | None = None
     decomposition: Decomposition | None = None
     notes: tuple[str, ...] = ()
-    dataset: str | None = None  # the user's examples, as named by the user
+    dataset: str | None = None  # the path or name of the dataset, as the user gave it
     split: str | None = None
 
     @property
     def cells(self) -> tuple[Candidate, ...]:
-        """The best candidate of each learning cell."""
+        """The best candidate for each setting of the knobs that separate results."""
         return self.recipe.cells if self.recipe else ()
 
     @property

@@ -228,7 +228,9 @@ def with_tables(make: Callable[[], T]) -> T:
         try:
             return make()
         except Exception as error:
-            cause = error if isinstance(error, DBAPIError) else error.__cause__  # Optuna wraps some
+            cause = (
+                error if isinstance(error, DBAPIError) else error.__cause__
+            )  # Optuna wraps some errors
             if not isinstance(cause, IntegrityError) and "already exists" not in str(cause):
                 raise
             time.sleep(TABLE_RETRY_S)
@@ -376,7 +378,7 @@ def storage_errors(url: str) -> Iterator[None]:
             remedy="write sqlite:///FILE.db or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
         ) from None
     except ImportError as error:
-        missing = getattr(error.__cause__, "name", None) or error.name  # Optuna wraps it
+        missing = getattr(error.__cause__, "name", None) or error.name  # Optuna wraps the error
         if missing is None:
             raise
 

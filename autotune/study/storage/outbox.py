@@ -26,7 +26,7 @@ class Outbox:
         return not (self.path.is_file() and self.path.stat().st_size)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row, which is on disk when this returns. Raises StorageError."""
+        """Append a row, which is on disk when this method returns. Raises StorageError."""
         with self._locked() as file:
             # A process that was killed while writing leaves half a line. The newline separates the
             # next row from it.

@@ -38,7 +38,8 @@ class StudyPhase(StrEnum):
 class Limits:
     """The limits of a search.
 
-    `trials` is a total over all sessions. `patience` counts trials without an improvement.
+    `trials` is a total over all sessions. The search stops after `patience` trials without an
+    improvement.
     """
 
     budget_s: float
@@ -118,7 +119,7 @@ class StudyRecord:
             "trainer": task.trainer,
             "workload": task.workload.facts(),
             "rows dealt out by length": task.workload.dealt,
-            # Other processes on the card change the memory a little.
+            # Other processes on the GPU change the memory a little, so whole GiB are compared.
             "memory in GiB": round(self.terms.memory_gib),
             "headroom": self.terms.headroom,
             "fingerprint": to_data(self.fingerprint),
