@@ -54,7 +54,8 @@ def parameter_gib(model: nn.Module) -> float:
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
     """The GiB of a Trainer's optimizer state: (on the device, in CUDA's managed memory).
 
-    With DeepSpeed, they include this rank's master weights, which the optimizer state refers to.
+    With DeepSpeed, the sizes include this rank's master weights, which the optimizer state refers
+    to.
     """
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
@@ -101,14 +102,14 @@ def free_paged_state() -> None:
         return
     pages = functional.GlobalPageManager.get_instance().paged_tensors
     while pages:
-        # The library of bitsandbytes links CUDA's runtime and so gives access to cudaFree. Its
-        # result is ignored: after an error the process cannot use the GPU any more, and is replaced
-        # anyway.
+        # The library of bitsandbytes links CUDA's runtime and so gives access to cudaFree. The
+        # result of cudaFree is ignored: after an error the process cannot use the GPU any more, and
+        # is replaced anyway.
         functional.lib.cudaFree(ctypes.c_void_p(pages.pop().data_ptr()))
 
 
 def logical_params(model: nn.Module) -> int:
-    """The number of parameters, each in its whole shape."""
+    """The number of elements of all parameters, before packing or sharding."""
     return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
 
 
@@ -131,7 +132,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def requested_gib(message: str) -> float | None:
-    """The size of the failed allocation from torch's message, or None if it contains none."""
+    """The size of the failed allocation from torch's message, or None without a size."""
     match = re.search(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message, re.IGNORECASE)
     return None if match is None else float(match[1]) / UNITS_PER_GIB[match[2].lower()]
 
@@ -147,7 +148,7 @@ def oom_detail(
     """The memory by use when an allocation failed.
 
     `terms` are read after the failed step has begun to unwind. The memory that was freed between
-    the peak and this reading was activations, or weights if only weights existed.
+    the peak and the reading of `terms` held activations, or weights if only weights existed.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}
@@ -166,7 +167,7 @@ def oom_detail(
 def tight_memory_detail(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
     """The OOM detail and reason of a probe that fits only after the allocator returned its cache.
 
-    Such a configuration counts as one that does not fit.
+    The configuration of such a probe counts as one that does not fit.
     """
     detail = OomDetail(
         phase=phase,
@@ -179,7 +180,7 @@ def tight_memory_detail(measurement: Measurement, phase: Phase) -> tuple[OomDeta
 
     times = f"{measurement.alloc_retries} time" + ("s" if measurement.alloc_retries > 1 else "")
     reason = (
-        f"too tight in {phase}: the allocator ran out, returned its cached memory and retried "
+        f"too tight in {phase}: the allocator ran out of memory, freed its cache and retried "
         f"{times}"
     )
     return detail, reason

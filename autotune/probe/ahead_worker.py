@@ -2,7 +2,7 @@
 
 A file in the shared folder lists the wanted requests (`compile_ahead`, `turns`). This process runs
 the probe's own code on the same number of layers as a probe, so both have the same keys in the
-compiler's disk cache. It only fills this cache, and keeps no result.
+compiler's disk cache. The process only fills this cache, and keeps no result.
 """
 
 import gc
@@ -69,7 +69,7 @@ class AheadCompiler:
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
 
     def compile_next(self) -> bool:
-        """Compile the first request that no process has claimed; False if there is none."""
+        """Compile the first request that no process has claimed; False if all are claimed."""
         with suppress(FileNotFoundError):
             for wanted in json.loads((self._folder / WANTED).read_text(encoding="utf-8")):
                 if self._claim(wanted["key"]):
@@ -93,7 +93,7 @@ class AheadCompiler:
         began = time.monotonic()
         reason = ""
         if self._meter is None:
-            with suppress(Exception):  # the run will report the same error
+            with suppress(Exception):  # `_run` will raise the same error
                 # This loads the model's code before the device is needed.
                 describe(request.model)
 

@@ -1,7 +1,7 @@
 """Measures this machine for the formulas: device rates, host speed, and one short training.
 
-This runs in the parent process. The worker measures the device's rates. Probes of a few layers give
-the host's speed and the training's speed. A calibration takes about 30 s.
+This module runs in the parent process. The worker measures the device's rates. Probes of a few
+layers give the host's speed and the training's speed. A calibration takes about 30 s.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from autotune.problem.target import Target
 
 HEADROOM = 0.05
 # A layer of this model has the same number of kernels as a layer of Llama or Mistral. Each kernel
-# has so little arithmetic that any device finishes it before the host issues the next.
+# has so little arithmetic that any device finishes it before the host issues the next kernel.
 NARROW: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 12,
@@ -148,8 +148,8 @@ class LayerProbes:
             # On a CPU, the time to issue an operation includes its computation.
             times.append(result.measurement.host_micro_s or min(result.measurement.micro_step_s))
 
-        # Other load on the host may distort the slope. A layer takes 50 to 100 % of the deeper
-        # probe's time per layer.
+        # Other load on the host may distort the slope, so it is limited to 50 to 100 % of the
+        # deeper probe's time per layer.
         few, many = NARROW_DEPTHS
         low, high = times
         slope = (high - low) / (many - few)
@@ -182,8 +182,8 @@ class LayerProbes:
     def _training(self, calibration: Calibration) -> tuple[TrainConfig, StepTimeEstimate] | None:
         """The configuration of the short training, and its expected time.
 
-        The configuration has the fewest rows that make it GPU-bound, otherwise the most rows that
-        fit.
+        The configuration has the fewest rows that make the training GPU-bound, otherwise the most
+        rows that fit.
         """
         model = resolve_model(TRAINED)
         reference = resolve_device(REFERENCE)

@@ -1,7 +1,7 @@
 """Measures the data rates between the GPUs of a host, for the collectives of DDP and FSDP2.
 
-This runs in the workers' processes. All ranks issue the same number of collectives, however long
-each takes, because a rank that issued more would wait forever.
+This module runs in the workers' processes. All ranks issue the same number of collectives, however
+long each takes, because a rank that issued more collectives would wait forever.
 """
 
 import statistics

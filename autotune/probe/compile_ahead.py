@@ -1,8 +1,8 @@
 """The parent's side of compiling ahead: processes compile the likely next probes during a probe.
 
-The disk caches of Inductor and Triton hold the compiled code, and the probe's worker finds it
-there. The processes and the worker take turns on the device (`turns`). A study continues without a
-process that fails.
+The disk caches of Inductor and Triton hold the compiled code, where the probe's worker finds it.
+The processes and the worker take turns on the device (`turns`). A study continues without a process
+that fails.
 """
 
 import json
@@ -18,7 +18,7 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-MAX_STARTS = 4  # processes that were ended to free memory start again, up to this limit
+MAX_STARTS = 4  # the most starts: processes that were ended to free memory start again
 LEAST_CORES = 4  # a host with at least this number of cores has one process
 MANY_CORES = 12  # a host with at least this number of cores has two processes
 
@@ -58,7 +58,7 @@ class CompileAhead:
     def want(self, requests: Mapping[str, ProbeRequest]) -> None:
         """Compile these requests next, in this order, and drop earlier requests.
 
-        Requests with equal keys compile to equal code. After `close` this does nothing. If the
+        Requests with equal keys compile to equal code. After `close`, the call does nothing. If the
         folder cannot store another file, all processes end for good.
         """
         if self._is_closed:
@@ -96,7 +96,7 @@ class CompileAhead:
         return held_by_others_gib(self.folder)
 
     def claimed_keys(self) -> set[str]:
-        """The keys of the requests that are compiled or being compiled."""
+        """The keys of the requests that are compiled already or are being compiled."""
         return {file.name.removesuffix(CLAIMED) for file in self.folder.glob(f"*{CLAIMED}")}
 
     def compile_seconds(self) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Measures a device's rates: matrix products, copies, the link to the host, small kernels.
 
-This runs in the worker's process, and measures one rate at a time. Operands are random, because a
-card at its power limit multiplies equal numbers faster. Times come from device events on a GPU and
-from the clock on a CPU. Otherwise GPUs and CPUs differ only in the sizes of operands.
+This module runs in the worker's process, and measures one rate at a time. Operands are random,
+because a card at its power limit multiplies equal numbers faster. Times come from device events on
+a GPU and from the clock on a CPU. Otherwise GPUs and CPUs differ only in the sizes of operands.
 """
 
 import math
@@ -20,7 +20,7 @@ from autotune.probe.meters import Meter
 ROUNDS = 5  # the result is the median of this number of rounds
 ROUND_S = 0.1  # each round lasts about this long, or has a single call
 AHEAD_S = 0.01  # a GPU stays busy this long before a round, while the host issues the round's calls
-MOST_CALLS = 400  # in a round, because a GPU's queue holds about a thousand kernels
+MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand
 TOO_LONG_S = 0.3  # after a product that takes this long, larger matrices are skipped
 LAUNCHES = 2000
 PEAK_SIDE = 1024  # rows and columns of the matrices that measure a CPU's peak
@@ -86,7 +86,7 @@ def measure_cpu_peak(*, bf16: bool) -> float:
     fastest_s = math.inf
     for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
         left, right = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(dtype) for _ in range(2))
-        product = left @ right  # makes the kernel and memory for the result
+        product = left @ right  # loads the kernel and allocates the result
 
         for _ in range(ROUNDS):
             began = time.perf_counter()

@@ -1,6 +1,6 @@
 """The probe: a few real optimizer steps of transformers' Trainer, measured by phase.
 
-It measures the time and memory of the full run's work: loader, forward, backward, clipping,
+The probe measures the time and memory of the full run's work: loader, forward, backward, clipping,
 optimizer, logging. An optimizer step of the probe has one or two micro batches (up to four when
 confirming), and `problem.performance` composes the full run's step from them. A failed probe raises
 an exception, and `worker` decides its outcome.
@@ -78,7 +78,7 @@ LARGEST_CHECKPOINT_GIB = 4.0  # of a larger checkpoint, a probe saves only the w
 RECOMPILE_LIMIT = 8
 DIFFERENT_ROWS = 64  # approximate number; a longer probe repeats these rows
 # The micro batches that this process has trained on, as (precision, number of rows, row length).
-# Some libraries make a plan for each of them.
+# Some libraries make a plan for each of these shapes.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
 
 Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
@@ -149,7 +149,7 @@ def _lengths(request: ProbeRequest) -> set[tuple[str, int, int]]:
 
 
 class _StepEndCallback(TrainerCallback):
-    """Reports each step's end to the recorder, and stops the Trainer once it has enough steps."""
+    """Reports each step's end to the recorder, which tells when to stop the Trainer."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -223,10 +223,10 @@ class ProbeTrainer(RecordingMixin, LeanTrainer):
 
 
 class Probe:
-    """One probe in progress; after a failure it can still report its memory and its phase."""
+    """One probe in progress, which can report its memory and its phase even after a failure."""
 
     micro_profile: MicroBatchProfile | None = None  # the detailed profile, on request
-    trace: str | None = None  # the file of its Chrome trace
+    trace: str | None = None  # the file for the profile's Chrome trace
     _reference: nn.Module | None = None  # the untrained reference model, if it is a copy
 
     def __init__(
@@ -271,7 +271,7 @@ class Probe:
         self._checkpoint_s: float | None = None
 
         self._hooks: list[Any] = []
-        # They are read now, because FSDP2 gives the model a class of another Python module.
+        # The names are read now, because FSDP2 gives the model a class of another Python module.
         self._module_names = module_names(self.base)
         self._names = dict(self._module_names)
 
@@ -326,8 +326,8 @@ class Probe:
     def _tries_new_lengths(self) -> bool:
         """Whether to time micro batches of lengths that are new to this process.
 
-        Real ranks do not, because the number of lengths depends on their times, which differ from
-        rank to rank.
+        Real ranks time no new lengths, because the number of lengths depends on their times, which
+        differ from rank to rank.
         """
         request = self.request
         return request.plans_by_length and request.new_lengths and not request.has_real_ranks
@@ -408,7 +408,7 @@ class Probe:
         """Compile each layer like the exported script, and reuse the code of earlier probes.
 
         The first layer's input must require gradients like the inputs of all other layers.
-        Otherwise that layer would need another graph.
+        Otherwise the first layer would need another graph.
         """
         if self.request.config.method == "lora":
             require_input_gradients(self.base)
@@ -466,7 +466,7 @@ class Probe:
     def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
         """Hooks at the end of a vision tower and the start of the language model.
 
-        They separate the tower's peaks, which do not depend on the depth.
+        The hooks separate the tower's peaks, which do not depend on the depth.
         """
         if not self.request.has_images:
             return []
@@ -502,7 +502,8 @@ class Probe:
     def memory_terms(self) -> dict[str, float]:
         """The allocated memory by use.
 
-        The memory without another use is logits and activations. A formula gives the logits.
+        The memory without another use belongs to logits and activations. A formula gives the size
+        of the logits.
         """
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
@@ -523,8 +524,9 @@ class Probe:
     def _logits_gib(self) -> float:
         """The logits and their fp32 copy, as transformers' causal-LM loss holds them.
 
-        The logits have the compute dtype. Both exist in the backward pass. In a forward pass they
-        are assumed to exist once more memory is allocated than the model and the logits take.
+        The logits have the compute dtype. Both tensors exist in the backward pass. In a forward
+        pass they are assumed to exist once more memory is allocated than the model and the logits
+        take.
         """
         config, phase = self.request.config, self.recorder.phase
         if self.request.objective is not Objective.SFT:
@@ -657,9 +659,9 @@ class Probe:
         """The extra seconds of a micro batch whose length is new to this process.
 
         The result is the median over a few lengths, or None if there is no new length. The lengths
-        are a little shorter than the most frequent kind, whose time is known. They are odd, because
-        the first plan of each alignment (`trainer.patches`) also builds kernels, which takes
-        seconds.
+        are a little shorter than the most frequent kind, whose time is known. The lengths are odd,
+        because the first plan of each alignment (`trainer.patches`) also builds kernels, which
+        takes seconds.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
@@ -706,8 +708,8 @@ class Probe:
     def _evaluate_and_save(self) -> None:
         """Evaluate a micro batch of each kind, and save adapters like the full run.
 
-        A small checkpoint is saved completely; of a larger one, only the weights are saved. A probe
-        of full fine-tuning saves no checkpoint.
+        A small checkpoint is saved completely; of a larger checkpoint, only the weights are saved.
+        A probe of full fine-tuning saves no checkpoint.
         """
         recorder, meter = self.recorder, self.meter
 
@@ -734,7 +736,7 @@ class Probe:
         """The kernel times of one micro batch of about mean length. They are also printed.
 
         The micro batch is the last of its step, so that the gradients of the others exist. The
-        recorder does not count it.
+        recorder does not count this micro batch.
         """
         (*before, last), micro_s, _ = self._mean_step(measurement)
         for inputs in before:
@@ -753,7 +755,7 @@ class Probe:
         # The step whose last micro batch is nearest the mean length.
         lasts = [step[-1] for step in schedule.round]
         place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
-        by_kind = dict(zip(timed, measurement.kind_s, strict=False))  # empty with a single kind
+        by_kind = dict(zip(timed, measurement.kind_s, strict=False))  # empty for a single kind
         if by_kind:
             micro_s = by_kind[lasts[place]][1]
         else:
@@ -796,7 +798,7 @@ class Probe:
 
     def _optimizer_step(self) -> None:
         """Clip gradients, step the optimizer and clear gradients, like the Trainer in each step."""
-        self.recorder.phase = Phase.PROFILE  # the preceding pass has entered another phase
+        self.recorder.phase = Phase.PROFILE  # the backward pass has entered another phase
         trainer = self.trainer
         most = trainer.args.max_grad_norm
         if most:
@@ -829,7 +831,7 @@ class Probe:
             in_host = (adapters or weights) + state
             weights = adapters = gradients = state = 0.0
 
-        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # they are no phases of a step
+        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # these are no phases of a single step
         return Measurement(
             step_s=times.steps,
             micro_step_s=times.micro_batches,
@@ -873,7 +875,7 @@ class Probe:
         )
 
     def _gradients_gib(self, trained: list[nn.Parameter]) -> float:
-        """The size of the gradients that exist at once."""
+        """The size of the gradients that exist at the same time."""
         if self.request.config.sharding in ("zero2", "zero3"):
             # DeepSpeed holds gradients of its own, which belong to no parameter.
             whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)

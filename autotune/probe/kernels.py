@@ -17,7 +17,8 @@ import torch
 from autotune.core.micro_profile import KernelClass
 from autotune.core.probe_types import KernelTimes
 
-# Inductor names its fused kernels after their operators. Its templates (tem) are matrix products.
+# Inductor names its fused kernels after their operators. Kernels from Inductor's templates (tem)
+# are matrix products.
 FUSED = re.compile(r"^triton_(?!tem)")
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
@@ -59,7 +60,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel, copy or fill that the device ran. Its times have any common origin."""
+    """One kernel, copy or fill that the device ran. Times have a common origin."""
 
     name: str
     start_s: float
@@ -105,7 +106,7 @@ def class_of(name: str) -> KernelClass:
 def fused_operators(name: str) -> tuple[str, ...]:
     """The operators that a kernel of Inductor computes.
 
-    'triton_red_fused__to_copy_add_mean_2' has three of them.
+    'triton_red_fused__to_copy_add_mean_2' has three operators.
     """
     found = INDUCTOR.match(name)
     return () if found is None else tuple(_known_operators(found["operators"]))

@@ -1,7 +1,7 @@
 """The process that trains one model repeatedly: one request per input line, one answer per line.
 
-It loads the weights and tokenises the examples once, with the code of the exported script. Each
-training begins with the same weights, and its loss is computed on the same held-out examples.
+The process loads the weights and tokenises the examples once, with the code of the exported script.
+Each training begins with the same weights, and its loss is computed on the same held-out examples.
 """
 
 import json
@@ -35,7 +35,7 @@ from autotune.trainer.train import (
 )
 from autotune.trainer.train import read_examples as read
 
-LOGGED = 20  # approximate number of losses in a curve
+LOGGED = 20  # approximate number of losses that a training logs
 LOST = 1.5  # a training diverges if its loss exceeds the first loss by this factor
 
 
@@ -62,7 +62,7 @@ class _Curve(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Keep a logged loss, the mean since the previous one."""
+        """Keep a logged loss, the mean since the previous log."""
         loss = (logs or {}).get("loss")
         if loss is None:
             return

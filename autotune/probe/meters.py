@@ -1,8 +1,8 @@
 """Limits and measures the memory of a probe's device, and times its work. For CUDA and CPU.
 
-On CUDA, torch's caching allocator counts memory, and its reserved memory must fit. On a CPU, the
-memory is the process's resident anonymous memory. Its peak is VmHWM, which Linux can reset, and
-RLIMIT_DATA limits it.
+On CUDA, torch's caching allocator counts memory, and the memory that it reserves must fit. On a
+CPU, the memory is the process's resident anonymous memory. VmHWM gives the peak, which Linux can
+reset, and RLIMIT_DATA limits the memory.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ from autotune.core.units import GIB, gib
 from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
-MAX_LOST_GIB = 0.5  # of host memory that a process may keep after all its probes
+MAX_LOST_GIB = 0.5  # host memory that a process may fail to return over all its probes
 # Some GPU libraries keep 2 MiB after their first use of a large matrix.
 WORKSPACE_GIB = 8 / 1024
 RETURNED_BYTES = 2**16  # on a CPU, blocks of this size return to the kernel while peaks are read
-IS_MAPPED = 2  # a bit in the word before a block that came directly from the kernel
+IS_MAPPED = 2  # a bit in the word before a block that the kernel mapped for malloc
 PACKAGES = (
     "torch",
     "transformers",
@@ -52,9 +52,9 @@ class CudaMeter:
     """The probe's view of an NVIDIA GPU, with memory in GiB and times in seconds.
 
     Times come from device events, peaks from the caching allocator. `peaks_are_free` says whether
-    reading a peak does not disturb the times. `aside_gib` is the memory of models that wait for a
-    later probe, which is neither counted nor capped. `others_gib` is the memory of processes that
-    compile ahead, which is no part of this process's context.
+    reading a peak does not disturb the times. `aside_gib` is the memory of cached models that this
+    probe does not use. This memory is neither counted nor capped. `others_gib` is the memory of
+    processes that compile ahead, which is no part of this process's context.
     """
 
     peaks_are_free = True
@@ -63,9 +63,9 @@ class CudaMeter:
 
     def __init__(self) -> None:
         self._nvml = Nvml.open()
-        # This is read before the process has a CUDA context. In a container with its own process
-        # ids, the driver does not show memory by process. There the context is the growth of the
-        # card's used memory since this reading, without torch's memory.
+        # The card's used memory is read before the process has a CUDA context. In a container with
+        # its own process ids, the driver does not show memory by process. The context is then the
+        # growth of the card's used memory since this reading, without torch's memory.
         self._used_before_gib = self._nvml.used_gib() if self._nvml else None
 
         torch.cuda.init()
@@ -78,13 +78,13 @@ class CudaMeter:
     def settle(self) -> None:
         """Take the memory of the loaded libraries as the baseline that later probes must return to.
 
-        Torch counts memory exactly, so this does nothing.
+        Torch counts memory exactly, so this method does nothing.
         """
 
     def rebase(self, resident_gib: float) -> None:
         """Exclude the process's present memory, except the resident model's, from later peaks.
 
-        Torch counts only tensors, so this does nothing.
+        Torch counts only tensors, so this method does nothing.
         """
 
     def keep_freed(self) -> None:
@@ -100,7 +100,7 @@ class CudaMeter:
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        if taken is None:  # if unknown, at most all memory outside torch
+        if taken is None:  # an unknown context is at most all memory outside torch
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())
             taken = max(outside - self.others_gib, 0.0)
@@ -149,7 +149,7 @@ class CudaMeter:
 
     def peak_gib(self) -> tuple[float, float]:
         """The peaks of allocated and reserved memory since the last reset."""
-        # The nested form takes a fifth of the time of the flat one.
+        # Nested statistics take a fifth of the time of flat ones.
         stats = torch.cuda.memory_stats_as_nested_dict()
         allocated = stats["allocated_bytes"]["all"]["peak"]
         reserved = stats["reserved_bytes"]["all"]["peak"]
@@ -181,7 +181,7 @@ class CudaMeter:
         """Return all unused memory and reset the statistics; `collect` first collects garbage."""
         if collect:
             gc.collect()
-        # This includes the workspaces of other streams, which are not used again.
+        # Workspaces of other streams are freed too, because they are not used again.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         # Offloaded checkpoints were in the host's cache, which newer versions of torch can empty.
@@ -214,7 +214,7 @@ class CpuMeter:
     """The host's processors, with the methods of CudaMeter.
 
     The context is the memory of the loaded libraries. The process's growth from probe to probe does
-    not count as context, because a run of one configuration does not have it. A limit that shrank
+    not count as context, because a full run of one configuration does not grow. A limit that shrank
     by this growth would differ between the trials of a study. Peaks exclude the growth too
     (`rebase`).
 
@@ -236,9 +236,9 @@ class CpuMeter:
         self._libc.malloc.argtypes = [ctypes.c_size_t]
         self._libc.free.restype = None
         self._libc.free.argtypes = [ctypes.c_void_p]
-        # Blocks that are allocated only to keep tensors out of them.
+        # Blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # The limit that applies again once freed memory is returned again.
+        # The limit to restore when freed memory returns to the kernel again.
         self._capped_at: int | None = None
         self.settle()
 
@@ -299,7 +299,7 @@ class CpuMeter:
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
             block = self._libc.malloc(size)
-            if block is None:  # it exceeds the limit of the process
+            if block is None:  # the size exceeds the limit of the process
                 size //= 2
                 continue
             header = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t))

@@ -1,9 +1,9 @@
 """The detailed profile of a micro batch: kernels by class, part of the model and stage.
 
-This runs in the worker's process. Ranges around the modules name the running part of the model.
-Autograd's sequence numbers map each backward operator to its forward operator. On a GPU, times are
-the times of kernels; on a CPU, the times of operators without the operators that they call. The
-profiler slows the host, so the profile contains no host times.
+This module runs in the worker's process. Ranges around the modules name the running part of the
+model. Autograd's sequence numbers map each backward operator to its forward operator. On a GPU,
+times are the times of kernels; on a CPU, the times of operators without the operators that they
+call. The profiler slows the host, so the profile contains no host times.
 """
 
 import re
@@ -136,7 +136,7 @@ def parts_of(
 def _mark(module: nn.Module, part: Part, found: dict[nn.Module, Part | None]) -> None:
     found[module] = part
     if isinstance(module, LoraLayer):
-        found[module] = Part.ADAPTERS  # without the matrix that it adapts
+        found[module] = Part.ADAPTERS  # the adapters without the matrix that they adapt
         _mark(module.base_layer, part, found)
         return
 
@@ -194,7 +194,8 @@ def record_events(
 ) -> tuple[list[Event], float]:
     """Profile a micro batch and an optimizer step, after a micro batch that is not recorded.
 
-    Returns the events and the seconds of the micro batch. Writes a Chrome trace to `trace`.
+    Returns the events of both, and the seconds of the micro batch. Writes a Chrome trace to
+    `trace`.
     """
     activities = [ProfilerActivity.CPU]
     if meter.torch_device.type == "cuda":
@@ -242,7 +243,7 @@ def _event(event: Any) -> Event:
 
 @dataclass(slots=True)
 class _OpenEvent:
-    """An operator or range of the host, with the seconds of the operators that it called."""
+    """A host's operator or range, and the seconds of the operators that it called."""
 
     event: Event
     place: Place
@@ -250,7 +251,7 @@ class _OpenEvent:
 
 
 def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
-    """The operators and ranges of the host in order, with their places and their own seconds.
+    """The operators and ranges of the host in order, with their places and the seconds of each.
 
     `unknown` is the part of backward operators without a known forward operator. `trained` is the
     part of operators that add up the gradients of weights.
@@ -308,7 +309,7 @@ def _place(
 def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
     """The device's work in order: the kernels of a GPU if it has any, else a CPU's operators."""
     on_host = host_places(events, unknown, trained)
-    ranges = {one.name for one in events if one.is_range}  # a GPU's timeline repeats them
+    ranges = {one.name for one in events if one.is_range}  # a GPU's timeline repeats these ranges
     kernels = [
         one for one in events if one.on_device and not one.is_range and one.name not in ranges
     ]

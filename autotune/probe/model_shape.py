@@ -53,7 +53,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     if len(layers) == config.get_text_config().num_hidden_layers:
         prefix, period = repetition(_kinds(layers, config.get_text_config()))
-    else:  # the config does not truncate these layers one by one
+    else:  # the config cannot remove these layers one by one
         prefix, period = len(layers), None
 
     named = (item for layer in layers for item in layer.named_modules())
@@ -70,7 +70,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
     try:
         plain_head = has_plain_head(built)
-    except Exception:  # a family's forward may need arguments that the test does not pass
+    except Exception:  # a model's forward pass may need more arguments
         plain_head = False
     wrapped: set[int] = set()
     no_adapters: str | None = None
@@ -117,7 +117,7 @@ def _build(config: Any) -> Any:
             raise
         package = needed[1]
         reason = f"transformers needs {package} for a {config.model_type}: pip install {package}"
-    except (MemoryError, SystemError):  # a config of impossible size
+    except (MemoryError, SystemError):  # the config describes a model that is too large
         raise
     except Exception as error:  # raised by transformers' own code
         reason = (

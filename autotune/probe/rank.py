@@ -1,8 +1,8 @@
 """A rank: it joins and leaves the process group (the world) of a probe on several GPUs.
 
 A fake world has one process, which simulates rank 0: a collective copies on the device and never
-blocks. A test on two H200s showed that this process takes exactly the memory of a real rank. A copy
-of its own data replaces the data of other ranks, so its losses have no meaning.
+blocks. A test on two H200s showed that this process takes exactly the memory of a real rank. Copies
+of this rank's own data replace the data of other ranks, so the losses have no meaning.
 """
 
 import os
@@ -123,9 +123,9 @@ class Rank:
     def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
         """Prepare the `model` that the Trainer has distributed.
 
-        DDP waits for the result of a reduction, which a fake reduction does not give. DeepSpeed
-        steps the optimizer at the end of the last micro batch's backward pass. That micro batch
-        ends before the step.
+        DDP waits for the result of a reduction, which a fake process group does not give. DeepSpeed
+        steps the optimizer at the end of the last micro batch's backward pass, so that micro batch
+        is ended before the step.
         """
         if self.is_fake and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, _skip_reduction)
@@ -141,8 +141,8 @@ class Rank:
     def largest(self, value: float) -> float:
         """The largest value of all ranks, which wait for each other.
 
-        The ranks exchange it without a collective. A collective would make NCCL free the memory of
-        the previous collective too early.
+        The ranks exchange the values without a collective. A collective would make NCCL free the
+        memory of the previous collective too early.
         """
         if self._store is None:
             return value
@@ -152,7 +152,7 @@ class Rank:
         return max(float(self._store.get(f"{exchange} {rank}")) for rank in range(self.size))
 
     def leave(self) -> None:
-        """Leave the world when no collective runs. All real ranks must leave it together."""
+        """Leave the world when no collective runs. All real ranks must leave at the same time."""
         if self._prepare_backend is not None:
             from accelerate.state import PartialState
 
@@ -176,7 +176,7 @@ class Rank:
 def _reset_numbering() -> None:
     """Make DeepSpeed number modules and parameters from zero.
 
-    Ranks compare the numbers and may have trained different models before.
+    Ranks compare these numbers, but may have trained different models before.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init

@@ -1,8 +1,8 @@
 """Probes in a world of real ranks: a warm worker with its own device and socket for each rank.
 
 This module does not use torch. A failed rank reports its failure first, because the other ranks
-wait for it in a collective. The parent then ends all workers and starts new ones for the next
-probe, which discards the interrupted collective.
+wait in a collective. The parent then ends all workers and starts new ones for the next probe, which
+discards the interrupted collective.
 """
 
 import os
@@ -33,7 +33,7 @@ from autotune.probe.supervisor import DUMP_S, WorkerProber, failed_result, host_
 from autotune.probe.worker_process import WorkerProcess, receive_first
 
 # When a rank dies, another rank may report the lost connection before the parent sees the death.
-# The death is the better reason, so the parent waits for it this many seconds.
+# The death is the better reason, so the parent waits this many seconds to notice the death.
 GRACE_S = 0.2
 
 Key = TypeVar("Key")

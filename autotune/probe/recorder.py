@@ -31,7 +31,7 @@ WAITING_ROUNDS = 3
 class NotSteady(Exception):
     """A compiled model was compiled again or fell back to eager in timed steps.
 
-    Such times have no meaning.
+    The times of these steps have no meaning.
     """
 
 
@@ -58,11 +58,11 @@ class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
     The first steps of the schedule, its lead, warm up. The first round of steps then shows the
-    duration of a step, and its times count if it is long. If code is still compiled in that round,
-    a later round takes its place. Then complete rounds are timed for `min_timed_s`: fewer if their
-    times agree, more if the times disagree in a probe of a whole model.
+    duration of a step, and its times count if the round is long. If code is still compiled in the
+    first round, a later round takes its place. Then complete rounds are timed for `min_timed_s`:
+    fewer if their times agree, more if the times disagree in a probe of a whole model.
 
-    A CPU's steps are timed for half the time, and no rounds are added: its rounds never agree,
+    A CPU's steps are timed for half the time, and no rounds are added: rounds on a CPU never agree,
     because every other process of the machine delays some of them. The timing of a CPU's steps
     starts after all peaks are read, with freed memory kept. Unless micro batches are long, one
     untimed round fills the heap first.
@@ -95,7 +95,7 @@ class Recorder:
         self.step = 0
         self.first_timed: int | None = None
         self.last_timed: int | None = None
-        # Marks by step: the starts and ends of its micro batches, and the start and end of its
+        # Marks of each step: the starts and ends of its micro batches, and both ends of its
         # loading.
         self.starts: list[list[Any]] = [[]]
         self.ends: list[list[Any]] = [[]]
@@ -178,7 +178,7 @@ class Recorder:
         self.starts[self.step].append(self._mark)
 
     def end_micro_batch(self) -> None:
-        """End the backward pass of a micro batch, unless it has been ended before."""
+        """End the backward pass of a micro batch, unless it has ended already."""
         if len(self.ends[self.step]) == len(self.starts[self.step]):
             return
         self.issue_s.append(time.perf_counter() - self._began)
@@ -186,7 +186,7 @@ class Recorder:
         self.ends[self.step].append(self._mark)
 
     def end_step(self) -> bool:
-        """End an optimizer step before it is logged, and return whether to stop."""
+        """End an optimizer step before its logging, and return whether to stop the Trainer."""
         if self.first_timed is None:
             self._plan()
         else:
@@ -246,7 +246,7 @@ class Recorder:
         self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 
     def _adapt(self) -> None:
-        """After a timed round, stop early if rounds agree, and add one if they disagree.
+        """After a timed round, stop early if rounds agree, and add a round if they disagree.
 
         A busy host adds noise to the rounds.
         """
@@ -254,7 +254,7 @@ class Recorder:
         assert self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        if inside or self._must_agree:  # ranks could agree at each step only by waiting
+        if inside or self._must_agree:  # several ranks could agree on an early stop only by waiting
             return
 
         starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]
@@ -322,7 +322,7 @@ class Recorder:
         total = self._num_warm * rest
         steps = map(self.schedule.micro_batches, range(self._num_warm))
         for index in (index for step in steps for index in step):
-            # If the longest kind is not timed, its time is the next longest kind's, scaled by
+            # If the longest kind is not timed, its time is estimated from the next longest kind, by
             # tokens.
             total += by_kind.get(index, by_kind[known] * kinds[index].length / kinds[known].length)
         return total

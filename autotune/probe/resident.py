@@ -39,7 +39,7 @@ CONTEXT_GIB = 0.9  # approximate memory of a process's CUDA context
 class ResidentModel:
     """A base model on the device, and adapters that the next probe with the same settings reuses.
 
-    `family` identifies the requests that the model can serve, if they have the same depth.
+    `family` identifies the requests that the model can serve, if the requests have its depth.
     `model_gib` is the size of the base's weights and buffers, `base_gib` the device memory that
     building the base took. Layers are `joined` only during a probe.
     """
@@ -121,8 +121,8 @@ def attach(
 ) -> nn.Module:
     """The model to train: the base with LoRA adapters, or the base itself in full fine-tuning.
 
-    Adapters of an earlier probe are reused with new values if their settings are the same. This
-    saves a third of a second on a 7B model.
+    Adapters of an earlier probe are reused with new values if their settings are the same. The
+    reuse saves a third of a second on a 7B model.
     """
     settings = model_settings(
         config, resident.base.config.get_text_config().model_type, objective, vision
@@ -147,8 +147,8 @@ def attach(
             _unload(resident.base, resident.peft_model)
         resident.peft_model = trainable_model(resident.base, settings, device)
         # DoRA computes magnitudes from the weights, and fully trained modules, such as
-        # classification heads, are copies of the base's modules. Neither can be reused after a
-        # training.
+        # classification heads, are copies of the base's modules. Neither DoRA nor such copies can
+        # be reused after a training.
         trained_whole = settings.modules_to_save or settings.num_labels is not None
         resident.adapters_key = () if config.dora or trained_whole else wanted
 
@@ -174,9 +174,9 @@ def _unload(base: PreTrainedModel, peft_model: PeftModel) -> None:
 def clean(resident: ResidentModel) -> None:
     """Undo a Trainer's changes: checkpointing, hooks, compiled calls, gradients, autocast forward.
 
-    accelerate marks a prepared model and would not set up autocast on it a second time. In a
-    benchmark, the next probe was then 24 % slower than in a fresh process. So the mark is removed
-    too, from the base and its adapters.
+    accelerate marks a prepared model, and would not set up autocast on a marked model. In a
+    benchmark, a probe of a marked model was 24 % slower than in a fresh process. So accelerate's
+    mark is removed too, from the base and its adapters.
     """
     base = resident.base
     peft_model = resident.peft_model
@@ -187,11 +187,12 @@ def clean(resident: ResidentModel) -> None:
     if getattr(base, "_require_grads_hooks", None):
         base.disable_input_require_grads()
     # With checkpointing, transformers and PEFT both make the embedding's output require gradients.
-    # Only the last hook is remembered; the other one would stay for probes without checkpointing.
+    # Only the last of these hooks is remembered, and the other hook would stay for probes without
+    # checkpointing.
     base.get_input_embeddings()._forward_hooks.clear()
 
     # A chunked loss, autocast, TRL's loss and Liger's kernels replace methods. The replaced
-    # checkpointing function holds the checkpoints in the host's memory.
+    # checkpointing function refers to the checkpoints in the host's memory.
     for module in base.modules():
         for name in ("forward", "extra_repr", "_get_name", "_gradient_checkpointing_func"):
             module.__dict__.pop(name, None)
@@ -209,5 +210,5 @@ def clean(resident: ResidentModel) -> None:
 
 
 def module_names(base: PreTrainedModel) -> dict[str, Any]:
-    """The global names of the model's Python module, which Liger replaces with its own."""
+    """The global names of the model's Python module, which Liger replaces with its kernels."""
     return vars(sys.modules[type(base).__module__])

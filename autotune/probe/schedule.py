@@ -1,4 +1,4 @@
-"""Plans the micro batches of a probe's steps: first a short one, then all kinds in turn."""
+"""Plans the micro batches of a probe: first short ones to warm up, then all kinds in turn."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ Step = tuple[int, ...]  # the index of the kind of each micro batch in an optimi
 FIRST_S = 0.01
 # The first micro batch of the longest kind may take even longer, because the memory of its
 # activations is mapped then. If the longest kind makes up more than this fraction of the micro
-# batches, the warm-up steps contain one.
+# batches, the warm-up steps contain a micro batch of the longest kind.
 OFTEN = 0.05
 # The first round counts if its times exceed later ones by at most this fraction: WHOLE_ERROR for a
-# whole model, TRUNCATED_ERROR for a few layers, whose times have an error of 2 % anyway. These are
-# upper bounds, because warm-up steps or earlier probes have loaded most kernels.
+# whole model, TRUNCATED_ERROR for a few layers, whose times have an error of 2 % anyway. The real
+# errors are smaller, because warm-up steps or earlier probes have loaded most kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 
@@ -31,19 +31,19 @@ WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 class Schedule:
     """The steps of a probe: the steps of `lead`, then the steps of `round` repeatedly.
 
-    The lead warms up and makes the optimizer state. It trains on the shortest kind of micro batch,
-    and ends with the longest kind if that kind is frequent or is not timed. A round has each timed
-    kind at least once. The longest micro batch of a step comes last, when the gradients of the
-    others exist.
+    The lead warms up and makes the optimizer state. The lead trains on the shortest kind of micro
+    batch, and ends with the longest kind if that kind is frequent or is not timed. A round has each
+    timed kind at least once. The longest micro batch of a step comes last, when the gradients of
+    the others exist.
 
     `weights` are the weights of a round's micro batches in the mean over the run, in order; they
     sum to 1. `uneven` says whether the kinds of a round have different lengths. The lead has as
     many tokens as `lead_micros` average micro batches, and a round as many as `round_micros`.
 
     The first round counts if its micro batches take over `long_s` on average, although they may be
-    the first of their length. It never counts if attention must still make a plan for each length.
-    An evaluation runs the kinds in `evaluation`: first the longest, to warm up, then each timed
-    kind (only two if all have the same length).
+    the first of their length. The first round never counts if attention must still make a plan for
+    each length. An evaluation runs the kinds in `evaluation`: first the longest, to warm up, then
+    each timed kind (only two if all have the same length).
     """
 
     lead: tuple[Step, ...]

@@ -42,11 +42,11 @@ END_ERRORS = (ConnectionError, EOFError)
 
 
 class WorkerProber:
-    """Probes on one device with one warm worker, which is replaced when it fails.
+    """Probes on one device with one warm worker. A worker that fails is replaced.
 
-    `probe` returns a result for every outcome. It raises only EnvironmentProblem (the machine lacks
-    a requirement), TooManyFailures (the device is broken) and Cancelled (`should_stop` returned
-    True).
+    `probe` returns a result for every outcome. `probe` raises only EnvironmentProblem (the machine
+    lacks a requirement), TooManyFailures (the device is broken) and Cancelled (`should_stop`
+    returned True).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WorkerProber:
         self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        self._start_s: float | None = None  # until a probe of a whole model reports this start
+        self._start_s: float | None = None  # start-up seconds that no result reports yet
         # Whether the last try continued beside a process that did not end its turn.
         self._missed_turn = False
         self._was_slowed = False  # whether heat or hardware slowed the last probe with sensors
@@ -116,7 +116,7 @@ class WorkerProber:
 
     @property
     def knows_memory_of_others(self) -> bool:
-        """Whether the driver shows other processes' memory; on a CPU they have their own memory."""
+        """Whether the driver shows other processes' memory; always true on a CPU."""
         if self.device == "cpu":
             return True
         return self._nvml is not None and self._nvml.used_gib() is not None
@@ -167,7 +167,7 @@ class WorkerProber:
         """The result of a second try because of a doubt about the first."""
         try:
             second = once(request, log)
-        except EnvironmentProblem:  # the next probe will report it
+        except EnvironmentProblem:  # the next probe will report the problem
             return first
         return of_two_tries(first, second, doubt)
 
@@ -181,7 +181,7 @@ class WorkerProber:
         if self._lacked_room(result):
             return (
                 "tried twice, since the first time processes that compile ahead held memory that "
-                "it needed"
+                "the probe needed"
             )
         if self._missed_turn:
             return (
@@ -219,7 +219,7 @@ class WorkerProber:
         before = self._memory_errors or 0
         if now and now > before:
             raise TooManyFailures(
-                f"the GPU's memory failed: {now - before} uncorrected ECC errors meanwhile",
+                f"the GPU's memory failed: {now - before} new uncorrected ECC errors",
                 remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the "
                 "counters",
             )
@@ -343,7 +343,7 @@ class WorkerProber:
         return from_data(ModelShape, message["shape"])
 
     def rates(self) -> DeviceRates:
-        """The device's rates when it does one thing at a time. Raises like `probe`."""
+        """The device's rates, measured one at a time. Raises like `probe`."""
         self.ask({"rates": True})
         return from_data(DeviceRates, self.answer())
 
@@ -440,7 +440,7 @@ class WorkerProber:
         if message.get("unhealthy"):
             raise TooManyFailures(
                 f"the device cannot be trusted: {reason}",
-                remedy=f"use another device; see {log} and the diagnostics of its maker",
+                remedy=f"use another device; see {log} and the device vendor's diagnostics",
             )
         raise EnvironmentProblem(
             f"the probe worker could not start: {reason}",
@@ -460,8 +460,8 @@ def of_two_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeRe
 def check_worker(device: str) -> tuple[Fingerprint, str | None]:
     """Start a worker on `device`, which trains a tiny model to become ready.
 
-    On a GPU it also trains a model with 4-bit weights of bitsandbytes. Returns the fingerprint and
-    the reason why 4-bit weights do not train (None if they do, or on a CPU). Raises
+    On a GPU, the worker also trains a model with 4-bit weights of bitsandbytes. Returns the
+    fingerprint and the reason why 4-bit weights do not train (None if they do, or on a CPU). Raises
     EnvironmentProblem and TooManyFailures if no worker can probe on this machine.
     """
     with scratch_directory() as logs, WorkerProber(device, Path(logs)) as prober:
@@ -493,7 +493,7 @@ def failed_result(
 ) -> ProbeResult:
     """The result of a failed probe.
 
-    It began at `begin` by the monotonic clock and wrote the file `log`.
+    The probe began at `begin` by the monotonic clock and wrote the file `log`.
     """
     total_s = time.monotonic() - begin
     started = datetime.now(UTC) - timedelta(seconds=total_s)

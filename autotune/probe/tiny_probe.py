@@ -9,8 +9,8 @@ def tiny_request(
 ) -> ProbeRequest:
     """A small probe, large enough that libraries set up their buffers for real matrices.
 
-    On a GPU it computes in `bf16`, or in fp16 if the GPU lacks bf16. Such a GPU also lacks flash
-    attention.
+    On a GPU, the probe computes in bf16 if `bf16` is true, otherwise in fp16. A GPU without bf16
+    also lacks flash attention.
     """
     gpu_precision = "bf16_mixed" if bf16 else "fp16_mixed"
     precision = "fp32" if device == "cpu" else gpu_precision

@@ -1,8 +1,8 @@
 """Runs TRL's own script with the clock of train.py.
 
 accelerate's launcher runs this module in place of the script that `trl sft` would run. The first
-argument is the name of the script: sft, dpo, kto or reward. It trains in the current folder. The
-last line that it prints is the same line of JSON as train.py's last line.
+argument is the name of the script: sft, dpo, kto or reward. The script trains in the current
+folder. The last line of output is the same line of JSON as train.py's last line.
 """
 
 import json

@@ -41,8 +41,8 @@ def trl_trainer(
 ) -> Any:
     """TRL's trainer for the objective on these rows, with the class `mixin` mixed in.
 
-    Most rows occur many times, already tokenised; TRL pads them itself. `settings` are keyword
-    arguments of its config. `reference` is the untrained model if all weights are trained.
+    Most rows occur many times, already tokenised; TRL pads the rows itself. `settings` are keyword
+    arguments of TRL's config. `reference` is the untrained model if all weights are trained.
     """
     config, kind = KINDS[objective]
     # SFTTrainer has an argument to keep the rows unchanged; other trainers need a method.
@@ -67,7 +67,7 @@ def trl_trainer(
     )
     if "ref" in getattr(model, "peft_config", {}):
         # TRL assumes that adapters from elsewhere are trained already, and keeps a copy of them.
-        # Its script makes the adapters itself.
+        # TRL's own script makes the adapters itself.
         model.delete_adapter("ref")
     return trainer
 
@@ -148,7 +148,7 @@ class TrlClock(Clock):
         self.tokens_per_step = num_rows * mean_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and mark its end here if it is the last."""
+        """Report the step, and mark the end of the last step here."""
         super().on_step_end(args, state, control)
         self.num_steps = state.global_step
         if self.num_steps == state.max_steps:

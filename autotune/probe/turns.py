@@ -1,8 +1,9 @@
 """Lets processes share one device in turns: one probes, the others compile ahead (`compile_ahead`).
 
-A process that compiles does not need the device meanwhile, so it lets another process use it. While
-steps are timed, only the probing process uses the device. A shared folder has the lock. It also has
-a file for each process that compiles ahead, with the device memory that the process holds.
+A process does not need the device while it compiles, so it lets another process use the device.
+While steps are timed, only the probing process uses the device. A shared folder has the lock. The
+folder also has a file for each process that compiles ahead, with the device memory that the process
+holds.
 """
 
 import fcntl
@@ -37,13 +38,13 @@ def held_by_others_gib(folder: Path) -> float:
 
 
 class Turns:
-    """This process's turns on the device; without a `folder` it has the device to itself.
+    """This process's turns on the device. Without a `folder`, the process has the device alone.
 
     `on_give` is called before the device goes to other processes, `on_wait` with the start and end
     of each wait. Only the probing process sets `patience_s`, its longest wait, and it gets the next
-    turn before all other processes. After the longest wait, it continues without a turn, and
-    `is_stuck` is true. The same holds on a file system without locks. `compile_s` is the
-    compilation time of the last `take` block.
+    turn before all other processes. After the longest wait, the process continues without a turn,
+    and `is_stuck` is true. On a file system without locks, it also continues without turns.
+    `compile_s` is the compilation time of the last `take` block.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Turns:
         self._on_give = on_give
         self._on_wait = on_wait
 
-        self._began: float | None = None  # the start of the compilation in progress
+        self._began: float | None = None  # when the compilation in progress began
         self.compile_s = 0.0
         self.is_stuck = False
 
@@ -74,7 +75,7 @@ class Turns:
 
     @contextmanager
     def take(self, *, compiles: bool) -> Iterator[None]:
-        """Use the device in this block; with `compiles`, not while torch compiles."""
+        """Use the device in this block, but with `compiles` not while torch compiles."""
         self.compile_s = 0.0
         self._began = None
         self._take()
@@ -98,7 +99,7 @@ class Turns:
             with self._take_turns_for_timing():
                 yield
         finally:
-            with suppress(ValueError):  # a reset of Dynamo has removed them
+            with suppress(ValueError):  # a reset of Dynamo has removed the callbacks
                 callback_handler.remove_start_callback(begin)
                 callback_handler.remove_end_callback(end)
 
@@ -156,7 +157,7 @@ class Turns:
         begin = time.perf_counter()
         try:
             if self._patience_s is not None:
-                fcntl.flock(self._next, fcntl.LOCK_EX)  # others lock it only for a moment
+                fcntl.flock(self._next, fcntl.LOCK_EX)  # other processes lock it only briefly
             while not self._try_lock():
                 if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
                     self.is_stuck = True

@@ -1,8 +1,8 @@
 """The child process: it reads requests, sends results, and keeps the base model between probes.
 
-It sends JSON lines on its own socket, because libraries print to stdout; stdout and stderr go to
-the trial's log. After each probe it restores its state, and reports whether the restoration
-succeeded. If not, the parent replaces the process.
+The process sends JSON lines on its own socket, because libraries print to stdout; stdout and stderr
+go to the trial's log. After each probe, the process restores its state and reports whether this
+succeeded. After a failure, the parent replaces the process.
 """
 
 import faulthandler
@@ -171,7 +171,7 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 class Worker:
     """Serves probes on one device, and keeps a base model of one family for each probed depth."""
 
-    address: RankAddress | None = None  # of the current probe, if it is one of several real ranks
+    address: RankAddress | None = None  # of this process in a probe on several real ranks
     trace: str | None = None  # the file of the current probe's trace, for a detailed profile
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
     shared: Path | None = None  # the folder of the processes that share the device by turns
@@ -193,7 +193,7 @@ class Worker:
         gc.freeze()  # a collection among the libraries' objects takes longer than many steps
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
-        self.log: str | None = None  # of the current probe, which selects injected faults
+        self.log: str | None = None  # the current probe's log, whose name selects injected faults
 
         self._send = send
         self._scratch = scratch
@@ -211,14 +211,14 @@ class Worker:
         self._drop(list(self._residents))
         gc.enable()
         self._served = 0
-        self.peak_tflops = None  # of a CPU; a GPU has a data sheet
+        self.peak_tflops = None  # measured on a CPU; for a GPU, a data sheet gives it
         if device == "cpu":
             self.peak_tflops = measure_cpu_peak(bf16=bf16)
         self.meter.settle()
         self._empty_gib = self.meter.allocated_gib()
 
     def rates(self) -> DeviceRates:
-        """The device's rates when it does one thing at a time; drops all models."""
+        """The device's rates, measured one at a time; drops all models."""
         from autotune.probe.device_rates import measure_rates
 
         return self._measure(measure_rates)
@@ -238,7 +238,7 @@ class Worker:
         return rates
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
-        """The result of one probe, and whether this process is as good as new after it."""
+        """The result of one probe, and whether this process is as good as new afterwards."""
         self.micro_profile = None
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
@@ -271,7 +271,7 @@ class Worker:
         return result, reusable
 
     def _take_turn(self, entered: list[tuple[str, float]], begin: float, end: float) -> None:
-        """Note that this process has the device again; the others' memory may have changed."""
+        """Note a new turn on the device, in which other processes' memory may have changed."""
         assert self.shared is not None
         self.meter.others_gib = held_by_others_gib(self.shared)
         _note_wait(entered, begin, end)
@@ -320,10 +320,11 @@ class Worker:
                 detail, reason = tight_memory_detail(measurement, phase)
                 fields |= {"outcome": Outcome.OOM, "phase": phase, "oom": detail, "reason": reason}
         except Exception as error:
-            self.meter.uncap()  # on a CPU even a traceback needs memory
+            self.meter.uncap()  # on a CPU, even a traceback needs memory
             fields = self._failure(error, probe)
             if request.has_real_ranks:
-                # The other ranks wait for this one in a collective, so further work might wait too.
+                # The other ranks wait for this rank in a collective, so further work here might
+                # wait too.
                 return fields, False
 
         # Outside the except block, the frames of the failed step are no longer referenced.
@@ -369,7 +370,7 @@ class Worker:
         """Release all unused memory, and return whether `is_back` then confirms it.
 
         The remaining objects, above all compiled code, are frozen, so later collections skip them.
-        If memory is missing, an earlier frozen object may refer to it.
+        If some memory was not released, objects that were frozen earlier may refer to it.
         """
         self.meter.release()
         succeeded = is_back()

@@ -1,6 +1,6 @@
-"""The parent's view of one worker process: start it, exchange JSON lines, end it with its children.
+"""The parent's view of one worker process: start it, exchange JSON lines, and end it.
 
-The worker has its own session, so it and its children can be killed together.
+The worker has its own session, so that the worker and its children can be killed together.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class WorkerProcess:
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         self._killed = False
-        # This directory holds the files that a killed worker leaves.
+        # The scratch directory holds the files that a killed worker leaves.
         self._scratch = contextlib.ExitStack()
         scratch = self._scratch.enter_context(scratch_directory())
 
@@ -129,8 +129,8 @@ class WorkerProcess:
         self._channel.close()  # an idle worker ends at the end of its input
         if not self._killed:
             self._signal_group(signal.SIGTERM)
-            self.wait_for_exit(END_WITHIN_S)  # this checks at least every 50 ms
-        self._signal_group(signal.SIGKILL)  # this also ends grandchildren that outlived it
+            self.wait_for_exit(END_WITHIN_S)  # the wait checks at least every 50 ms
+        self._signal_group(signal.SIGKILL)  # also ends grandchildren that outlived the worker
         self._process.wait()
         self._scratch.close()
 
@@ -161,7 +161,7 @@ def receive_first(
                     return key.data, None
                 if (message := worker.take()) is not None:
                     return key.data, message
-            if ready:  # the rest of the message follows
+            if ready:  # a message is incomplete: wait for its rest
                 continue
 
             monitor.tick()

@@ -205,7 +205,7 @@ def test_a_probe_that_fitted_by_tidying_up_does_not_fit(retries: int, times: str
     detail, reason = tight_memory_detail(made, Phase.BACKWARD)
     assert (
         reason
-        == "too tight in backward: the allocator ran out, returned its cached memory and retried"
+        == "too tight in backward: the allocator ran out of memory, freed its cache and retried"
         f" {times}"
     )
     assert (detail.phase, detail.requested_gib) == (Phase.BACKWARD, None)

@@ -133,7 +133,7 @@ def test_new_errors_of_the_cards_own_memory_end_the_session(
     prober = answers(CRASH)
     monkeypatch.setattr(prober, "_nvml", Card())
     monkeypatch.setattr(prober, "_memory_errors", 1)
-    with pytest.raises(TooManyFailures, match="2 uncorrected ECC errors"):
+    with pytest.raises(TooManyFailures, match="2 new uncorrected ECC errors"):
         prober.probe(REQUEST, Path("one.log"))
 
 
@@ -432,7 +432,7 @@ def test_the_first_error_of_a_cards_memory_counts_where_none_were_known(
 ) -> None:
     prober = answers(CRASH)
     monkeypatch.setattr(prober, "_nvml", SimpleNamespace(uncorrected_errors=lambda: 1))
-    with pytest.raises(TooManyFailures, match="1 uncorrected ECC errors"):
+    with pytest.raises(TooManyFailures, match="1 new uncorrected ECC errors"):
         prober.probe(REQUEST, Path("one.log"))
 
 
