@@ -30,8 +30,10 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(proc: Path, *, busy_s: int, idle_s: int, own_s: tuple[int, int, int]) -> None:
-    core = f"{busy_s * SECOND} 0 0 {idle_s * SECOND} {idle_s * SECOND} 0 0 {SECOND}"
+def write(proc: Path, *, busy_s: int, idle_s: float, own_s: tuple[int, int, int]) -> None:
+    """Write the counters. Busy time is sampled, so only idle time and the clock are exact."""
+    idle = round(idle_s * SECOND)
+    core = f"{busy_s * SECOND} 0 0 {idle} {idle} 0 0 {SECOND}"
     (proc / "stat").write_text(
         f"cpu 9 9 9 9\ncpu0 {core}\ncpu1 {core}\ncpu2 {9 * busy_s * SECOND} 0 0 0\nintr 5\n"
     )
@@ -49,10 +51,10 @@ def test_others_use_what_the_usable_cores_did_beside_our_processes(
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     write(proc, busy_s=10, idle_s=5, own_s=(1, 1, 1))
     before = CoreUse.now()
-    write(proc, busy_s=13, idle_s=50, own_s=(2, 2, 3))
+    write(proc, busy_s=12, idle_s=5.5, own_s=(2, 2, 3))
     after = CoreUse.now()
     assert before is not None and after is not None
-    # seconds of processors in 4 s
+    # Each core was idle, or waited for a disk, for one of the 4 s.
     assert after.since(before) == (4 / 4, (2 * 3 - 4) / 4)
     assert before.since(before) is None
 
@@ -66,6 +68,12 @@ def test_a_process_that_has_just_ended_is_left_out(proc: Path) -> None:
 
 def test_without_proc_the_use_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_use, "PROC", tmp_path)
+    assert CoreUse.now() is None
+
+
+def test_in_a_sandbox_without_counters_the_use_is_unknown(proc: Path) -> None:
+    write(proc, busy_s=0, idle_s=0, own_s=(1, 2, 4))
+    (proc / "stat").write_text("cpu 0 0 0 0\ncpu0 0 0 0 0 0\ncpu1 0 0 0 0 0\n")
     assert CoreUse.now() is None
 
 
