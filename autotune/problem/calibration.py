@@ -1,8 +1,8 @@
 """A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
 
-They replace the data sheet's values in the formulas. A calibration is valid only for the card that
-it names and for the host that made it. The user's cache keeps one file for each card; a copy of the
-file works on another machine.
+The rates replace the data sheet's values in the formulas. A calibration is valid only for the card
+that it names and for the host that made it. The user's cache keeps one file for each card; a copy
+of the file works on another machine.
 """
 
 import json
@@ -21,7 +21,7 @@ from autotune.core.text import dashed, printable
 from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
-# No rate, size or time is outside these bounds, in the unit of any field.
+# No plausible rate, size or time is outside these bounds, in whatever unit its field has.
 LEAST = 1e-6
 MOST = 1e9
 
@@ -40,7 +40,7 @@ class Calibration:
         processor: the host's processor; `cores` and `memory_gib` also describe the host.
         disk_mb_s: the host's disk speed, or None if no file could be written.
         place: the source of the calibration: this machine, or a file.
-        collectives: rates of several such GPUs together.
+        collectives: rates of communication between several such GPUs.
     """
 
     device: str

@@ -10,8 +10,8 @@ from autotune.core.units import parse_duration
 Counts = str | int | Sequence[int]
 
 MOST_GPUS = 8  # of one host
-# GB/s out of a host through all its adapters: the nominal rate. Collectives reach REACHED times as
-# much: 400 Gb/s, which is 50 GB/s, give 45 (nccl-tests).
+# Nominal GB/s out of a host through all its network adapters. Collectives reach the share REACHED
+# of this rate: 400 Gb/s are 50 GB/s, and nccl-tests reach 45 GB/s.
 NETWORKS = {
     "ethernet-10": 1.25,
     "ethernet-25": 3.125,

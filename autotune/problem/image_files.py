@@ -25,7 +25,7 @@ def pictures_of(
     """Return the processor's result for each image of a row.
 
     Paths are relative to `folder`. Raises UsageError, with the row and the file, for an unreadable
-    image and for one that `picture` refuses.
+    image and for an image that `picture` refuses.
     """
     pictures = []
     for one in named:
@@ -38,7 +38,7 @@ def pictures_of(
         except UsageError as error:
             raise UsageError(f"--dataset: {name}is refused: {error}", remedy=error.remedy) from None
         except ValueError as error:
-            remedy = f"name a whole image file, by its path from {folder}, or leave the row out"
+            remedy = f"give the path of a complete image file from {folder}, or leave the row out"
             raise UsageError(f"--dataset: {name}cannot be read: {error}", remedy=remedy) from None
 
     return tuple(pictures)
@@ -75,7 +75,7 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
             raise BadPicture("it is a broken JPEG")
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # those three are tables
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # these three mark tables
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
         file.seek(length - 2, io.SEEK_CUR)
@@ -87,7 +87,7 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
             width, height = image.size
     except ImportError:
         raise BadPicture(
-            "it is neither PNG nor JPEG; others are read with Pillow: pip install pillow"
+            "it is neither PNG nor JPEG; other formats need Pillow: pip install pillow"
         ) from None
     return int(width), int(height)
 
@@ -110,7 +110,7 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
         content = {"content": texts or [{"type": "text", "text": ""}]}
-        # All tokens before the last image are counted, also of answers that are not trained on.
+        # All tokens before the last image are counted, including answers that are not trained on.
         flags = () if whole else FLAGS
         messages.append({key: message[key] for key in message if key not in flags} | content)
 

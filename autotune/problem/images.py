@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from autotune.core.images import Picture
 
-MOST_KINDS = 256  # number of lengths whose images are kept
+MOST_KINDS = 256  # the largest number of lengths whose images are kept
 LEAST_TEXT = 2  # tokens of a row besides its images: one is read, and the next is predicted
 
 Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its images
@@ -17,11 +17,11 @@ def taken(pictures: Sequence[Picture]) -> int:
 
 
 def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
-    """Return examples that represent these, sorted by length.
+    """Return examples that represent the given examples, sorted by length.
 
     Each length keeps its most frequent combination of images. If there are more than MOST_KINDS
-    lengths, evenly spaced ones are kept, with the shortest and the longest. The example with the
-    most image tokens is always kept.
+    lengths, evenly spaced lengths are kept, including the shortest and the longest. The example
+    with the most image tokens is always kept.
     """
     counts = Counter(examples)
     if not any(pictures for _, pictures in counts):
@@ -50,7 +50,7 @@ def images_of(
     """Return the images for a row of `length` tokens.
 
     They come from the example with the nearest length whose images fit. With `largest`, they are
-    the largest that fit.
+    the images with the most tokens that fit.
     """
     candidates = [example for example in examples if taken(example[1]) + LEAST_TEXT <= length]
     if not candidates:

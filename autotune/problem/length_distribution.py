@@ -36,8 +36,8 @@ SAYS: dict[Source, str] = {
 class Lengths:
     """A distribution of lengths: pairs (tokens, number of examples), sorted by tokens.
 
-    `source` indicates how reliable it is. The share `trained_share` of the tokens is trained on;
-    the rest is only read.
+    `source` indicates how reliable the distribution is. The share `trained_share` of the tokens is
+    trained on; the rest is only read.
     """
 
     counts: tuple[tuple[int, int], ...]
@@ -92,7 +92,8 @@ class Lengths:
             )
         deviation = P99 - math.sqrt(under_root)
 
-        # Each bin has its own mean, so that the bins and their far tail have the given mean.
+        # Each bin is replaced by its mean, so that all bins, with the far tail, have the given
+        # mean.
         unit = NormalDist()
         edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
         shares_below = [

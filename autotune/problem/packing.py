@@ -70,7 +70,7 @@ def _place(rows: _OpenRows, tokens: int, number: int) -> int:
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())
 
-    # A row that gets an example is the fullest one with room, until it has no room for another.
+    # A row that got an example stays the fullest row with room until it has no room for another.
     per_row = (rows.seq_len - sum(target.examples)) // tokens
     filled = min(target.number, number // per_row)
 

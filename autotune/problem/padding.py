@@ -1,8 +1,8 @@
 """The distribution of padded lengths: the longest row of each micro batch.
 
 Micro batches are drawn at random, or examples are sorted by length before they are divided. The
-exported script sorts and deals the examples of one step. transformers' sampler sorts the examples
-of many steps.
+exported script sorts the examples of one step and deals them out to micro batches. transformers'
+sampler sorts the examples of many steps.
 """
 
 import itertools
@@ -21,8 +21,8 @@ WORTH_A_BUCKET = 0.01  # relative saving of padded tokens that makes another buc
 BINS = 64  # bins of the distribution, which buckets group
 MAX_STAND_INS = 5
 NO_SHARE = 1e-9  # smaller shares are rounding errors
-SIGMAS = 7  # standard deviations of a binomial distribution; the rest is rounding error
-MOST_DRAWS = 300_000  # about 0.15 s
+SIGMAS = 7  # standard deviations of a binomial distribution; the tails beyond are ignored
+MOST_DRAWS = 300_000  # random draws of a simulation, which take about 0.15 s
 # transformers sorts a quarter of the examples at a time, and at most the examples of 50 steps.
 MEGABATCHES = 4
 MAX_STEPS = 50
@@ -90,9 +90,9 @@ def batch_maxima(draw: Draw) -> Maxima:
 def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
     """Return a function that converts a share of examples to a share of micro batches.
 
-    The examples are those up to some length. The micro batches are those without a longer example.
-    The number of longer examples is binomial. Sorted, they
-    fill the smallest possible number of micro batches.
+    From the share of examples up to some length, it computes the share of micro batches without a
+    longer example. The number of longer examples is binomial. Because examples are sorted, the
+    longer examples fill the smallest possible number of micro batches.
     """
     number = draw.sorted_together // draw.size * draw.size
     log_ways = [
@@ -133,7 +133,7 @@ def sorted_together(examples: int, step_examples: int) -> int:
 
 @lru_cache(maxsize=1024)
 def new_length_share(draw: Draw, number: int) -> float:
-    """Return the expected share of `number` micro batches whose padded length is new."""
+    """Return the expected share of `number` micro batches that have a new padded length."""
     return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
 
 
@@ -159,12 +159,12 @@ def _padded_length(tokens: int, ends: tuple[int, ...]) -> int:
 def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
     """Return the relative excess of the slowest rank's tokens over the ranks' mean.
 
-    A rank pads `each` micro batches, which are drawn independently, or dealt if examples are
-    sorted. For several micro batches the result is a mean of simulated steps. Its error is below
-    0.01 for lengths that vary like chat lengths.
+    In a step, each rank has `each` micro batches. They are drawn independently, or dealt out to the
+    ranks if examples are sorted. For several micro batches, the result is a mean of simulated
+    steps. This mean's error is below 0.01 for lengths that vary like chat lengths.
     """
     ends = buckets(draw) if bucketed else ()
-    if each == 1:  # the micro batches of all ranks equal one large micro batch
+    if each == 1:  # together, the ranks' micro batches are one large micro batch
         return _mean(replace(draw, size=ranks * draw.size), ends) / _mean(draw, ends) - 1
 
     is_sorted = draw.sorted_together > draw.size
@@ -201,13 +201,13 @@ def _dealt_steps(
 
 
 def _enough(number: int) -> int:
-    """Round a number of draws up, so that other ranks and micro batches share the same draws."""
+    """Round a number of draws up, so that calls for similar numbers share the cached draws."""
     return math.ceil(number / MOST_DRAWS) * MOST_DRAWS
 
 
 @lru_cache(maxsize=4)
 def _places(draw: Draw, number: int) -> list[int]:
-    """Return random places in `batch_maxima`. A larger number begins with the same places."""
+    """Return random indices into `batch_maxima`. A larger number begins with the same indices."""
     maxima = batch_maxima(draw)
     until = list(itertools.accumulate(one.share for one in maxima))
     generator = random.Random(0)  # noqa: S311 (no secret)
@@ -252,13 +252,14 @@ def bucket_shares(draw: Draw) -> dict[int, float]:
 def stand_ins(draw: Draw) -> dict[int, float]:
     """Return at most MAX_STAND_INS lengths that represent all lengths, each with its share.
 
-    Two are at most as long as the mean, and three are longer. The longest possible length is one of
-    them if it has a share.
+    Two of the lengths are at most the mean, and three are longer. The longest possible length is
+    one of the three, unless its share is 0.
 
-    A time that is quadratic in the length keeps its mean, except for rounding. A CPU-bound time is
-    flat up to some length. Its mean is then off by 1.2 %, and by at most 3.1 % (120 draws of 12
-    distributions, each with its worst length). Three Gauss nodes for all lengths would be off by
-    4.5 % (14.6 %), four by 2.5 % (9.2 %).
+    If a time is quadratic in the length, its mean is exact except for rounding. A CPU-bound time is
+    flat up to some length, and its mean is off by 1.2 %, and by 3.1 % at most (120 draws of 12
+    distributions, each with its worst length). With three Gauss nodes for all lengths, it would be
+    off by 4.5 %, and by 14.6 % at most. With four nodes, it would be off by 2.5 %, and by 9.2 % at
+    most.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:
@@ -266,7 +267,8 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
     mean = sum(one.tokens * one.share for one in maxima)
     nodes = _two_nodes([(one.tokens, one.share) for one in maxima if one.tokens <= mean])
-    # Gauss-Radau: weighted by the distance to the longest length, that length needs no node.
+    # Gauss-Radau: shares are weighted by the distance to the longest length, so that the longest
+    # length needs no node here.
     longer = [(one.tokens, one.share) for one in maxima if mean < one.tokens < draw.longest]
     for tokens, weight in _two_nodes(
         [(tokens, share * (draw.longest - tokens)) for tokens, share in longer]
@@ -314,7 +316,7 @@ def _merge(part: Maxima) -> Longest:
 def _binned(maxima: Maxima) -> Maxima:
     """Group the distribution into at most BINS bins.
 
-    Bins are finer if micro batches are more frequent and differ more in length.
+    Lengths with more micro batches, or with a wider range, get more bins.
     """
     low = maxima[0].tokens
     high = maxima[-1].tokens
@@ -331,13 +333,13 @@ def _binned(maxima: Maxima) -> Maxima:
 def _partitions(
     bins: Maxima, most: int, cost: Callable[[Maxima], float]
 ) -> Iterator[tuple[float, list[Maxima]]]:
-    """Yield the cheapest division of `bins` into 1, 2, ... runs of neighbours, and its cost."""
+    """Yield the cheapest division of `bins` into 1, 2, ... groups of neighbours, and its cost."""
     costs = {
         (begin, end): cost(bins[begin:end])
         for begin, end in itertools.combinations(range(len(bins) + 1), 2)
     }
 
-    # Dynamic programming: for each end of the last part, the least cost and the parts' ends.
+    # Dynamic programming: for each end of the last part, the least cost and the ends of all parts.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for _ in range(min(most, len(bins))):
         best = {

@@ -13,12 +13,13 @@ from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.workload import RunShape, Workload
 
-# Times of two probes differ by this share, even if the steps of each agree well. On an H200, two
-# confirmations differed by 0.1 %. The shorter probes of the search differed from them by 0.4 to
-# 1 %, because a GPU warms up.
+# Two probes of the same configuration differ by up to this share of the time, even if the steps of
+# each probe agree well. On an H200, two confirmations differed by 0.1 %. The search's shorter
+# probes differed from the confirmations by 0.4 to 1 %, because a GPU warms up.
 AGAIN = 0.01
-# Speeds within this share are equal: their intervals overlap. Two H200s in one host measured the
-# same two configurations side by side: one found them 1.2 % apart, the other equal.
+# Speeds that differ by less than this share count as equal, because their intervals overlap. Two
+# H200s in one host measured the same two configurations side by side: one found them 1.2 % apart,
+# the other equal.
 TIE = 2 * AGAIN
 # If step times of one configuration differ by more than this share, something disturbed the
 # measurements. One more measurement is taken, and the median counts.
@@ -67,7 +68,7 @@ class Performance:
         )
 
     def times(self, other: "Performance") -> tuple[float, float]:
-        """Return the interval of this speed divided by another speed on the same device.
+        """Return the interval of the ratio of this speed to another speed on the same device.
 
         If the interval contains 1, the speeds' own intervals overlap.
         """
@@ -81,8 +82,8 @@ def step_time_s(
 ) -> float:
     """Return the seconds of one optimizer step: the medians of its micro batches and of the rest.
 
-    The step has `accumulation` micro batches. The share of them with a new length takes longer, by
-    the measured extra time.
+    The step has `accumulation` micro batches. The share `new_length_share` of them has a new row
+    length, and takes the measured extra time.
     """
     micro = statistics.median(measurement.micro_step_s) + new_length_share * (
         measurement.new_length_s or 0.0
@@ -97,8 +98,8 @@ def step_spread(
     """Return the range of the probes' step times, relative to their reported step time.
 
     A probe with a single timed step contributes its micro batches. The range covers at least the
-    difference between probes, or the error of an extrapolated time. A single time gets an assumed
-    range.
+    usual difference between two probes, or the error of an extrapolated time. A single time gets an
+    assumed range.
     """
     reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements

@@ -19,10 +19,10 @@ from autotune.problem.workload import RunShape, Workload
 FITS = "fits"
 TIGHT = "tight"
 OOM = "out of memory"
-# The same host issues the same work faster or slower at another time, by up to this share. Nine
-# runs of a 1.5B on rented H200s were mostly CPU-bound. Within an hour, seven took 7 % less to 7 %
-# more than projected, and two took 13 and 14 % more. A 3B that was CPU-bound half of the time took
-# 7 % more.
+# The same host may issue the same work faster or slower at another time, by up to this share of the
+# time. Nine runs of a 1.5B on rented H200s were mostly CPU-bound. Within an hour, seven took 7 %
+# less to 7 % more than projected, and two took 13 and 14 % more. A 3B that was CPU-bound half of
+# the time took 7 % more.
 HOST_DRIFT = 0.15
 # A CPU may slow down as it works. Five passes of 40 s on two virtual processors took from 10 % less
 # to 22 % more than projected from the timed seconds: some slowed down after ten seconds.
@@ -99,7 +99,7 @@ def run_cost(
 ) -> CostProjection:
     """Return the cost of a run of this shape, or of its first `num_steps`.
 
-    All arguments describe all devices together.
+    Performance, price and power are for all devices together.
     """
     num_steps = shape.num_steps if num_steps is None else num_steps
     training = num_steps * performance.step_time_s / 3600
@@ -171,8 +171,8 @@ def project(
 def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
     """Return the GiB of a checkpoint, computed from one rank's share of it.
 
-    Ranks that shard hold parts of the state and the weights. In the first stages of DeepSpeed, each
-    rank holds all weights.
+    With shards, a rank holds a part of the optimizer state and of the weights. In DeepSpeed's
+    stages 1 and 2, each rank holds all weights.
     """
     trained_gib = measured.adapters_gib or measured.model_gib
     whole = trained_gib if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0

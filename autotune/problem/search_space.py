@@ -26,9 +26,9 @@ SHORT = 256  # tokens; shorter rows save almost no memory
 class Knob:
     """The values of one knob: a list, or the integers from `low` to `high`.
 
-    With `log`, a range is sampled on a log scale. `when` names values of other knobs: unless they
-    hold, this knob has no effect in the space. `divides` is the global batch, for the micro batch:
-    its sizes must divide it together with the chosen number of GPUs.
+    With `log`, a range is sampled on a log scale. `when` maps other knobs to values: unless they
+    have these values, this knob has no effect in the space. The micro batch size has `divides`, the
+    global batch: the size times the chosen number of GPUs must divide it.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Knob:
         return self.values
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the values that are possible with the chosen ones, or all if there are none."""
+        """Return the values that are possible with the chosen knobs, or all values if none is."""
         knob = KNOBS[self.name]
         if self.divides is not None:
             number = chosen.get("num_gpus", _DEFAULTS.num_gpus)
@@ -100,7 +100,7 @@ class Knob:
     def depends_on(self) -> dict[str, list[Any]]:
         """Return the values of other knobs that decide whether this knob is active.
 
-        They also decide which of its values are possible.
+        These other values also decide which of the knob's own values are possible.
         """
         deciding = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
         for excluded in KNOBS[self.name].impossible_with.values():
@@ -134,7 +134,7 @@ class SearchSpace:
         return hash((self.name, *((knob.name, knob.values) for knob in self.knobs)))
 
     def describe(self) -> dict[str, Any]:
-        """Return plain data, which a continued study compares."""
+        """Return plain data; a continued study uses it to check that its space is the same."""
         return {
             knob.name: {
                 "values": list(knob.values),
@@ -175,7 +175,8 @@ class SearchSpace:
             values = tuple(given) if isinstance(given, list | tuple | range) else (given,)
             if not values or len(set(map(repr, values))) != len(values):
                 raise UsageError(
-                    f"{knob}: a list has values, each once, not {given!r}", remedy="name the values"
+                    f"{knob}: a list needs values, each only once, not {given!r}",
+                    remedy="list each value once",
                 )
             for value in values:
                 space = space.pin(knob, value)  # this raises for an impossible value
@@ -205,7 +206,7 @@ class SearchSpace:
 
         if len(removed) == len(knob.choices()):
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
-            if len(removed) == 1:  # it may be pinned already
+            if len(removed) == 1:  # the knob may be pinned already
                 remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
             raise UsageError(
                 f"no value of {name} is left in the space {self.name!r}:"
@@ -215,7 +216,7 @@ class SearchSpace:
         return self._with(knob.keep(allowed)), [Removal(knob=name, values=removed, reason=reason)]
 
     def pin(self, name: str, value: Any) -> "SearchSpace":
-        """Return the space with one knob fixed, whether or not the space has it.
+        """Return the space with one knob fixed, whether or not the space has that knob.
 
         Raises UsageError for an impossible value.
         """
@@ -256,7 +257,7 @@ class SearchSpace:
         return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
 
     def divide(self, batch: int) -> "SearchSpace":
-        """Return the space with micro batches that divide a global batch with the GPU count."""
+        """Return the space whose micro batches, times the GPU count, divide a global batch."""
         knob = self.knob("micro_batch_size")
         assert knob is not None  # a study's space has it
         new_space = self._with(replace(knob, divides=batch))
@@ -309,7 +310,7 @@ class SearchSpace:
     def sample(self, number: int) -> Iterator[dict[str, Any]]:
         """Yield `number` random choices of active knobs, for a space too large to enumerate.
 
-        They are always the same.
+        Every call yields the same choices.
         """
         generator = random.Random(0)  # noqa: S311 (no secret depends on it)
         for _ in range(number):
@@ -382,7 +383,7 @@ _shipped = functools.cache(_read)
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
     """Yield each knob after the knobs in its conditions, otherwise in the given order.
 
-    Cycles also keep the given order.
+    Knobs in a cycle also keep the given order.
     """
     remaining = list(knobs)
     while remaining:

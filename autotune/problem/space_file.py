@@ -13,7 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from autotune.core.errors import did_you_mean
 from autotune.core.knobs import KNOBS, Kind, check_value
 
-# Integers between min and max. A study cannot try more, and the search enumerates all of them.
+# The most integers from min to max. The search enumerates them, and a study cannot try more.
 MAX_RANGE = 1024
 Place = tuple[int | str, ...]
 
@@ -40,13 +40,13 @@ class KnobEntry(BaseModel):
         if is_range and not 1 <= self.min <= self.max:  # type: ignore[operator]
             raise ValueError("min must be at least 1 and at most max")
         if len(set(map(repr, self.values))) != len(self.values):
-            raise ValueError("a value stands twice")
+            raise ValueError("a value occurs twice")
         if self.log and not is_range:
             raise ValueError("log: true goes with min: and max:")
         return self
 
     def problems(self, name: str) -> Iterator[tuple[Place, str]]:
-        """Yield the problems of the entry of knob `name`: their place in the entry and reason."""
+        """Yield the problems of the entry of knob `name`: place in the entry, and reason."""
         if name not in KNOBS:
             yield (), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}"
             return

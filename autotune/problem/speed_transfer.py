@@ -10,7 +10,7 @@ class SpeedTransfer:
     `fp8` is the factor of 8-bit products, or None if a card has no fp8. `host` is the factor of the
     hosts, or None unless both were calibrated. `error` is the standard deviation of the logarithm
     of the device's speed, and `profiled_error` is its value if a profile shows the device's work.
-    `basis` is the number of measurements on the target.
+    `basis` is the number of measurements on the target behind the factors.
     """
 
     products: float

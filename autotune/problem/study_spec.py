@@ -48,8 +48,8 @@ class Option:
     """The command line's view of one field of StudySpec, and the field's possible values.
 
     `metavar` is the value's placeholder, or None if its type suffices. The help ends with
-    `shown_default` in brackets. `allows` checks a value of the right type, except None: it is
-    valid if the type has it. `choices` lists all values, if they can be listed.
+    `shown_default` in brackets. `allows` checks a value of the right type; it is not called for
+    None, which is valid if the type includes it. `choices` lists all values, if they can be listed.
     """
 
     help: str
@@ -64,14 +64,14 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
     The help shows the default unless it is None or False.
     """
-    # 0 equals False, but is shown.
+    # Compared with `is`: the default 0 equals False, but is shown.
     if not any(default is hidden for hidden in (MISSING, None, False)):
         details.setdefault("shown_default", str(default))
     return field(default=default, metadata={"option": Option(help=help, **details)})
 
 
 def _count(default: int | None, help: str, **details: Any) -> Any:
-    """Return a field for a number from 1."""
+    """Return a field for a number that is 1 or more."""
     return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
 
 
@@ -90,7 +90,7 @@ def _share(default: float | None, help: str, **details: Any) -> Any:
 class Published:
     """Published results of a configuration.
 
-    `tokens_per_s` counts whole rows, and `s_per_step` is the time of an optimizer step. `peak_gib`
+    `tokens_per_s` includes padding, and `s_per_step` is the time of an optimizer step. `peak_gib`
     is torch's peak of allocated memory on a GPU, `reserved_gib` its allocator's peak. `peak_gb`
     (10**9 bytes) and `process_gib` are the whole process's memory, as in nvidia-smi.
     """
@@ -120,8 +120,8 @@ class NamedConfig:
     """One configuration to probe as it is, with its knobs in addition to `pins`.
 
     An optimizer step has `accumulation` micro batches. `model_overrides` replaces keys of the
-    model's config. `excluded` is the reason why no configuration expresses the published one: it is
-    shown, and neither estimated nor probed.
+    model's config. If autotune cannot express the published configuration, `excluded` is the
+    reason. Such a configuration is shown, but neither estimated nor probed.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -155,7 +155,7 @@ class StudySpec:
 
     model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
     gpu: str = _option(
-        "auto", "Target GPU: a name, auto (the one in this machine), cpu, or a card of your own."
+        "auto", "Target GPU: a name, auto (this machine's GPU), cpu, or a card of your own."
     )
     space: str | SearchSpace | None = _option(  # noqa: RUF009
         None, "Search space: a name (`autotune spaces`) or a file."
@@ -234,7 +234,7 @@ class StudySpec:
     eval_steps: int | None = _count(
         None,
         "Optimizer steps from one evaluation to the next.",
-        shown_default="as often as it saves",
+        shown_default="as often as the run saves",
     )
     save_steps: int | None = _count(
         None, "Optimizer steps from one checkpoint to the next.", shown_default="about half an hour"
@@ -247,7 +247,7 @@ class StudySpec:
     budget: str = _option(
         "15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h."
     )
-    trials: int | None = _count(None, "Largest number of trials, refused ones included.")
+    trials: int | None = _count(None, "Largest number of trials, including refused trials.")
     patience: int = _count(40, "Stop after this number of trials without an improvement.")
     memory_gib: float | None = _option(
         None, "Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
@@ -257,7 +257,7 @@ class StudySpec:
     )
     price: float | None = _option(
         None,
-        "USD per hour, instead of the catalogue's.",
+        "Price of a GPU in USD per hour, instead of the catalogue's.",
         allows=lambda price: 0 <= price < math.inf,
     )
     prices: str | None = _option(
@@ -265,13 +265,13 @@ class StudySpec:
     )
     calibration: str | None = _option(
         None,
-        "What `autotune calibrate --out` wrote.",
+        "File that `autotune calibrate --out` wrote.",
         metavar="FILE",
-        shown_default="that of this machine and card",
+        shown_default="this machine's for this card",
     )
     min_rank: int | None = _count(None, "Smallest LoRA rank.", shown_default="16")
     max_truncated: float | None = _share(
-        None, "Largest share of tokens that may be cut off.", shown_default="0.01"
+        None, "Largest share of tokens that may be truncated.", shown_default="0.01"
     )
     allow_quantized: bool = _option(False, "Let quantised bases win.")
     allow_pure_bf16: bool = _option(False, "Let pure bf16 win, without fp32 master weights.")
@@ -294,15 +294,15 @@ class StudySpec:
     )
     gpus: int | str | tuple[int, ...] | None = _option(
         None,
-        "GPUs that share out each training; several numbers, as 1,2,4,8, are compared.",
+        "Number of GPUs for each training; several numbers, such as 1,2,4,8, are compared.",
         shown_default="1",
     )
     within: str | float | None = _option(
-        None, "The full run is to end within this time, as 6h.", metavar="TIME"
+        None, "Time within which the full run must end, such as 6h.", metavar="TIME"
     )
     play_ranks: bool = _option(
         False,
-        "With --gpus: one GPU plays a rank of all, as it does where too few are here."
+        "With --gpus: one GPU simulates a rank, as it does if this machine has too few GPUs."
         " Speeds are projected.",
     )
     workers: int = _count(1, "GPUs of this machine that probe one configuration each.")
@@ -314,7 +314,7 @@ class StudySpec:
     compile_ahead: str = _choice(
         "auto",
         COMPILE_AHEAD,
-        "Whether further processes compile what is likely to be tried next:"
+        "Whether extra processes compile the configurations that are likely to be tried next:"
         " auto (on a GPU, with 4 cores or more), always, or never.",
     )
     seed: int = _option(0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
@@ -408,7 +408,9 @@ def _refuse(objective: Any, loss_on: str | None) -> None:
     if reason := NOT_OFFERED.get(str(objective).lower()):
         raise InvalidSpec(f"objective {objective} is not offered: {reason}")
     if loss_on is not None and objective != Objective.SFT:
-        raise InvalidSpec(f"loss_on is for sft: what {objective} learns from follows from its rows")
+        raise InvalidSpec(
+            f"loss_on is for sft only: the rows of {objective} determine the tokens to train on"
+        )
 
 
 def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:
@@ -417,7 +419,7 @@ def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:
         raise InvalidSpec(f"source cannot be {source!r}")
     names = [config.name for config in configs]
     if len(set(names)) < len(names):
-        raise InvalidSpec("configs need different names: one name stands twice")
+        raise InvalidSpec("configs need different names: one name occurs twice")
 
 
 OPTIONS: dict[str, Option] = {
@@ -450,7 +452,7 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
         )
 
     pins = base.pins | given_options.pop("pins", {})
-    for keys in ALTERNATIVES:  # one option replaces all of the keys
+    for keys in ALTERNATIVES:  # an option replaces all keys of its group
         if any(key in given_options for key in keys):
             given_options = dict.fromkeys(keys) | given_options
     spec = replace(base, **given_options, pins=pins)
@@ -507,7 +509,7 @@ def _file_model() -> "type[BaseModel]":
         @model_validator(mode="before")
         @classmethod
         def _refuse_empty(cls, data: Any) -> Any:
-            # The user would not expect a search.
+            # An empty list would start a search, which the user would not expect.
             if isinstance(data, dict) and data.get("configs") == []:
                 raise ValueError(
                     "configs is empty: name the configurations to probe,"

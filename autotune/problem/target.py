@@ -1,8 +1,8 @@
 """Target: the device to tune for, and the GPU of this machine that probes for it.
 
-A larger GPU can probe for a smaller device. Under a cap of the device's memory, a probe runs out of
-memory if it would on the device; its speed is projected. Features that only the device has cannot
-be tried.
+A larger GPU can probe for a smaller device. The probe may use only the memory that the device has,
+so it runs out of memory if it would do so on the device. Its speed is projected. Features that only
+the device has cannot be tried.
 """
 
 import shlex
@@ -17,7 +17,7 @@ from autotune.core.text import dashed, printable
 from autotune.core.units import fmt_gib
 from autotune.problem.calibration import HERE, Calibration, kept_path, read_calibration
 
-# Memory of other processes is ignored up to this limit: a display server, a monitor.
+# Memory of other processes, such as a display server, is ignored up to this limit.
 IGNORED_GIB = 0.5
 # Share of the host's memory that a run on its CPU may use. The host's other work needs the rest.
 HOST_SHARE = 0.8
@@ -64,8 +64,8 @@ class Target:
     ) -> float:
         """Return the GiB that a run may use of this machine's device, which has `total_gib`.
 
-        `asked_gib` is the user's limit. With `may_exceed` it may be larger than the memory, for
-        probes of a few layers.
+        `asked_gib` is the user's limit. With `may_exceed`, the limit may exceed the available
+        memory, for probes of a few layers.
 
         Raises:
             EnvironmentProblem: if less memory is available than the device to tune for has.
@@ -80,15 +80,16 @@ class Target:
         cap = available if self.cap_gib is None else round(self.cap_gib, 2)
         if cap > available:
             raise EnvironmentProblem(
-                f"{self.device.name} offers {fmt_gib(cap)}, and {fmt_gib(available)} are free here",
+                f"{self.device.name} has {fmt_gib(cap)}, but only {fmt_gib(available)} are "
+                "free here",
                 remedy="stop the processes that use the GPU's memory, or run on another card",
             )
 
         if asked_gib is not None and asked_gib > cap and not may_exceed:
             raise UsageError(
-                f"--memory-gib {asked_gib:g} is more than the {fmt_gib(cap)} there are",
+                f"--memory-gib {asked_gib:g} is more than the available {fmt_gib(cap)}",
                 remedy="give less, leave it out,"
-                " or judge from a few layers of the model alone (--shallow-only)",
+                " or probe only a few layers of the model (--shallow-only)",
             )
         return cap if asked_gib is None else asked_gib
 
@@ -96,7 +97,7 @@ class Target:
 def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
     """Return the GiB that a run may use of an idle device, by its data sheet.
 
-    `asked_gib` can only lower it. Raises UsageError if the memory is unknown.
+    `asked_gib` can only lower the result. Raises UsageError if the memory is unknown.
     """
     known = [size for size in (asked_gib, device.usable_gib) if size is not None]
 
@@ -137,7 +138,7 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
 def is_product(card: nvml.GpuInfo, device: DeviceSpec) -> bool:
     """Return whether a GPU of this machine is the device.
 
-    The catalogue decides, or the names in the user's own entry.
+    The names in the user's own card file decide, or else the catalogue.
     """
     names = [name.casefold() for name in device.nvml_names]
     is_own = (
@@ -166,14 +167,14 @@ def kept_calibration(
     try:
         calibration = replace(read_calibration(path), place=HERE)
     except UsageError as error:
-        say(f"warning: {error}; it is not used (`autotune calibrate` makes it anew)")
+        say(f"warning: {error}; the file is not used (`autotune calibrate` makes a new one)")
         return None
 
     if calibration.processor != processor_name():  # machines may share a home directory
-        of_another = f"it is of a machine with {printable(calibration.processor)}"
+        of_another = f"it was made on a machine with {printable(calibration.processor)}"
         say(
             f"warning: the kept calibration is not used: {of_another}"
-            " (`autotune calibrate` makes it anew)"
+            " (`autotune calibrate` makes a new one)"
         )
         return None
     return calibration

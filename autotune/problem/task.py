@@ -17,8 +17,8 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.workload import Workload
 
-# The usual advice of guides, with the rows of the usual trainers. It is measured first, and the
-# winner is compared with it.
+# The configuration that guides usually recommend, with rows as the usual trainers make them. It is
+# measured first, and the winner is compared with it.
 BASELINE = TrainConfig(padding="masked")
 MOST_SLACK = 1.0  # the largest --slack
 
@@ -37,7 +37,8 @@ class Task:
             its times. In any world, a formula adds the waiting for the GPU with the longest rows.
         within_hours: the time limit of the full run.
         example_gib: the memory of the example card that a CPU stands for.
-        peak_tflops: the rate of a CPU in large products, because no data sheet has it.
+        peak_tflops: the TFLOP/s of a CPU in large matrix products, because no data sheet has this
+            rate.
     """
 
     study: str
@@ -73,7 +74,7 @@ class Task:
         return 1 if self.plays_ranks else self.numbers_of_gpus[-1]
 
     def is_projected(self, config: TrainConfig) -> bool:
-        """Return whether its speed is projected from another kind or number of GPUs."""
+        """Return whether the speed is projected from another kind or number of GPUs."""
         return self.measured_on is not None or self.carried is not None or self.is_simulated(config)
 
     def is_simulated(self, config: TrainConfig) -> bool:
@@ -91,8 +92,8 @@ class Task:
 
         The score is useful tokens per second. If several GPU counts are compared, it is per GPU, so
         that the cheapest token wins. A run that misses the deadline scores lower than every run
-        that meets it, by more than any slack. Among late runs, the fastest is the best. `hours` is
-        the length of the run, if more than steps count.
+        that meets it, by more than the largest slack. Among late runs, the fastest is the best.
+        `hours` is the length of the run, if more than steps count.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):

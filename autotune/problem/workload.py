@@ -29,7 +29,7 @@ from autotune.problem.padding import (
 )
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
-# An order of rows sorted by length that makes neighbours differ much.
+# Indices into eight rows that are sorted by length: in this order, neighbours differ much.
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)
 # The second micro batch peaks higher, because the first one's gradients are still allocated.
 PROBED_MICRO_BATCHES = 2
@@ -77,7 +77,7 @@ class RunShape:
 
     @property
     def num_steps(self) -> int:
-        """The optimizer steps of the run. An epoch's last batch may be smaller; it is a step."""
+        """The optimizer steps of the run. An epoch's last batch, if smaller, is also a step."""
         steps_per_epoch = math.ceil(round(self.examples / self.examples_per_step, 6))
         return math.ceil(steps_per_epoch * self.epochs)
 
@@ -107,8 +107,9 @@ class Workload:
         loss_on: the tokens to train on: completion, assistant or all. With None, each row of the
             dataset decides.
         form: the form of the dataset's first row (`dataset.form_of`).
-        dealt: whether the trainer deals the padded rows of each step by length, as train.py does.
-        pictured: examples with images (`problem.images`), which count in their lengths.
+        dealt: whether the trainer sorts the padded rows of each step by length and deals them out
+            to micro batches, as train.py does.
+        pictured: examples with images (`problem.images`); their lengths include the images' tokens.
         images_end: the largest position in tokens at which an image ends in a row; 0 if unknown.
         vision: whether a vision tower is also trained.
     """
@@ -233,17 +234,18 @@ class Workload:
         """Return the extra share of a micro batch's time on several GPUs due to unequal rows.
 
         All GPUs wait for the GPU with the longest rows. Times are assumed proportional to tokens.
-        Shards are gathered in each micro batch. DDP waits once a step, and the sums of a step
-        differ less. Hosts with copies of the shards also wait once a step, but here they count as
-        waiting in each micro batch. `parallelism` replaces the configuration's, and `accumulation`
-        replaces the global batch's.
+        GPUs with shards gather them in each micro batch, and wait each time. DDP waits once a step,
+        and the tokens of whole steps differ less. Copies of the model also wait for each other once
+        a step, but here they count as waiting in each micro batch. `parallelism` replaces the
+        configuration's, and `accumulation` replaces the number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
         if number == 1 or config.padding == "max_length":
             return 0.0
 
-        # Rows grouped by length are not dealt: one rank has the longest rows of each micro batch.
+        # Rows grouped by length are not dealt out: one rank has the longest rows of each micro
+        # batch.
         each_waits = parallelism.shards or config.group_by_length
         if each_waits:
             each = 1
@@ -300,10 +302,10 @@ class Workload:
         )
 
     def deals(self, config: TrainConfig) -> bool:
-        """Return whether the trainer deals the rows of a step by length, and this has an effect.
+        """Return whether the trainer deals out the rows of a step by length, with an effect.
 
-        Masked rows are the rows of the usual trainers, which do not deal them. Other rows may be
-        grouped by length instead.
+        Rows with the padding `masked` are those of the usual trainers, which do not deal rows out.
+        Rows may also be grouped by length instead.
         """
         differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
         return (
@@ -325,7 +327,7 @@ class Workload:
         )
 
     def attended(self, config: TrainConfig) -> int:
-        """Return the constant length in tokens that needs the same attention per token."""
+        """Return the length at which equal examples would need the same attention per token."""
         tokens = [(min(tokens, config.seq_len), number) for tokens, number in self.lengths.counts]
         return round(
             sum(one * one * number for one, number in tokens)
@@ -333,7 +335,7 @@ class Workload:
         )
 
     def fill(self, config: TrainConfig) -> float:
-        """Return the share of the rows that is not padding."""
+        """Return the share of the rows' tokens that are not padding."""
         return self.useful_tokens_per_row(config) / self.tokens_per_row(config)
 
     def truncated(self, seq_len: int) -> float:
@@ -342,7 +344,7 @@ class Workload:
 
     @cache  # noqa: B019 (a study has one of these)
     def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return kinds of micro batch for a probe that represent the run's; () if rows are full."""
+        """Return kinds of micro batches that represent the run in a probe; () if rows are full."""
         if config.packing:
             return self._packed_micro_batches(config)
         kinds = self._padded_micro_batches(config)
@@ -369,7 +371,7 @@ class Workload:
         return max((taken(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the timed kinds, short between long ones, and the longest, which sets the peak.
+        """Return the timed kinds, short and long in turn, and the longest, which sets the peak.
 
         If rows may have any length, the chosen lengths are odd, like half of all lengths. cuDNN
         builds kernels for each alignment of a length (`trainer.patches`), and each kernel takes
@@ -447,7 +449,7 @@ class Workload:
 
 
 def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
-    """Return the configuration itself if it has this length: a copy takes longer than a formula."""
+    """Return the configuration with this length, without a needless copy, which would be slow."""
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 

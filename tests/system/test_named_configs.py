@@ -67,7 +67,7 @@ def test_a_suite_is_read_from_a_file(tmp_path: Path) -> None:
     [
         ("configs: [{name: a, knobs: {rank: 3}}]", "a: there is no knob 'rank'"),
         ("configs: [{name: a, knobs: {precision: bf17}}]", "a: precision is one of"),
-        ("configs: [{name: a}, {name: a}]", "one name stands twice"),
+        ("configs: [{name: a}, {name: a}]", "one name occurs twice"),
         ("configs: [{name: a, published: {tokens: 3}}]", "configs.0.published.tokens"),
         ("configs: [{name: a, published: {peak_gib: -3}}]", "peak_gib cannot be -3"),
         ("configs: [{name: a, published: {process_gib: .inf}}]", "process_gib cannot be inf"),

@@ -143,7 +143,8 @@ def test_what_was_kept_on_another_machine_or_is_broken_is_not_used(
 
     kept(calibration())
     assert (
-        loaded() is None and "it is of a machine with a processor (`autotune calibrate`" in said[-1]
+        loaded() is None
+        and "it was made on a machine with a processor (`autotune calibrate`" in said[-1]
     )
     kept_path("a10").write_text("{")
     assert loaded() is None and "is no calibration" in said[-1]

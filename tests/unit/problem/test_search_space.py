@@ -173,7 +173,7 @@ def test_a_file(tmp_path):
         (HEAD + "  seq_len: {min: 1, max: 1025}\n",
          "FILE:3: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some"
          " as values: [..]"),
-        (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value stands twice"),
+        (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value occurs twice"),
         (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true goes"
          " with min: and max:"),
         (HEAD + "  seq_len: 8\n  seq_len: 9\n", "FILE:4: not valid YAML: 'seq_len' occurs twice"),

@@ -355,7 +355,7 @@ def test_a_host_keeps_memory_for_its_other_work():
 def test_a_budget_above_what_is_available_is_an_error():
     busy = replace(emulated(), card=replace(card(), used_gib=130.0))
     with pytest.raises(
-        EnvironmentProblem, match=r"a10 offers 22.0 GiB, and 9.80 GiB are free here"
+        EnvironmentProblem, match=r"a10 has 22.0 GiB, but only 9.80 GiB are free here"
     ):
         busy.memory_cap_gib(139.8)
     with pytest.raises(UsageError, match=r"--memory-gib 30 is more than the 22.0 GiB"):
