@@ -70,7 +70,7 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
         if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
             raise UsageError(
                 f"--quality cannot run: {reason}",
-                remedy="correct this, or omit --quality",
+                remedy="correct the problem, or omit --quality",
             )
     return setup
 
@@ -234,7 +234,9 @@ def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | Non
     verification = summary.verification
     if leader.plan.spec.verify and verification is not None and not verification.holds:
         reason = describe.failed_verification(verification) or ""
-        return VerificationFailed(reason, remedy=f"read {out}/logs/verify.log, and run it again")
+        return VerificationFailed(
+            reason, remedy=f"read {out}/logs/verify.log, and run the command again"
+        )
     if summary.recipe is None:
         return TooManyFailures(
             "no configuration succeeded", remedy=f"see {out}/oom_report.md and {out}/logs"

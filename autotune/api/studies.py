@@ -112,7 +112,7 @@ class StudyResult:
             raise NothingFits(
                 f"study {name!r} has no configuration that succeeded",
                 remedy=f"see `{study_command('oom', name)}`, "
-                f"or continue it: `{study_command('resume', name)}`",
+                f"or continue the study: `{study_command('resume', name)}`",
             )
         return self.summary.recipe
 

@@ -148,7 +148,8 @@ class Nvml:
         """Return the mean share of the card's time that processes other than `own` used.
 
         It covers the time since `since_s`, in seconds since 1970. Returns None if the driver does
-        not report the use by `own` processes, which run on the card: then it hides processes.
+        not report `own` processes although they use the card, because it then hides other processes
+        too.
         """
         import pynvml
 

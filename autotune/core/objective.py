@@ -7,11 +7,11 @@ from enum import StrEnum
 
 # Objectives that users ask for, with the reason why each is missing.
 NOT_OFFERED = {
-    "grpo": "its answers are generated while it trains, which no probe does",
-    "ppo": "its answers are generated while it trains, which no probe does",
-    "rloo": "its answers are generated while it trains, which no probe does",
-    "embedding": "it contrasts each text with all others of a batch, which no probe does",
-    "embeddings": "it contrasts each text with all others of a batch, which no probe does",
+    "grpo": "it generates answers during training, which no probe does",
+    "ppo": "it generates answers during training, which no probe does",
+    "rloo": "it generates answers during training, which no probe does",
+    "embedding": "it compares each text with all other texts of a batch, which no probe does",
+    "embeddings": "it compares each text with all other texts of a batch, which no probe does",
 }
 
 

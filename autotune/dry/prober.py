@@ -146,7 +146,7 @@ class DryProber:
             selector.register(process.stdout, selectors.EVENT_READ)
             if not selector.select(timeout=LONGEST_S):
                 self.__exit__()
-                return {"refused": f"it took longer than {LONGEST_S:.0f} s to count"}
+                return {"refused": f"counting took longer than {LONGEST_S:.0f} s"}
         line = process.stdout.readline()
         return dict(json.loads(line)) if line else self._report_end()
 

@@ -137,8 +137,8 @@ class SharedTrials:
 
         if self.rows:
             self.say(
-                f"{len(self.rows)} trials are done already, "
-                f"{num_queued} interrupted ones are queued again"
+                f"{len(self.rows)} trials are done already; "
+                f"{num_queued} interrupted trials are queued again"
             )
 
     def begin(self, tried: list[TrainConfig]) -> None:

@@ -540,7 +540,7 @@ class Evaluator:
         return result
 
     def _measure(self, request: ProbeRequest, trial: int | None, log: Path) -> ProbeResult:
-        """Probe, once more if other work disturbed the times, and store the result.
+        """Probe, repeat the probe if other work disturbed the times, and store the result.
 
         If the second probe is disturbed too, the result says so.
         """

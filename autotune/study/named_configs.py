@@ -378,10 +378,9 @@ def agreement(results: list[ConfigResult]) -> str:
 
     if errors := [abs(1 / ratio - 1) for one in judged_results for ratio in one.ratios(PEAKS)]:
         parts.append(
-            f"memory {statistics.median(errors):.1%} off in the median and "
-            f"{max(errors):.1%} at worst"
+            f"memory {statistics.median(errors):.1%} off (median) and {max(errors):.1%} at worst"
         )
-    return "Against what was published: " + "; ".join(parts) + "."
+    return "Compared with published numbers: " + "; ".join(parts) + "."
 
 
 def write_results(results: list[ConfigResult], out: Path) -> None:

@@ -13,7 +13,7 @@ from autotune.core.train_config import TrainConfig
 # A format is unsound if the mean relative difference of its losses exceeds this value. bf16 itself
 # rounds losses to 0.4 %.
 BOUND = 0.02
-REFERENCE = "bf16 under autocast (fp32 where there is none) and 32-bit optimizer state"
+REFERENCE = "bf16 under autocast (fp32 on devices without bf16) and 32-bit optimizer state"
 FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
 
 

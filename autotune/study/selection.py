@@ -54,7 +54,7 @@ class CandidateRecord:
     says that the configuration could win by this extrapolation. `late_s` is the difference in
     seconds between the first step and later steps. A baseline that failed its confirmation
     `cannot_win`, but the winner is still compared with it. The times of `disturbed` results count
-    only without others; their memory always counts.
+    only if no other result exists; their memory always counts.
     """
 
     config: TrainConfig
@@ -784,7 +784,7 @@ def _winner_in_words(task: Task, winner: Candidate) -> str:
     within = fmt_hours(task.within_hours)
     late = winner.cost.full_run_hours > task.within_hours
     return (
-        f"the fastest, since none ends within {within},"
+        f"the fastest, because no configuration ends within {within},"
         if late
         else f"the cheapest that ends within {within}"
     )
@@ -867,7 +867,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
 
         host = task.carried.host
         of_host = (
-            "as it is here"
+            "as measured here"
             if host is None
             else f"{host:.3g} times as fast, as both hosts were calibrated"
         )

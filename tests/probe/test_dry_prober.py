@@ -256,7 +256,7 @@ def test_a_shipped_answer_holds_where_nothing_is_kept_and_dry_probes_count_the_s
 @pytest.mark.parametrize(
     ("program", "longest_s", "refused"),
     [
-        ("import time; time.sleep(600)", 0.25, "it took longer than 0 s to count"),
+        ("import time; time.sleep(600)", 0.25, "counting took longer than 0 s"),
         ("pass", 60.0, "the counting process ended"),
         ("input()", 60.0, "the counting process ended"),
     ],

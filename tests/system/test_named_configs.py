@@ -136,7 +136,7 @@ def test_the_readme_says_how_estimates_compare(name: str) -> None:
     found = re.search(
         r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;(?: (\d+) speeds, of"
         r" which (\d+) in .*?;)?"
-        r" memory ([\d.]+)% off in the median and ([\d.]+)% at worst",
+        r" memory ([\d.]+)% off \(median\) and ([\d.]+)% at worst",
         said,
     )
     assert found is not None, said

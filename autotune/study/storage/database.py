@@ -334,7 +334,7 @@ def _parsed(url: str) -> URL:
             parsed.get_dialect()().create_connect_args(parsed)
         return parsed
     except ValueError:  # the text may be part of a password
-        raise ArgumentError("the port, or a number after '?', is not a number") from None
+        raise ArgumentError("the port, or an option after '?', is not a number") from None
 
 
 def public_url(url: str) -> str:
@@ -374,7 +374,7 @@ def storage_errors(url: str) -> Iterator[None]:
         # Some versions of SQLAlchemy repeat a URL that they cannot parse, including its password.
         why = f" ({error})" if isinstance(error, NoSuchModuleError) else ""
         raise UsageError(
-            f"--storage: not a database URL that can be used: {public_url(url)}{why}",
+            f"--storage is not a usable database URL: {public_url(url)}{why}",
             remedy="write sqlite:///FILE.db or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
         ) from None
     except ImportError as error:

@@ -118,7 +118,7 @@ class StudyRecord:
             "deadline in hours": task.within_hours,
             "trainer": task.trainer,
             "workload": task.workload.facts(),
-            "rows dealt out by length": task.workload.dealt,
+            "rows distributed over GPUs by length": task.workload.dealt,
             # Other processes on the GPU change the memory a little, so whole GiB are compared.
             "memory in GiB": round(self.terms.memory_gib),
             "headroom": self.terms.headroom,
@@ -159,7 +159,7 @@ class StudyRecord:
             raise UsageError(
                 f"study {name!r} was written by {'a newer' if is_newer else 'an earlier'} "
                 f"version of autotune (record version {version or 1}, "
-                f"this one reads {SCHEMA_VERSION})",
+                f"this version reads {SCHEMA_VERSION})",
                 remedy="open it with the version that wrote it, "
                 "or run the study again under another name",
             )

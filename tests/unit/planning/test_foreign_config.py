@@ -606,8 +606,8 @@ REFUSED = {
     (
         "llamafactory",
         "stage: ppo",
-    ): "'ppo', another objective than dpo, kto, pt, rm, sft: its answers are generated"
-    " while it trains, which no probe does",
+    ): "'ppo', another objective than dpo, kto, pt, rm, sft: it generates answers"
+    " during training, which no probe does",
     ("llamafactory", "finetuning_type: freeze"): "lora or full is supported, not 'freeze'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
     ("llamafactory", "do_train: false"): "is not true, so that LLaMA-Factory trains nothing",

@@ -188,7 +188,7 @@ def test_a_url_that_is_none_is_refused_by_each_reader(
     monkeypatch.chdir(tmp_path)
     for read in (shared_url, study_names):
         with pytest.raises(
-            UsageError, match=r"^--storage: not a database URL that can be used: "
+            UsageError, match=r"^--storage is not a usable database URL: "
         ) as caught:
             read(url)
         assert "secret" not in str(caught.value)

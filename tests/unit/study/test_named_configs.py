@@ -214,9 +214,9 @@ def test_what_was_published_is_summed_up() -> None:
         of(**span, **NUMBERS),
     ]
     assert agreement(found) == (
-        "Against what was published: 4 verdicts, of which 1 wrong and 2 too close to tell; 2"
+        "Compared with published numbers: 4 verdicts, of which 1 wrong and 2 too close to tell; 2"
         " speeds, of which 1 in "
-        "their interval; memory 10.0% off in the median and 10.0% at worst."
+        "their interval; memory 10.0% off (median) and 10.0% at worst."
     )
     assert agreement(found[-2:]) == agreement([]) == ""
 

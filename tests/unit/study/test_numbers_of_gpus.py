@@ -89,7 +89,7 @@ def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
 def test_where_nothing_ends_in_time_the_fastest_wins_and_is_late(start: Start) -> None:
     recipe = recipe_of(study(start, within_hours=60 / 3600))
     assert recipe.config.num_gpus == 4 and recipe.reason.startswith(
-        "the fastest, since none ends within 1 min, above"
+        "the fastest, because no configuration ends within 1 min, above"
     )
     assert any("nothing that was tried ends within 1 min" in caveat for caveat in recipe.caveats)
     assert describe.gpu_choices(on_other_numbers(recipe), recipe.within_hours)[2].endswith(

@@ -517,7 +517,8 @@ def compared(
 def test_losses_off_by_more_than_two_percent_are_unsound():
     made = compared((3.0, 2.1), (3.0, 2.0))
     assert made.unsound(COARSE) == (
-        "its losses are 2.5% off those of bf16 under autocast (fp32 where there is none) and 32-bit"
+        "its losses are 2.5% off those of bf16 under autocast (fp32 on devices without"
+        " bf16) and 32-bit"
         " optimizer state "
         "(at most 2%)"
     )

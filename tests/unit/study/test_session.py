@@ -210,7 +210,7 @@ def test_a_later_session_goes_on_where_the_first_ended() -> None:
     again = record()
     assert (
         "resumed with 3" in said
-        and "3 trials are done already, 0 interrupted ones are queued again" in said
+        and "3 trials are done already; 0 interrupted trials are queued again" in said
     )
     assert [line for line in said if line.startswith("on trial")] == ["on trial 3", "on trial 4"]
     assert again.earlier_seconds == first.wall_seconds < again.wall_seconds
