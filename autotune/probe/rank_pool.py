@@ -86,7 +86,7 @@ class RankPool:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The first worker's fingerprint; starts a worker if necessary. Raises like `probe`."""
+        """The first worker's fingerprint; may start a worker. Raises the errors of `probe`."""
         return self._ranks[0].fingerprint
 
     @property
@@ -240,7 +240,7 @@ class RankPool:
         return replace(result, seconds=result.seconds | {"stop": stopped - noticed})
 
     def collectives(self) -> tuple[CollectiveRates, ...]:
-        """Collective rates for 2, 4, ... and all devices; raises like `WorkerProber.rates`."""
+        """Rates for 2, 4, ... and all devices; raises the errors of `WorkerProber.rates`."""
         self._ready_workers()
         try:
             with scratch_directory() as folder:
@@ -261,7 +261,7 @@ class RankPool:
             rank.launch()
 
     def _ready_workers(self) -> list[WorkerProcess]:
-        """The workers of all ranks, started together and ready. Raises like `probe`."""
+        """The workers of all ranks, started together and ready. Raises the errors of `probe`."""
         self.launch()
         return [rank.ready_process() for rank in self._ranks]
 
@@ -294,7 +294,8 @@ def _has_failed(message: Message) -> bool:
 def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
     """One result of all ranks: the slowest rank's times and the highest peaks.
 
-    The first result that is not OK wins. Losses are means over the ranks, which share a batch.
+    If a rank's result is not OK, the first such result is returned. Losses are means over the
+    ranks, which share a batch.
     """
     for result in results:
         if result.outcome is not Outcome.OK:

@@ -109,7 +109,7 @@ class Schedule:
         )
 
     def micro_batches(self, step: int) -> Step:
-        """The micro batches of a step, counted from 0."""
+        """The micro batches of a step. Steps are counted from 0."""
         if step < len(self.lead):
             return self.lead[step]
         return self.round[(step - len(self.lead)) % len(self.round)]

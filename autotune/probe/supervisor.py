@@ -95,7 +95,7 @@ class WorkerProber:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The worker's fingerprint; starts the first worker if necessary. Raises like `probe`."""
+        """The worker's fingerprint; may start the worker. Raises the errors of `probe`."""
         if self._fingerprint is None:
             self.ready_process()
         assert self._fingerprint is not None
@@ -103,7 +103,7 @@ class WorkerProber:
 
     @property
     def memory_gib(self) -> float:
-        """The device's memory; starts the first worker if necessary. Raises like `probe`."""
+        """The device's memory; may start the first worker. Raises the errors of `probe`."""
         if self._fingerprint is None:
             self.ready_process()
         return self._memory_gib
@@ -180,29 +180,29 @@ class WorkerProber:
         """
         if self._lacked_room(result):
             return (
-                "tried twice, since the first time processes that compile ahead held memory that "
+                "tried twice, because the first time processes that compile ahead held memory that "
                 "the probe needed"
             )
         if self._missed_turn:
             return (
-                "measured twice, since the first time a process that compiles ahead did not leave "
-                "the device"
+                "measured twice, because the first time a process that compiles ahead did not "
+                "leave the device"
             )
 
         reason = result.reason or ""
         if reason == HOST_OOM and self.ahead is not None and self.ahead.is_running:
             return (
-                "tried twice, since the first time processes that compile ahead held memory of "
+                "tried twice, because the first time processes that compile ahead held memory of "
                 "the host"
             )
         unexplained = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
         if result.outcome is Outcome.CRASH and unexplained and result.config not in self._crashed:
-            return f"tried twice, since the first time {reason}"
+            return f"tried twice, because the first time {reason}"
 
         slowed = _slowdowns(result) if result.outcome is Outcome.OK else None
         if slowed and not self._was_slowed:
             reasons = ", ".join(slowed)
-            return f"measured twice, since the first time the card was slowed down: {reasons}"
+            return f"measured twice, because the first time the card was slowed down: {reasons}"
         return None
 
     def _lacked_room(self, result: ProbeResult) -> bool:
@@ -243,7 +243,7 @@ class WorkerProber:
         return result, found[-1] if result.outcome is Outcome.OK else None
 
     def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Try once."""
+        """Run one try of a probe."""
         return self._exchange(request, log)[0]
 
     def _exchange(
@@ -292,7 +292,7 @@ class WorkerProber:
         return result, message
 
     def monitor(self, log: Path) -> Monitor:
-        """The observer of a probe on this device that writes this log."""
+        """A monitor for the probe that writes this log."""
         return Monitor(self._nvml, throttled=throttles(log.name))
 
     def end_of_worker(self, by_oom_killer: bool) -> str:
@@ -322,8 +322,8 @@ class WorkerProber:
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """The repetition and abilities of a model's layers, or None if the worker hangs.
 
-        `model` is a transformers config. Raises like `probe`, and UsageError for a model that
-        cannot be built or is not causal.
+        `model` is a transformers config. Raises the errors of `probe`, and UsageError for a model
+        that cannot be built or is not causal.
         """
         process = self.ready_process()
         try:
@@ -343,12 +343,12 @@ class WorkerProber:
         return from_data(ModelShape, message["shape"])
 
     def rates(self) -> DeviceRates:
-        """The device's rates, measured one at a time. Raises like `probe`."""
+        """The device's rates, measured one at a time. Raises the errors of `probe`."""
         self.ask({"rates": True})
         return from_data(DeviceRates, self.answer())
 
     def ask(self, message: dict[str, Any]) -> None:
-        """Request a measurement of the worker. Raises like `probe`.
+        """Request a measurement of the worker. Raises the errors of `probe`.
 
         If the worker has ended, `answer` notices it.
         """
@@ -357,7 +357,7 @@ class WorkerProber:
             process.send(message)
 
     def answer(self) -> Any:
-        """The worker's measured rates as data. Raises like `probe`, and EnvironmentProblem."""
+        """The worker's rates as data. Raises the errors of `probe`, and EnvironmentProblem."""
         try:
             assert self._process is not None  # `ask` started it
             message = self._receive(self._process, Monitor(None))

@@ -1,4 +1,4 @@
-"""Lets processes share one device in turns: one probes, the others compile ahead (`compile_ahead`).
+"""Lets a process that probes and processes that compile ahead share one device in turns.
 
 A process does not need the device while it compiles, so it lets another process use the device.
 While steps are timed, only the probing process uses the device. A shared folder has the lock. The

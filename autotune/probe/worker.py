@@ -361,7 +361,8 @@ class Worker:
         elif not self._release_until(lambda: self.meter.has_returned(baseline_gib)):
             kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
             fields["notes"] = (
-                f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",
+                "the worker is replaced, because it did not return all memory"
+                f" ({kept_mib:+.0f} MiB)",
             )
             return False
         return succeeded

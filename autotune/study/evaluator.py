@@ -551,7 +551,7 @@ class Evaluator:
         # The budget or the user may stop the second probe.
         try:
             second = self._judged(self.prober.probe(request, log))
-            doubt = f"measured twice, since the first time {first.disturbed}"
+            doubt = f"measured twice, because the first time {first.disturbed}"
             result = of_two_tries(first, second, doubt)
         except (Cancelled, EnvironmentProblem):  # the next probe will report it
             result = first

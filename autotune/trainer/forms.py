@@ -128,7 +128,7 @@ def _check(kind: type, value: Any, name: str) -> Any:
 
 
 def _parse_json(value: Any, name: str) -> Any:
-    """Parse JSON text. Return a value that is not text unchanged."""
+    """Parse JSON text. A value that is not text is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -226,7 +226,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def _padding(rank: int) -> int:
-    """Return P for R: the rank, rounded up to a multiple of MULTIPLE."""
+    """Return P, the rank R rounded up to a multiple of MULTIPLE."""
     return -(-rank // MULTIPLE) * MULTIPLE
 
 

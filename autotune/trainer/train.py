@@ -107,8 +107,8 @@ def train_on_images(
 ) -> LeanTrainer:
     """Train on rows with images, and return the Trainer with the trained model.
 
-    Images are read as the run needs them. Held-out rows are not truncated, because images cannot be
-    truncated.
+    Images are read when the run needs them. Held-out rows are not truncated, because images cannot
+    be truncated.
     """
     if options.lengths:
         sys.exit("train.py: error: rows with images have their own lengths: leave --lengths out")

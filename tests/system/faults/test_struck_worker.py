@@ -115,7 +115,7 @@ def test_the_probe_of_a_killed_worker_is_repeated_once(
         number.name, lambda: os.kill(faulty.worker, number), timed_s=2.0, **small
     )
     assert result.notes == (
-        f"tried twice, since the first time the worker was killed by {number.name}",
+        f"tried twice, because the first time the worker was killed by {number.name}",
     )
     assert result.log == f"{number.name}.log"
     assert result.outcome is Outcome.OK, result.reason
@@ -361,7 +361,7 @@ def test_a_measurement_on_a_hot_card_is_repeated_once(
         asked = replace(request(), min_timed_s=1.0)
         first, second = (prober.probe(asked, tmp_path / f"{one}.log") for one in range(2))
     assert first.notes == (
-        "measured twice, since the first time the card was slowed down: hardware thermal",
+        "measured twice, because the first time the card was slowed down: hardware thermal",
     )
     for result in (first, second):
         assert result.measurement is not None and result.measurement.telemetry is not None

@@ -70,7 +70,7 @@ def test_a_crash_is_tried_once_more_and_the_second_answer_counts(answers: Answer
     first = replace(CRASH, started_at="2026-11-22T12:00:00+00:00")
     found = answers(first, again).probe(REQUEST, Path("one.log"))
     assert found.outcome is Outcome.OK and found.notes == (
-        f"tried twice, since the first time {CRASH.reason}",
+        f"tried twice, because the first time {CRASH.reason}",
     )
     assert found.seconds["total"] == 5.0 and found.started_at == first.started_at  # both tries
 

@@ -295,7 +295,7 @@ def test_memory_that_is_not_returned_is_named() -> None:
     fields: dict[str, Any] = {"outcome": Outcome.OK}
     assert not made._restore(REQUEST, fields)
     assert fields["notes"] == (
-        "the worker is replaced, since it did not return all memory (+256 MiB)",
+        "the worker is replaced, because it did not return all memory (+256 MiB)",
     )
     crashed: dict[str, Any] = {"outcome": Outcome.CRASH}
     assert not made._restore(REQUEST, crashed) and "notes" not in crashed  # it is replaced anyway

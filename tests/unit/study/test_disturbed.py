@@ -69,7 +69,7 @@ def test_a_disturbed_probe_is_repeated_once_and_the_steady_one_counts(start: Sta
     found = session.evaluator.evaluate(BASELINE, 0)
     assert session.prober.num_probes == 2
     assert (found.result.evidence, found.result.disturbed) == (Evidence.MEASURED, None)
-    assert found.result.notes == (f"measured twice, since the first time {REASON}",)
+    assert found.result.notes == (f"measured twice, because the first time {REASON}",)
     assert found.seconds == found.result.seconds["total"] == 2 * 3.0
     (stored,) = session.store.of_study("one")
     assert stored.result.measurement == found.result.measurement
