@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +17,19 @@ from autotune.core.objective import Objective
 from autotune.problem.image_files import flat, pictures_of, text_of
 from autotune.problem.images import Pictured, pictured, taken
 from autotune.problem.length_distribution import Lengths
-from autotune.trainer.examples import Encoder, label_names, label_of
+from autotune.trainer.examples import (
+    Encoder,
+    describe,
+    label_names,
+    label_of,
+    note_unread,
+)
 from autotune.trainer.forms import (
+    CHATS,
     FORMS,
+    OF_PROMPT,
     Chat,
+    Plain,
     adapt,
     is_untrained,
     join_parts,
@@ -27,6 +37,7 @@ from autotune.trainer.forms import (
     parse_row,
     texts_of,
 )
+from autotune.trainer.forms import COLUMNS as FORM_COLUMNS
 from autotune.trainer.reading import BadDataset, Located, find_files, read_rows
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
@@ -36,6 +47,9 @@ COLUMNS = {
     Objective.REWARD: "chosen and rejected",
     Objective.CLASSIFICATION: "text and label",
 }
+# Columns of prompts in other datasets. TRL reads none of them.
+PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *CHATS)
+PAIR = ("chosen", "rejected", "label")
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
 
 
@@ -67,7 +81,7 @@ def dataset_lengths(
             return _lengths_for(objective, path, loaded, split, say)
     with dataset_errors():
         if tokenizer is None:
-            return _estimate_lengths(path, split, loss_on)
+            return _estimate_lengths(path, split, loss_on, say)
         loaded_tokenizer = _load(tokenizer)
         folder = tokenise(path, loaded_tokenizer, split=split, loss_on=loss_on, say=say)
 
@@ -269,6 +283,8 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
     _require(objective, columns, "chosen", "rejected")
     answers = [columns["chosen"], columns["rejected"]]
     has_prompt = "prompt" in columns or "instruction" in columns
+    if not has_prompt:
+        _require_prompt_in(answers, columns)
     if not has_prompt and all(isinstance(answer, str) for answer in answers):
         prompt = os.path.commonprefix(answers)  # noqa: RUF071 (of texts, as TRL takes it)
         columns["prompt"] = prompt
@@ -285,6 +301,16 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
         raise ValueError(f"{objective} needs {COLUMNS[objective]}; its columns: {found}")
 
 
+def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
+    """Raise ValueError if a column has the prompt and the answers lack it."""
+    if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
+        return  # a whole conversation
+    for name in PROMPTS:
+        value = columns.get(name)
+        if value and not (isinstance(value, str) and value.strip() in str(answers[0])):
+            raise ValueError(f"its column {name} is not read beside chosen: name it prompt")
+
+
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     """Return the row of a prompt and an answer, with all columns that the prompt is made of.
 
@@ -293,22 +319,24 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     beside: dict[str, Any] = {
         name: columns[name] for name in ("system", "tools") if name in columns
     }
+    others = {name: value for name, value in columns.items() if name not in (*FORM_COLUMNS, *PAIR)}
     prompt = columns.get("prompt")
     if isinstance(answer, str) and "instruction" in columns and not prompt:
-        of_prompt = ("instruction", "input", "history")
-        parts = {name: columns[name] for name in of_prompt if name in columns}
-        return {**parts, **beside, "output": answer}
+        parts = {name: columns[name] for name in OF_PROMPT if name in columns}
+        return {**others, **parts, **beside, "output": answer}
     if prompt and isinstance(prompt, str) is isinstance(answer, str):
-        return {**beside, "prompt": prompt, "completion": answer}
+        return {**others, **beside, "prompt": prompt, "completion": answer}
     if not isinstance(answer, str):
         if prompt and not any(prompt.strip() in text for text in _contents(answer)):
             raise ValueError(
                 "the text of its prompt is not in its messages: give the prompt as messages"
             )
-        return {**beside, "messages": answer}
-    if prompt or beside:
+        return {**others, **beside, "messages": answer}
+    if prompt:
         raise ValueError("its answers are text, and its prompt is not: give both in the same form")
-    return {"text": answer}
+    if beside:
+        raise ValueError(f"its column {next(iter(beside))} needs a prompt in a column of its own")
+    return {**others, "text": answer}
 
 
 def _contents(messages: Any) -> list[str]:
@@ -361,19 +389,32 @@ def _load(directory: str) -> Any:
         ) from None
 
 
-def _estimate_lengths(path: Path, split: str | None, loss_on: str | None) -> Lengths:
+def _estimate_lengths(
+    path: Path, split: str | None, loss_on: str | None, say: Callable[[str], None]
+) -> Lengths:
+    notes = Counter[str]()
     lengths = []
     total = 0
     trained = 0
     for where, row in read_rows(path, split):
         form = parse_row(where, row)
+        note_unread(notes, form, _text(form))
         context_bytes, trained_bytes = _bytes(where, form, loss_on)
         lengths.append(max(1, round((context_bytes + trained_bytes) / BYTES_PER_TOKEN)))
         total = total + context_bytes + trained_bytes
         trained = trained + trained_bytes
     if not lengths:
         raise BadDataset(f"{path} has no rows")
+    for note in describe(notes, len(lengths)):
+        say(f"warning: {path.name}: {note}")
     return Lengths.of(lengths, "characters", _share(trained, total))
+
+
+def _text(form: Plain | Chat) -> str:
+    """Return all texts of an example, without a chat template."""
+    if isinstance(form, Plain):
+        return (form.prompt or "") + form.completion
+    return "\n".join(text for message in form.messages for _, text in texts_of(message))
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:

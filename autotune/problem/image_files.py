@@ -114,13 +114,12 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
         flags = () if whole else FLAGS
         messages.append({key: message[key] for key in message if key not in flags} | content)
 
-    extras = {"tools": form.tools, "chat_template_kwargs": form.options}
+    extras = form.unread | {"tools": form.tools, "chat_template_kwargs": form.options}
     if form.completion is None or not whole:
-        return {"messages": messages, **extras}
-    return {
+        return extras | {"messages": messages}
+    return extras | {
         "prompt": messages[: form.completion],
         "completion": messages[form.completion :],
-        **extras,
     }
 
 

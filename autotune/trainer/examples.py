@@ -17,6 +17,7 @@ from .forms import (
     Message,
     Plain,
     adapt,
+    has_empty_answer,
     is_untrained,
     join_parts,
     map_texts,
@@ -25,7 +26,7 @@ from .forms import (
     split_parts,
     texts_of,
 )
-from .lost_text import LostText
+from .lost_text import LostText, find_unread
 from .reading import BadDataset, Located
 from .tables import size_of
 from .time_limit import time_limit
@@ -41,6 +42,10 @@ NO_STOP = (
     "the chat template writes no end token after an answer, so the model does not learn to stop"
 )
 DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
+
+EMPTY = "an answer is empty, so the model learns to answer with its end of turn alone"
+UNREAD = "{} is not read, so the model never sees it: use a known name if it should"
+MOST_NOTES = 20  # keys with random names would make more
 
 NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # notes by the kind of left-out text
 
@@ -111,7 +116,7 @@ class Encoder:
 
     def describe_notes(self, number: int) -> list[str]:
         """Return the notes for the user, each with its number of examples out of `number`."""
-        return [f"{note} ({count:,} of {number:,} examples)" for note, count in self.notes.items()]
+        return describe(self.notes, number)
 
     def _encode_batch(self, batch: list[Located]) -> list[list[int]]:
         examples: list[list[int]] = [[] for _ in batch]
@@ -122,11 +127,13 @@ class Encoder:
             form = self._adapt(where, parse_row(where, row, has_template=bool(self._template)))
             if self._uses_marks(form):
                 with _row_errors(where):
-                    self._check_text(form, self._render(form, form.messages))
+                    text = self._render(form, form.messages)
+                    self._check_text(form, text)
                     examples[index] = self._encode_marked(form)
             else:
                 text, ranges = self.render(where, form)
                 texts[isinstance(form, Chat)].append((index, text, ranges))
+            note_unread(self.notes, form, text)
 
         for is_chat, found in texts.items():
             for index, tokens in self._tokenise(found, is_chat=is_chat):
@@ -420,6 +427,21 @@ class Encoder:
             **self._variables(form),
         )
         return _mask(encoded["input_ids"], encoded["assistant_masks"])
+
+
+def note_unread(notes: Counter[str], form: Plain | Chat, text: str) -> None:
+    """Count answers without a text, and the columns and keys whose text nothing reads."""
+    found = [UNREAD.format(name) for name in find_unread(form, text)]
+    if has_empty_answer(form):
+        found.append(EMPTY)
+    for note in found:
+        if note in notes or len(notes) < MOST_NOTES:
+            notes[note] += 1
+
+
+def describe(notes: Counter[str], number: int) -> list[str]:
+    """Return the notes on `number` examples, with the number that each note concerns."""
+    return [f"{note} ({count:,} of {number:,} examples)" for note, count in notes.items()]
 
 
 def _refusal(error: Exception) -> str:

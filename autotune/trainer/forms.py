@@ -7,8 +7,9 @@ value and the expected one.
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .reading import BadDataset
@@ -27,6 +28,9 @@ COLUMNS = (
     "history",
     "text",
 )
+CHATS = ("messages", "conversations")  # columns of conversations
+BESIDE = ("system", "tools", "chat_template_kwargs")  # columns beside messages
+OF_PROMPT = ("instruction", "input", "history")  # the columns of Alpaca's prompt
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
 
@@ -41,7 +45,9 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content is a tool call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
-FLAGS = ("loss", "train", "weight")  # keys that exclude a message from the training
+FLAGS = ("loss", "train", "training", "weight")  # keys that exclude a message from the training
+FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # in the names of other tools' flags
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS, *FLAGS)
 
 # Stanford Alpaca's own prompts, for tokenizers without a chat template
 ALPACA = (
@@ -56,23 +62,26 @@ Change = Callable[[str, str], str]  # (kind of a text, text) -> new text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Text to train on, after an optional prompt."""
+    """Text to train on, after an optional prompt. `unread` has the row's other columns."""
 
     prompt: str | None = None
     completion: str
+    unread: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """Messages for the tokenizer's chat template.
 
-    The messages from the index `completion` on answer the earlier messages.
+    The messages from the index `completion` on answer the earlier messages. `unread` has the row's
+    other columns.
     """
 
     messages: list[Message]
     completion: int | None = None
     tools: list[dict[str, Any]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def parse_row(where: str, row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
@@ -92,22 +101,34 @@ def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
     deeply.
     """
     columns: dict[str, Any] = _drop_nulls(row)
+    parsed = _parse_columns(columns, has_template=has_template)
+    if parsed is None:
+        raise ValueError(f"a row needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}")
+    form, read = parsed
+    unread = {name: value for name, value in columns.items() if name not in read}
+    return replace(form, unread=unread)
+
+
+def _parse_columns(
+    columns: dict[str, Any], *, has_template: bool
+) -> tuple[Plain | Chat, tuple[str, ...]] | None:
+    """Return the form of a row and its columns, or None if the form is unknown."""
     beside = {
         "tools": _parse_tools(columns.get("tools")),
         "options": _check(dict, columns.get("chat_template_kwargs", {}), "chat_template_kwargs"),
     }
 
-    for name in ("messages", "conversations"):
+    for name in CHATS:
         if name in columns:
-            messages = _parse_messages(columns[name], name)
-            return Chat(messages=_with_system(columns, messages), **beside)
+            messages = _with_system(columns, _parse_messages(columns[name], name))
+            return Chat(messages=messages, **beside), (name, *BESIDE)
     if "prompt" in columns and "completion" in columns:
-        return _parse_prompt(columns, beside)
+        return _parse_prompt(columns, beside), ("prompt", "completion", *BESIDE)
     if "instruction" in columns and "output" in columns:
-        return _parse_alpaca(columns, has_template=has_template)
+        return _parse_alpaca(columns, has_template=has_template), (*OF_PROMPT, "output", "system")
     if "text" in columns:
-        return Plain(completion=_check(str, columns["text"], "text"))
-    raise ValueError(f"a row needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}")
+        return Plain(completion=_check(str, columns["text"], "text")), ("text",)
+    return None
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -181,6 +202,10 @@ def _parse_message(given: Any, number: int) -> Message:
     content = message.setdefault("content", "")
     if not isinstance(content, str | list):
         raise ValueError(f"the content of {name} is {content!r:.40}, which is not text")
+    if isinstance(content, list):
+        message["content"] = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in content
+        ]
     return message
 
 
@@ -226,6 +251,12 @@ def _check_flags(message: Message, name: str) -> None:
         raise ValueError(
             f"{name} has train_detail, but parts of a message cannot be excluded from the training"
         )
+    for key, value in message.items():
+        if key not in FLAGS and isinstance(value, int | float) and FLAG_NAME.search(key):
+            raise ValueError(
+                f"{name} has the unknown flag {key}: {', '.join(FLAGS[:-1])} and {FLAGS[-1]}"
+                " are known"
+            )
 
 
 def is_untrained(message: Message) -> bool:
@@ -356,6 +387,14 @@ def texts_of(message: Message) -> list[tuple[str, str]]:
     return found
 
 
+def has_empty_answer(form: Plain | Chat) -> bool:
+    """Return whether an answer that is trained on has no text, no thought and no call."""
+    if isinstance(form, Plain):
+        return not form.completion.strip()
+    answers = (one for one in form.messages if one["role"] == "assistant")
+    return any(not is_untrained(one) and not texts_of(one) for one in answers)
+
+
 def is_text(part: Any) -> bool:
     """Return whether this part of a message is text."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
@@ -378,7 +417,9 @@ def join_parts(message: Message, number: int) -> Message:
         if not is_text(part):
             kind = part.get("type") if isinstance(part, dict) else None
             has = f"type {kind}" if kind else f"{part!r:.40}"
-            raise ValueError(f"message {number} has a part of {has}: this model reads text only")
+            raise ValueError(
+                f"message {number} has a part of {has}: only parts with the key text are read here"
+            )
     return message | {"content": "".join(part["text"] for part in content)}
 
 

@@ -6,12 +6,19 @@ error. The model would then train on answers without their questions.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .forms import Chat, Message, map_texts, texts_of
+from .forms import MESSAGE_KEYS, Chat, Message, Plain, map_texts, texts_of
 
+# A text of several words, or in a script without spaces, and not a name or an identifier
+WORDS = re.compile(r"\S\s+\S|[^\x00-\x7f]")
+# Names of columns and keys whose text counts even if it is a single word
+TEXT_NAME = re.compile(
+    "(system|prompt|context|question|instruct|thought|think|reason|tool|function)"
+)
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns with files
 # Some templates use these tags to separate a thought from the rest of the content.
 TAGS = re.compile(r"</?think(?:ing)?>|<\|channel>|<channel\|>")
 END_TAG = re.compile(r"</think|<channel\|>")
@@ -84,6 +91,41 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
         return []
     lost = [where for mark, where in marks.items() if mark not in rendered]
     return lost if shows_tools else [*lost, (0, "tools")]
+
+
+def find_unread(form: Plain | Chat, text: str) -> list[str]:
+    """Return the columns and the keys of messages that nothing reads, and whose text is lost.
+
+    `text` is the rendered example.
+    """
+    found = []
+    for name, value in form.unread.items():
+        if (name in MEDIA and value) or _is_lost(name, value, text):
+            found.append(f"the column {name}")
+    for message in form.messages if isinstance(form, Chat) else ():
+        for key, value in message.items():
+            if key not in MESSAGE_KEYS and _is_lost(key, value, text):
+                found.append(f"the key {key} of messages")
+    return list(dict.fromkeys(found))
+
+
+def _is_lost(name: str, value: Any, text: str) -> bool:
+    """Return whether a value has text that is not in the rendered `text`.
+
+    A single word of a column such as `source` is no text, but a name.
+    """
+    if isinstance(value, str) and not WORDS.search(value):
+        is_named = TEXT_NAME.search(name) and not name.endswith("id")
+        value = value if is_named else ""
+    return any(not _appears(one.strip(), text) for one in _strings(value))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _strings(one)
 
 
 def _appears(part: str, text: str) -> bool:

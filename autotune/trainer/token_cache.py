@@ -20,7 +20,7 @@ from .cache_folders import user_cache
 from .examples import Encoder
 from .reading import BadDataset, find_files, read_rows
 
-VERSION = 2  # increase this version if the format or the meaning of the files changes
+VERSION = 3  # increase this version if the format or the meaning of the files changes
 # An upper estimate of the bytes of tokens for each byte of the dataset; 1 for other formats
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0

@@ -14,7 +14,13 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.objective import Objective
 from autotune.problem import dataset
-from autotune.problem.dataset import dataset_errors, dataset_lengths, form_of, tokenised_per_s
+from autotune.problem.dataset import (
+    dataset_errors,
+    dataset_lengths,
+    form_of,
+    rows_of,
+    tokenised_per_s,
+)
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
@@ -364,3 +370,31 @@ def test_what_a_template_leaves_out_is_said_each_time(tmp_path: Path) -> None:
             tmp_path / name, str(tmp_path / "glm"), objective=objective, say=said.append
         )
         assert any(line.startswith(warning.format(name)) for line in said), said
+
+
+@pytest.mark.parametrize("name", ["question", "query", "input", "messages", "conversations"])
+@pytest.mark.parametrize("answer", ["yes", {"from": "gpt", "value": "yes"}, TWO_MESSAGES[1:]])
+def test_a_prompt_of_a_pair_under_another_name_is_refused(name: str, answer: Any) -> None:
+    """Each pair would have its answers alone."""
+    row = {name: TWO_MESSAGES[:1] if name.endswith("s") else "a question", "system": "s"}
+    with pytest.raises(ValueError, match=f"^its column {name} is not read beside chosen: name it"):
+        rows_of(Objective.DPO, row | {"chosen": answer, "rejected": answer})
+
+
+def test_other_columns_of_a_pair_are_kept_for_notes() -> None:
+    row = {"chosen": TWO_MESSAGES, "rejected": TWO_MESSAGES, "messages": TWO_MESSAGES[:1]}
+    ((chosen, _),) = rows_of(Objective.DPO, row | {"note": "a b"})
+    assert chosen == {"note": "a b", "messages": TWO_MESSAGES}
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "context": "c d", "label": 1}
+    ((chosen, _),) = rows_of(Objective.DPO, row)
+    assert chosen == {"context": "c d", "prompt": "q", "completion": "a"}
+    with pytest.raises(ValueError, match="its column system needs a prompt in a column of its own"):
+        rows_of(Objective.DPO, {"system": "s", "chosen": "a", "rejected": "b"})
+
+
+def test_columns_that_nothing_reads_are_named_without_a_tokenizer(tmp_path: Path) -> None:
+    row = {"messages": TWO_MESSAGES, "system_prompt": "a rule"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    said: list[str] = []
+    dataset_lengths(tmp_path / "rows.jsonl", None, say=said.append)
+    assert any("the column system_prompt is not read" in text for text in said)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from autotune.trainer.examples import LOST_THOUGHTS, LOST_TOOLS, NO_STOP, Encoder
+from autotune.trainer.examples import (
+    EMPTY,
+    LOST_THOUGHTS,
+    LOST_TOOLS,
+    NO_STOP,
+    UNREAD,
+    Encoder,
+)
 from autotune.trainer.reading import BadDataset
 from tests.helpers.conversations import (
     TOOLS,
@@ -103,6 +110,15 @@ def test_names_parts_and_flags_of_other_tools(
         (
             {"messages": [user("s", "system"), user("q"), assistant("a")], "system": "t"},
             "a system message, and a different text",
+        ),
+        (
+            {"messages": [user("q"), assistant("a", masked=True)]},
+            "message 2 has the unknown flag masked: loss, train, training and weight are known",
+        ),
+        ({"messages": [user("q"), assistant("a", loss_mask=0)]}, "the unknown flag loss_mask"),
+        (
+            {"messages": [user("q"), assistant([{"type": "thinking", "thinking": "t"}])]},
+            "a part of type thinking: only parts with the key text are read here",
         ),
         (
             {"messages": [user("q"), assistant("a", tool_calls=[{}])]},
@@ -241,3 +257,65 @@ def test_a_lost_text_is_a_fault() -> None:
     assert fault_of(made, text + made.read[0], " ".join(made.read), {LOST_THOUGHTS: 1}).startswith(
         "trained on: "
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "unread"),
+    [
+        (
+            {"messages": [user("q"), assistant("a")], "system_prompt": "brief"},
+            "the column system_prompt",
+        ),
+        ({"messages": [user("q"), assistant("a")], "functions": TOOLS}, "the column functions"),
+        ({"messages": [user("q"), assistant("a")], "videos": ["v.mp4"]}, "the column videos"),
+        ({"messages": [user("q"), assistant("a")], "prompt": "another one"}, "the column prompt"),
+        ({"instruction": "q", "output": "a", "context": "some text"}, "the column context"),
+        ({"prompt": "q", "completion": "a", "passage": "some text"}, "the column passage"),
+        ({"text": "a b", "title": "\u65e5\u672c"}, "the column title"),
+        ({"messages": [user("q"), assistant("a", thought="hm")]}, "the key thought of messages"),
+        ({"messages": [user("q"), assistant("a", notes="t u")]}, "the key notes of messages"),
+    ],
+)
+def test_a_text_that_nothing_reads_is_noted(
+    tokenizer: Any, row: dict[str, Any], unread: str
+) -> None:
+    assert encoded(tokenizer, template("llama3"), row)[2] == {UNREAD.format(unread): 1}
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"id": "7f3a", "source": "orca", "score": 0.5, "prompt_id": "x", "embedding": [0.1]},
+        {"prompt": "a long question"},  # as UltraChat repeats the first message
+        {"system": None, "videos": []},
+    ],
+)
+def test_names_and_repeated_texts_are_not_noted(tokenizer: Any, beside: dict[str, Any]) -> None:
+    row = {"messages": [user("a long question"), assistant("a", id="3")], **beside}
+    assert encoded(tokenizer, template("llama3"), row)[2] == {}
+
+
+def test_random_names_of_columns_make_few_notes(tokenizer: Any) -> None:
+    tokenizer.chat_template = template("llama3")
+    encoder = Encoder(tokenizer, None)
+    row = {"text": "a", **{f"column {number}": "b c" for number in range(100)}}
+    list(encoder.encode([("rows.jsonl:1", row)]))
+    assert len(encoder.describe_notes(1)) == 20
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("q"), assistant(" ")]},
+        {"messages": [user("q"), assistant(""), user("q"), assistant("a")]},
+        {"prompt": "q", "completion": "\n"},
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])
+def test_an_empty_answer_is_noted(tokenizer: Any, name: str, row: dict[str, Any]) -> None:
+    assert encoded(tokenizer, template(name), row)[2] == {EMPTY: 1}
+
+
+def test_strings_are_parts_of_text(tokenizer: Any) -> None:
+    row = {"messages": [user(["q", "1"]), assistant("a1")]}
+    assert "q1" in encoded(tokenizer, template("qwen3"), row)[1]
