@@ -6,6 +6,7 @@ A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`. A
 
 import json
 import os
+import re
 import resource
 import sys
 import warnings
@@ -21,6 +22,7 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
 MOST_GIB = 8  # for a model without weights; a downloaded config may have two billion layers
+EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception)\b|NoneType|not subscriptable|has no attribute")
 
 
 def main() -> None:
@@ -65,8 +67,13 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, ImportError) as error:
         return {"refused": " ".join(str(error).split())[:300]}
     except Exception as error:  # from transformers' code
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return {"refused": f"transformers cannot train this model on text alone ({reason})"}
+        return {"refused": f"transformers cannot train this model on text alone{_reason(error)}"}
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's text in brackets, or "" if it names a Python exception or is empty."""
+    text = " ".join(str(error).split())[:200]
+    return "" if not text or EXCEPTION.search(text) else f" ({text})"
 
 
 if __name__ == "__main__":

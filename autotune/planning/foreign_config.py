@@ -112,21 +112,27 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
+    ignored = ""
     try:
         ignored = _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values.get("accelerate_config"))
         values |= _deepspeed_settings(path, values.get("deepspeed"))
+        ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
-        raise at_line(path, refusal) from None
+        raise at_line(path, refusal, ignored) from None
 
 
-def at_line(path: Path, refusal: Refused) -> UsageError:
-    """Return the refusal of a key as an error with the file's name and the key's line."""
+def at_line(path: Path, refusal: Refused, ignored: str = "") -> UsageError:
+    """Return the refusal of a key as an error with the file's name and the key's line.
+
+    The error also has the sentence about ignored keys, because one of them can be the reason.
+    """
     lines = read_user_text(path).splitlines()
     of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
     line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
-    return UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy)
+    also = f" ({ignored})" if ignored else ""
+    return UsageError(f"{path}{line}: {refusal}{also}", remedy=refusal.remedy)
 
 
 def _command_objective(objective: str) -> str:
@@ -164,6 +170,18 @@ def _unknown_keys(values: dict[str, Any], tool: str) -> str:
         f"{title} has no such key, and refuses the file{near}{others}",
         "correct the key, or remove it for this check if only a newer version has it",
     )
+
+
+def _unknown_fsdp_keys(values: dict[str, Any]) -> str:
+    """Return a sentence about the keys of fsdp_config that FSDP ignores, or ""."""
+    settings = values.get("fsdp_config")
+    known = table("fsdp_keys")
+    unknown = [
+        f"{quote(key)}{did_you_mean(str(key).removeprefix('fsdp_'), known)}"
+        for key in (settings if isinstance(settings, dict) else ())
+        if str(key).removeprefix("fsdp_") not in known
+    ]
+    return f"ignored in fsdp_config: {', '.join(unknown)}" if unknown else ""
 
 
 def _keys_of_tables() -> Iterator[str]:
@@ -219,17 +237,28 @@ def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
 def _read_beside(path: Path, name: str) -> dict[str, Any] | None:
     """Return the content of a YAML or JSON file that a run names, or None if it is absent.
 
-    It is looked up beside the run's file, then in the current directory.
+    It is looked up beside the run's file, then in the current directory. Raises UsageError for a
+    damaged file.
     """
-    for folder in (path.parent, Path()):
-        try:
-            text = read_user_text(folder / name)
-            settings = json.loads(text) if text.lstrip().startswith("{") else _load(folder / name)
-        except (TypeError, ValueError, RecursionError, UsageError):
-            continue
-        if isinstance(settings, dict):
-            return settings
-    return None
+    file = next((one for one in (path.parent / name, Path(name)) if _is_file(one)), None)
+    if file is None:
+        return None
+    text = read_user_text(file)
+    if not text.lstrip().startswith("{"):
+        return _load(file)
+    try:
+        settings: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{file}: not valid JSON: {reason}", remedy="correct it") from None
+    return settings
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -278,7 +307,10 @@ def _other_tool(values: dict[str, Any]) -> str:
     """Return the name of an unsupported tool whose run a file describes, or ""."""
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return "torchtune"
-    return "ms-swift" if "model" in values and any(map(values.get, table("marks_of_swift"))) else ""
+    for tool in table("other_tools"):
+        if any(all(map(values.get, keys)) for keys in tool["keys"]):
+            return str(tool["name"])
+    return ""
 
 
 def _read(file: File, tool: str) -> ForeignConfig:
@@ -555,7 +587,8 @@ def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
     else:
         targets = set(file.names("lora_target_modules") or ())
     all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
-    file.note(tool == "trl" and len(targets - {ALL_LINEAR}) == 1, "single_target")
+    if tool == "trl":
+        _refuse_single_target(file)
 
     return {
         "lora_rank": rank,
@@ -565,6 +598,19 @@ def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
         "rslora": rslora,
         "lora_dropout": _dropout(file, tool),
     }
+
+
+def _refuse_single_target(file: File) -> None:
+    """Raise Refused if TRL takes a name as a pattern for whole paths, which then match none."""
+    value = file.values.get("lora_target_modules")
+    pattern = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(pattern, str) and re.fullmatch(r"[\w, ]+", pattern):
+        raise Refused(
+            "lora_target_modules",
+            f"the run is refused at its start: TRL takes {quote(pattern)} as a pattern for whole "
+            "paths, and it matches no layer",
+            "write a list of two names or more, or the name twice",
+        )
 
 
 def _dropout(file: File, tool: str) -> float:

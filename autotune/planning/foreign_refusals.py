@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from autotune.core.errors import did_you_mean
 from autotune.core.files import load_data
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.train_config import TrainConfig
-from autotune.planning.foreign_file import File, Refused
+from autotune.planning.foreign_file import File, Refused, quote
 from autotune.planning.foreign_sharding import strategy_of
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "NO", [], {})
@@ -19,6 +20,12 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "
 
 def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
     """Raise Refused if the tool refuses such a run at its start."""
+    for key, (least, most) in _table("ranges").items():
+        file.number(key, default=least, least=least, most=most)
+    for group in _table("values"):
+        for key, names in group["keys"].items() if tool in group["tools"] else ():
+            _refuse_unknown_value(file, key, names)
+
     facts = file.values | {
         "FULL": config.method == "full",
         "LORA": config.method == "lora",
@@ -36,6 +43,15 @@ def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
             ):
                 key = next(key for key in wanted if not key.isupper())
                 raise Refused(key.rpartition(".")[2], _refusal(row["why"]), row["remedy"])
+
+
+def _refuse_unknown_value(file: File, key: str, names: list[Any]) -> None:
+    """Raise Refused if the value of a key is none of these names, which may stand in lists."""
+    known = [name for part in names for name in (part if isinstance(part, list) else [part])]
+    value = file.text(key) if isinstance(file.values.get(key), str) else ""
+    if value and value not in known and "/" not in value:
+        why = f"{quote(value)} is none of its values{did_you_mean(value, known)}"
+        raise Refused(key, _refusal(why), f"write one of {', '.join(known[:4])} ...")
 
 
 def _strategy(file: File, moment: str, default: str) -> str:

@@ -98,7 +98,7 @@ def check(
     try:
         run = shared_out(for_model(run, model), model, options.pop("gpus", None))
     except Refused as refusal:
-        raise at_line(file, refusal) from None
+        raise at_line(file, refusal, run.ignored) from None
 
     if options.get("objective") not in (None, run.objective):
         raise UsageError(

@@ -312,7 +312,7 @@ def test_the_worker_is_limited_and_ends_with_the_prober(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # as the worker does
 def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of at most 300 characters and one line, or the name of what was raised."""
+    """It has at most 300 characters and one line, and no name of a Python exception."""
     model = MODEL | {"num_hidden_layers": 2}
     assert dry_worker._answer({"describe": model})["shape"]["num_layers"] == 2
     refused = dry_worker._answer({"count": to_data(replace(REQUEST, config=UNCOUNTED))})
@@ -320,7 +320,12 @@ def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for error, sentence in (
         (MemoryError("4 TiB"), "without weights it takes more than 8 GiB"),
         (ValueError("a\n  b " + "c" * 400), "a b " + "c" * 296),
-        (KeyError(), "transformers cannot train this model on text alone (KeyError)"),
+        (KeyError(), "transformers cannot train this model on text alone"),
+        (
+            TypeError("backend raised: TypeError: 'NoneType' object is not subscriptable"),
+            "transformers cannot train this model on text alone",
+        ),
+        (KeyError("a\nkey"), "transformers cannot train this model on text alone ('a\\nkey')"),
     ):
 
         def fail(model: Any, error: Exception = error) -> None:

@@ -326,7 +326,7 @@ trl loader_workers 8: dataloader_num_workers: 99
 trl optimizer adamw_8bit: optim: adamw_bnb_8bit / optim: ademamix_8bit
 trl optimizer lion_8bit: optim: paged_lion_8bit / optim: adamw_torch_4bit
 trl optimizer adafactor: optim: sgd
-trl optimizer adamw_torch: optim: lion_32bit / optim: muon
+trl optimizer adamw_torch: optim: lion_32bit / optim: adagrad
 trl padding longest: pad_to_multiple_of: 64 / pad_to_multiple_of: 1023 / pad_to_multiple_of:
 trl padding max_length: pad_to_multiple_of: 1024 / {pad_to_multiple_of: 600, max_length: 512}
 trl padding bucket: {pad_to_multiple_of: 64, torch_compile: true}
@@ -407,7 +407,6 @@ ONE_NOTE = {
     ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory"
      " than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
-    ("trl", "lora_target_modules: [o_proj]"): "TRL passes a single target module on as a pattern",
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
     ("trl", "{lora_r: 20, lora_alpha: 4}"): "lora_alpha 4 is far from twice the rank.",
     ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run"
@@ -502,7 +501,7 @@ def test_new_words_train_embedding_and_head_in_llamafactory(read):
         ("lora_target_modules: all-linear", "all-linear"),
         ("lora_target_modules: [v_proj, q_proj]", "q_proj,v_proj"),
         ("lora_target_modules: [up_proj, down_proj, q_proj]", "down_proj,q_proj,up_proj"),
-        ("lora_target_modules: dense", "all-linear"),  # a single word is not known to be a name
+        ("lora_target_modules: .*dense", "all-linear"),  # the names that match are not known
     ],
 )
 def test_where_the_adapters_are(line, targets, read):
@@ -1207,7 +1206,30 @@ def test_a_file_that_a_run_names_and_that_is_absent_is_named(read):
             "torchtune",
         ),
         ("model: org/m\ntrain_type: lora\ntorch_dtype: bfloat16\nlora_rank: 8\n", "ms-swift"),
+        ("task: llm-sft\nbase_model: org/m\nproject_name: p\nparams: {lr: 1}\n", "AutoTrain"),
+        ("base_model: org/m\ninput_features: [1]\noutput_features: [1]\n", "Ludwig"),
+        ("checkpoint_dir: m\nout_dir: o\nlora_r: 8\ntrain: {micro_batch_size: 1}\n", "LitGPT"),
     ],
 )
 def test_a_file_of_another_tool_is_called_by_its_name(failure, text, tool):
     assert failure(text) == f"FILE is a file of {tool}, which is not supported"
+
+
+def test_a_damaged_file_that_a_run_names_is_named_with_its_line(failure, tmp_path):
+    (tmp_path / "a.yaml").write_text("num_processes: [2,\n")
+    assert "a.yaml:2: not valid YAML" in failure(f"{TRL}accelerate_config: a.yaml\n")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3,}}')
+    assert "ds.json: not valid JSON: " in failure(f"{FACTORY}deepspeed: ds.json\n")
+
+
+def test_keys_that_fsdp_ignores_are_named(read):
+    run = read(f"{AXOLOTL}fsdp_config: {{fsdp_ofload_params: true, offload_params: false}}\n")
+    assert run.ignored.startswith("ignored in fsdp_config: 'fsdp_ofload_params'; did you mean 'off")
+    assert read(f"{AXOLOTL}fsdp_config: {{fsdp_version: 2}}\n").ignored == ""
+
+
+@pytest.mark.parametrize("targets", ["q_proj", "[q_proj]", "all_linear", "q_proj,v_proj"])
+def test_a_single_target_of_trl_is_a_pattern_that_matches_nothing(failure, read, targets):
+    text = f"{LORA['trl']}lora_target_modules: {targets}\n"
+    assert "lora_target_modules: the run is refused at its start: TRL takes" in failure(text)
+    assert read(f"{LORA['trl']}lora_target_modules: [q_proj, q_proj]\n").config.lora_targets

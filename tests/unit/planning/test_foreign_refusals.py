@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "test_datasets": [{"path": "y"}],
     "val_set_size": 0.1,
     "val_size": 0.1,
+    "warmup_ratio": 0.1,
 }
 ROWS = [
     (tool, row) for group in _table("refusals") for tool in group["tools"] for row in group["rows"]
@@ -60,6 +61,52 @@ def described(tool: str, keys: list[str]) -> dict[str, Any]:
                 key, 1 if key.endswith(("_epoch", "_steps", "_size")) else True
             )
     return {key: value for key, value in values.items() if key != "use_dora" or tool != "axolotl"}
+
+
+@pytest.mark.parametrize("tool", BASES)
+@pytest.mark.parametrize(
+    ("key", "value"), [("learning_rate", -1e-4), ("warmup_ratio", 1.5), ("weight_decay", "-0.1")]
+)
+def test_values_that_no_optimizer_takes_are_refused(tool: str, key: str, value: Any) -> None:
+    with pytest.raises(Refused, match=f"^{key}: a number from 0 to "):
+        parse(BASES[tool] | CALM[tool] | {key: value}, tool)
+    assert parse(BASES[tool] | CALM[tool] | {key: 0.5}, tool)
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "wrong", "right"),
+    [
+        ("trl", "optim", "adamw_8bit_paged", "paged_adamw_8bit"),
+        ("axolotl", "optimizer", "muonn", "muon"),
+        ("llamafactory", "lr_scheduler_type", "cosin", "cosine"),
+        ("trl", "attn_implementation", "flash_atention_2", "flash_attention_2"),
+        ("llamafactory", "flash_attn", "fa22", "fa2"),
+        ("axolotl", "save_strategy", "step", "steps"),
+    ],
+)
+def test_a_value_that_the_tool_does_not_have_is_refused(
+    tool: str, key: str, wrong: str, right: str
+) -> None:
+    with pytest.raises(Refused, match=f"^{key}: .*'{wrong}' is none of its values.*'{right}'"):
+        parse(BASES[tool] | CALM[tool] | {key: wrong}, tool)
+    assert parse(BASES[tool] | CALM[tool] | {key: right}, tool)
+
+
+def test_the_installed_transformers_has_no_other_values() -> None:
+    from transformers.trainer_utils import SaveStrategy, SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    tables = {"optimizers": OptimizerNames, "schedules": SchedulerType, "times": SaveStrategy}
+    for name, names in tables.items():
+        assert {one.value for one in names} <= set(_table(name))
+
+
+def test_a_refusal_names_ignored_keys_that_may_be_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    values = AXOLOTL | {"adapter": "qlora", "load_in_4bit": None, "load_in_4bitt": True}
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(UsageError, match=r"\(ignored by Axolotl .*'load_in_4bitt'; did you mean '"):
+        read_file(file)
 
 
 @pytest.mark.parametrize(("tool", "row"), ROWS, ids=str)

@@ -128,7 +128,7 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(
         stage
     )
-    (tmp_path / "ds" / "own.json").write_text("[")
+    (tmp_path / "ds" / "own.json").write_text('{"zero_optimization": {}}')
     unknown, _ = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert unknown.uncounted is not None and unknown.uncounted.shared == frozenset(LASTING)
 
