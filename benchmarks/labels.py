@@ -70,13 +70,30 @@ CASES: dict[str, tuple[str, str, dict[str, bool]]] = {
     "conversations": ("conversations", "llama3", {"axolotl": False, "llamafactory": False}),
     "alpaca": ("alpaca", "llama3", {"llamafactory": False}),
     "alpaca, no template": ("alpaca", "", {"axolotl": False}),
+    "parts": ("parts", "llama3", {"axolotl": False}),
+    "flags": ("flags", "llama3", {"axolotl": False}),
+    "system column": ("system", "llama3", {"axolotl": False, "llamafactory": False}),
+    "roles": ("roles", "llama3", {"axolotl": False}),
+    "two answers": ("two_answers", "llama3", {"trl": False, "axolotl": False}),
+    "calls, ShareGPT": ("sharegpt_calls", "qwen3_instruct_2507", {"llamafactory": False}),
+    "parallel calls, GLM": ("tools", "glm4moe_training", {"trl": False}),
+    "thoughts": ("thoughts", "qwen3_training", {"trl": False}),
+    "thoughts and calls, gpt-oss": ("thoughts_and_calls", "gptoss_training", {"trl": False}),
+    "pairs of text": ("pairs", "llama3", {"trl": False}),
+    "pairs of messages": ("chat_pairs", "llama3", {"trl": False}),
+    "pairs of alpaca": ("alpaca_pairs", "llama3", {"llamafactory": False}),
 }
 EOS = {
     "llama3": "<|eot_id|>",
     "qwen3_instruct_2507": "<|im_end|>",
+    "qwen3_training": "<|im_end|>",
     "qwen2_5": "<|im_end|>",
     "gemma": "<end_of_turn>",
+    "gptoss_training": "<|return|>",
+    "glm4moe_training": "<|user|>",
 }
+PAIRS = ("pairs", "chat_pairs", "alpaca_pairs")  # each row has two examples
+IGNORED = -100
 
 Labelled = list[tuple[list[int], list[int]]]  # tokens and labels of each row
 
@@ -126,7 +143,10 @@ def compared(
 
 def make_cases(folder: Path) -> dict[str, Labelled]:
     """Write rows and tokenizer of each case, and label them as train.py does."""
+    from autotune.core.objective import Objective
+    from autotune.problem.dataset import rows_of
     from autotune.trainer import rows as runtime
+    from autotune.trainer.examples import Encoder
     from autotune.trainer.token_cache import tokenise
 
     labelled = {}
@@ -138,12 +158,23 @@ def make_cases(folder: Path) -> dict[str, Labelled]:
             template(chat_template) if chat_template else None, EOS.get(chat_template, "</s>")
         )
         tokenizer.save_pretrained(folder / f"{case} tokenizer")
+        if form in PAIRS:
+            answers = [row for one in made for pair in rows_of(Objective.DPO, one) for row in pair]
+            examples = Encoder(tokenizer, None).encode((case, row) for row in answers)
+            labelled[case] = [unmasked(example) for example in examples]
+            continue
         stored = runtime.StoredExamples(tokenise(folder / f"{case}.jsonl", tokenizer))
         batches = [runtime.collate([[example]], [], False) for example in stored]
         labelled[case] = [
             (batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches
         ]
     return labelled
+
+
+def unmasked(example: list[int]) -> tuple[list[int], list[int]]:
+    """Return the tokens and the labels of an example."""
+    tokens = [token if token >= 0 else -1 - token for token in example]
+    return tokens, [token if token >= 0 else IGNORED for token in example]
 
 
 def words(chosen: random.Random) -> str:
@@ -187,6 +218,78 @@ def sharegpt(chosen: random.Random) -> dict[str, Any]:
     }
 
 
+def in_parts(chosen: random.Random) -> dict[str, Any]:
+    messages = conversation(chosen)
+    for one in messages:
+        one["content"] = [
+            {"type": "text", "text": text} for text in (one["content"], " " + words(chosen))
+        ]
+    return {"messages": messages}
+
+
+def with_roles(chosen: random.Random) -> dict[str, Any]:
+    names = {"user": "human", "assistant": "gpt"}
+    messages = conversation(chosen)
+    return {"messages": [one | {"role": names[one["role"]]} for one in messages]}
+
+
+def with_two_answers(chosen: random.Random) -> dict[str, Any]:
+    messages = conversation(chosen)
+    answer = {"role": "assistant", "content": words(chosen)}
+    place = chosen.randrange(2, len(messages) + 1, 2)
+    return {"messages": [*messages[:place], answer, *messages[place:]]}
+
+
+def sharegpt_calls(chosen: random.Random) -> dict[str, Any]:
+    asked, answered = sharegpt(chosen)["conversations"][:2]
+    call = {"name": "weather", "arguments": {"city": words(chosen)}}
+    called = {"from": "function_call", "value": json.dumps(call, ensure_ascii=False)}
+    result = {"from": "observation", "value": words(chosen)}
+    more = sharegpt(chosen)["conversations"]
+    # Without a system message, LLaMA-Factory writes two more line breaks before the tools.
+    system = {"from": "system", "value": words(chosen).strip()}
+    messages = [system, asked, called, result, answered, *more]
+    return {"conversations": messages, "tools": json.dumps(TOOLS)}
+
+
+def with_flags(chosen: random.Random) -> dict[str, Any]:
+    messages = conversation(chosen)
+    for answer in messages[1::2]:
+        answer["train"] = chosen.random() < 0.5
+    messages[-1]["train"] = True
+    return {"messages": messages}
+
+
+def with_thoughts(chosen: random.Random) -> dict[str, Any]:
+    messages = conversation(chosen)
+    for answer in messages[1::2]:
+        if chosen.random() < 0.5:
+            answer["reasoning_content"] = words(chosen).strip()
+    return {"messages": messages}
+
+
+def with_thoughts_and_calls(chosen: random.Random) -> dict[str, Any]:
+    """A question, calls with thoughts and their results, and the answer with a thought."""
+    messages = conversation(chosen)[:1]
+    for _ in range(chosen.randint(1, 2)):
+        call = {
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": words(chosen)}},
+        }
+        messages.append(
+            {"role": "assistant", "content": "", "tool_calls": [call], "thinking": words(chosen)}
+        )
+        messages.append({"role": "tool", "name": "weather", "content": words(chosen)})
+    answer = {"role": "assistant", "content": words(chosen), "thinking": words(chosen)}
+    return {"messages": [*messages, answer], "tools": TOOLS}
+
+
+def chat_pairs(chosen: random.Random) -> dict[str, Any]:
+    prompt = conversation(chosen)[:-1]
+    answers = ([{"role": "assistant", "content": words(chosen)}] for _ in range(2))
+    return {"prompt": prompt, "chosen": next(answers), "rejected": next(answers)}
+
+
 MAKERS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "text": lambda chosen: {"text": words(chosen)},
     "prompt_completion": lambda chosen: {
@@ -197,6 +300,26 @@ MAKERS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "messages": lambda chosen: {"messages": conversation(chosen)},
     "tools": with_calls,
     "conversations": sharegpt,
+    "parts": in_parts,
+    "flags": with_flags,
+    "roles": with_roles,
+    "two_answers": with_two_answers,
+    "sharegpt_calls": sharegpt_calls,
+    "system": lambda chosen: {"system": words(chosen).strip(), "messages": conversation(chosen)},
+    "thoughts": with_thoughts,
+    "thoughts_and_calls": with_thoughts_and_calls,
+    "pairs": lambda chosen: {
+        "prompt": words(chosen),
+        "chosen": " " + words(chosen),
+        "rejected": " " + words(chosen),
+    },
+    "chat_pairs": chat_pairs,
+    "alpaca_pairs": lambda chosen: {
+        "instruction": words(chosen),
+        "input": chosen.choice(["", words(chosen)]),
+        "chosen": words(chosen),
+        "rejected": words(chosen),
+    },
     "alpaca": lambda chosen: {
         "instruction": words(chosen),
         "input": chosen.choice(["", words(chosen)]),
@@ -243,6 +366,9 @@ def label_with(tool: str, folder: Path) -> None:
             batches = LABEL[tool](
                 [json.loads(line) for line in lines], tokenizer, form, chat_template, folder
             )
+            if form in PAIRS:
+                found[case] = list(batches)
+                continue
             found[case] = [
                 (batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches
             ]
@@ -254,7 +380,7 @@ def with_trl(
 ) -> Iterator[Any]:
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
-    from trl import SFTConfig, SFTTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     sizes = {
         "hidden_size": 8,
@@ -262,24 +388,32 @@ def with_trl(
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
     }
-    on_answers = form in ("messages", "tools")
+    shape = LlamaConfig(vocab_size=len(tokenizer), **sizes)
+    common = {"output_dir": str(folder / "trl"), "max_length": None, "use_cpu": True, "bf16": False}
+    if form in PAIRS:
+        pairs = DPOTrainer(
+            model=LlamaForCausalLM(shape),
+            ref_model=LlamaForCausalLM(shape),
+            args=DPOConfig(**common, report_to="none"),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+        for row in pairs.train_dataset:
+            for answer in (row["chosen_ids"], row["rejected_ids"]):
+                yield row["prompt_ids"] + answer, [IGNORED] * len(row["prompt_ids"]) + answer
+        return
+
+    on_answers = form not in ("text", "prompt_completion", "chat_completion")
     # As a column of JSON, since a table would give each mapping the keys of all.
     trainer = SFTTrainer(
-        model=LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)),
-        args=SFTConfig(
-            output_dir=str(folder / "trl"),
-            max_length=None,
-            assistant_only_loss=on_answers,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-        ),
+        model=LlamaForCausalLM(shape),
+        args=SFTConfig(**common, assistant_only_loss=on_answers, report_to="none"),
         train_dataset=Dataset.from_list(
-            [row | ({"tools": json.dumps(TOOLS)} if form == "tools" else {}) for row in rows]
+            [row | ({"tools": json.dumps(TOOLS)} if "tools" in row else {}) for row in rows]
         ),
         processing_class=tokenizer,
     )
-    return (trainer.data_collator([row]) for row in trainer.train_dataset)
+    yield from (trainer.data_collator([row]) for row in trainer.train_dataset)
 
 
 def with_axolotl(
@@ -303,6 +437,7 @@ def with_axolotl(
                 "message_property_mappings": {"role": "from", "content": "value"},
             },
         ),
+        "flags": ("chat_template", {"message_field_training": "train"}),
     }.get(form, ("chat_template", {}))
     loaded = importlib.import_module(f"axolotl.prompt_strategies.{module}")
     if module == "user_defined":
@@ -333,24 +468,40 @@ def with_llamafactory(
     from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
     from llamafactory.data.converter import get_dataset_converter
     from llamafactory.data.parser import DatasetAttr
+    from llamafactory.data.processor.pairwise import PairwiseDatasetProcessor
     from llamafactory.data.processor.supervised import SupervisedDatasetProcessor
     from llamafactory.data.template import get_template_and_fix_tokenizer
 
     attributes = DatasetAttr("file", "rows")
+    messages = {
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {
+            "role_tag": "role",
+            "content_tag": "content",
+            "user_tag": "user",
+            "assistant_tag": "assistant",
+            "system_tag": "system",
+        },
+    }
     attributes.join(
         {
-            "messages": {
-                "formatting": "sharegpt",
-                "columns": {"messages": "messages"},
-                "tags": {
-                    "role_tag": "role",
-                    "content_tag": "content",
-                    "user_tag": "user",
-                    "assistant_tag": "assistant",
-                    "system_tag": "system",
+            "messages": messages,
+            "system": messages | {"columns": {"messages": "messages", "system": "system"}},
+            "alpaca_pairs": {
+                "ranking": True,
+                "columns": {
+                    "prompt": "instruction",
+                    "query": "input",
+                    "chosen": "chosen",
+                    "rejected": "rejected",
                 },
             },
             "conversations": {"formatting": "sharegpt", "columns": {"messages": "conversations"}},
+            "sharegpt_calls": {
+                "formatting": "sharegpt",
+                "columns": {"messages": "conversations", "tools": "tools"},
+            },
             "prompt_completion": {"columns": {"prompt": "prompt", "response": "completion"}},
             "alpaca": {},
         }[form]
@@ -376,6 +527,18 @@ def with_llamafactory(
     )
     written = get_template_and_fix_tokenizer(tokenizer, data)
     convert = get_dataset_converter(attributes.formatting, attributes, data)
+    if form in PAIRS:
+        pairwise = PairwiseDatasetProcessor(
+            template=written, tokenizer=tokenizer, processor=None, data_args=data
+        )
+        for row in rows:
+            made = pairwise.preprocess_dataset(
+                {key: [value] for key, value in convert(row).items()}
+            )
+            for answer in ("chosen", "rejected"):
+                yield made[f"{answer}_input_ids"][0], made[f"{answer}_labels"][0]
+        return
+
     processor = SupervisedDatasetProcessor(
         template=written, tokenizer=tokenizer, processor=None, data_args=data
     )
