@@ -27,15 +27,15 @@ NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", *NO_ATTENTION}  # transformers refuses SDPA
 # Only other versions of the kernels support the attention sinks of gpt-oss.
 NO_FLASH_2 = {"deepseek_v4", "gpt_oss", *NO_ATTENTION}
-LARGEST_HEAD = 256  # values of a head that the varlen kernel supports
+LARGEST_HEAD = 256  # the most values in a head that the varlen kernel supports
 HEAD_MULTIPLE = 8
 OFF_BATCH = 0.25  # largest relative error of a packed step against the global batch
-WORTH_PACKING = 1.05  # mean examples in a row that make packing worth a trial
-MOST_LENGTHS = 16  # packing is computed once for each length
+WORTH_PACKING = 1.05  # packing is tried only if a row holds at least this many examples on average
+MOST_LENGTHS = 16  # packing is computed for each length, so more lengths are refused
 MIN_RANK = 16
 MAX_TRUNCATED = 0.01
-# For each knob: the floor that admits all its values, a test for the values that are always
-# admitted, and the description of the others.
+# For each knob: the floor that allows all its values, a test for the values that are always
+# allowed, and a description of the other values.
 NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "quantization": (
         "allow_quantized",
@@ -49,10 +49,11 @@ NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Limits on trading quality for speed, unless the user consents or no other configuration fits.
+    """Limits on how far quality is traded for speed.
 
-    If `min_rank` or `max_truncated` is None, MIN_RANK or MAX_TRUNCATED holds as far as the space
-    allows.
+    The user's consent (`allow_...`) lifts a limit; some are also lifted if no other configuration
+    fits. If `min_rank` or `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies as far as the
+    space allows.
     """
 
     min_rank: int | None = None
@@ -67,9 +68,9 @@ class Floors:
 class Narrowing:
     """A search space while values are removed from it.
 
-    `reserve` is the space to search if no configuration of `space` fits. It lacks the impossible
-    values, but keeps the values that only the floors forbid. `removals` are the removals from
-    `space`.
+    `reserve` is the space to search if no configuration of `space` fits. The reserve lacks the
+    impossible values, but keeps the values that only the floors forbid. `removals` are the removals
+    from `space`.
     """
 
     space: SearchSpace
@@ -109,7 +110,7 @@ class Narrowing:
             self.keep(name, allowed, reason, reserve=reserve)
 
     def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
-        """Give a knob an effect only with these values of another."""
+        """Give a knob an effect only with these values of the knob `other`."""
         self.space = self.space.condition(name, other, allowed)
         self.reserve = self.reserve.condition(name, other, allowed)
 
@@ -152,7 +153,9 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     _narrow_to_checkpoint(narrowing, model.stored_as)
     kind = model.text_type
     narrowing.keep(
-        "lora_targets", lambda targets: target_modules(kind, targets) != [], "there is no attention"
+        "lora_targets",
+        lambda targets: target_modules(kind, targets) != [],
+        "the model has no attention",
     )
     if kind in NO_FLASH_2:
         narrowing.remove(
@@ -163,7 +166,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
 
-    # Combinations were tested on models of text alone, which have no wrapper.
+    # Combinations were tested on text-only models, which have no wrapper for images.
     narrowing.remove_untested("model_type", model.config["model_type"])
     _narrow_tiling(narrowing)
     _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
@@ -239,7 +242,7 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
     narrowing.remove(
         "copies",
         uneven_copies - {1},
-        "each copy of the shards takes two GPUs at least, and all take as many",
+        "each copy of the model needs at least two GPUs, and all copies need the same number",
     )
 
     # A value is removed if every strategy refuses it.
@@ -264,7 +267,7 @@ def _narrow_to_checkpoint(narrowing: Narrowing, stored_as: str | None) -> None:
     reason = f"the checkpoint is stored in {stored_as}"
     if stored_as in DEQUANTISED:
         narrowing.remove(
-            "quantization", {"int8", "nf4"}, f"{reason}; bitsandbytes quantises others"
+            "quantization", {"int8", "nf4"}, f"{reason}; bitsandbytes cannot quantise it"
         )
         return
 
@@ -285,7 +288,7 @@ def _narrow_to_other_attention(narrowing: Narrowing) -> None:
     if narrowing.space.choices("attention") == ("sdpa",):
         narrowing.pin("attention", "eager")
         narrowing.removals.append(
-            Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is left")
+            Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is used instead")
         )
     else:
         narrowing.remove("attention", {"sdpa"}, reason)
@@ -295,7 +298,7 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove values that the target device does not support."""
     if device.kind == "cpu" and max(narrowing.space.choices("num_gpus")) > 1:
         narrowing.remove(
-            "sharding", set(STRATEGIES) - {"ddp"}, "accelerate shares out models on GPUs alone"
+            "sharding", set(STRATEGIES) - {"ddp"}, "accelerate divides models only among GPUs"
         )
 
     _narrow_precision(narrowing, device)
@@ -323,9 +326,10 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
 def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove precisions that the device does not train in, or trains in slowly.
 
-    A CPU without fast bf16 trains in fp32, even if the space does not list fp32. A space that does
-    not name precision gets the usual one of a device without bf16. If the user chose a single
-    precision, an unsupported one is an error and is not replaced.
+    A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the device has
+    no bf16 and the space does not name precision, the space gets the device's usual precision. If
+    the user chose a single precision that is unsupported, this is an error, and the precision is
+    not replaced.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
         narrowing.pin("precision", device.usual_precision)
@@ -400,12 +404,12 @@ def narrow_to_trl(
     narrowing.remove(
         "optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended"
     )
-    narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
-    narrowing.remove("tiling", {"tokens"}, "TRL computes layers whole")
+    narrowing.remove("attention", {"sdpa_cudnn"}, "TRL does not know this name")
+    narrowing.remove("tiling", {"tokens"}, "TRL does not compute layers in tiles")
     narrowing.remove("cuda_graphs", {"micro_batch"}, "TRL's training step reads values on the host")
     narrowing.remove("lora_kernels", {"joined"}, "TRL computes adapters as PEFT does")
     narrowing.remove(
-        "checkpointing", SELECTIVE, "TRL's files have no budget of activations for the compiler"
+        "checkpointing", SELECTIVE, "TRL's file has no key for the compiler's activation budget"
     )
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices(
         "quantization"
@@ -419,18 +423,15 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
     """Remove values that an objective excludes, and values that are untested with it."""
     narrowing.remove_untested("objective", objective)
     if objective.num_labels is not None:
-        narrowing.remove("loss", {"chunked"}, "a value for a row needs no logits of its tokens")
+        narrowing.remove("loss", {"chunked"}, "one value for a row needs no logits of tokens")
     if objective is Objective.CLASSIFICATION:
         narrowing.remove("packing", {True}, "each row has one label")
 
     if objective.has_reference:
-        reason = (
-            "TRL switches recomputation off and on again, for all layers alike, where the"
-            " untrained model computes"
-        )
+        reason = "TRL switches recomputation off for all layers while the untrained model computes"
         narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
     if objective is Objective.KTO:
-        reason = "KTO compares each answer with those to other prompts of its micro batch"
+        reason = "KTO compares each answer with answers to other prompts of its micro batch"
         narrowing.remove("micro_batch_size", {1}, reason)
 
 
@@ -439,7 +440,7 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
     tokens = workload.image_tokens
     if tokens:
         least = max(tokens + LEAST_TEXT, workload.images_end)
-        room = f"the images of an example take {tokens} tokens, which are never cut"
+        room = f"the images of an example take {tokens} tokens, which are never truncated"
         room += f", and the last ends at token {least}" if least > tokens + LEAST_TEXT else ""
         narrowing.keep("seq_len", lambda length: length >= least, room)
 
@@ -454,7 +455,7 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
     """Restrict padding to the modes of TRL: to the longest row of a micro batch, or to `seq_len`.
 
-    Compiled layers need the latter.
+    Compiled layers need rows of `seq_len`.
     """
     knob = narrowing.space.knob("padding")
     alike = knob is None or {"bucket", "max_length"} & set(knob.choices())
@@ -463,7 +464,9 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
         {"bucket"},
         "TRL pads to the longest row of a micro batch, or all rows to one length",
     )
-    narrowing.remove("padding", {"masked"}, "TRL gives all rows a mask: for it, that is `longest`")
+    narrowing.remove(
+        "padding", {"masked"}, "TRL gives all rows a mask, also with the padding `longest`"
+    )
 
     if (
         alike
@@ -477,7 +480,7 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
 def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
     """Search compilation only with packed rows if unpacked rows have too many lengths.
 
-    This is the case if they can only be padded to the longest row of a micro batch. Examples of one
+    Unpacked rows do if they can only be padded to the longest row of a micro batch. Examples of one
     length have no padding, so they need no mask.
     """
     padding = narrowing.space.knob("padding")
@@ -507,10 +510,10 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation if layers are not compiled, or only conditionally."""
+    """Remove selective recomputation unless layers are compiled with all values of other knobs."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
-        reason = "the layers are not compiled, whose compiler chooses what is recomputed"
+        reason = "it needs compiled layers, because the compiler chooses the recomputed tensors"
         narrowing.remove("checkpointing", SELECTIVE, reason)
     elif others := set(compiled.when or {}) - {"checkpointing"}:
         reason = f"the layers are compiled only with some values of {', '.join(sorted(others))}"
@@ -532,7 +535,7 @@ def narrow_to_layers(
         _narrow_to_other_attention(narrowing)
     if shape is not None and not shape.tileable:
         narrowing.remove(
-            "tiling", {"tokens"}, "its layers have no attention and MLP of the usual form"
+            "tiling", {"tokens"}, "the model's layers have no attention and MLP of the usual form"
         )
 
     if trainer == "transformers" and (shape is None or not shape.plain_head):
@@ -563,7 +566,8 @@ def _narrow_to_named_layers(
 ) -> None:
     """Remove adapters on modules that no layer has.
 
-    A choice needs all of its modules. One is enough for a model type with known names.
+    A choice of targets stays if the model has all its modules. For a model type with known names,
+    one of the modules is enough.
     """
 
     def has_layers(targets: str) -> bool:
@@ -573,7 +577,7 @@ def _narrow_to_named_layers(
 
     names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in layers))
     narrowing.keep(
-        "lora_targets", has_layers, f"the model has linear layers of these names alone: {names}"
+        "lora_targets", has_layers, f"the model's linear layers have only these names: {names}"
     )
 
 
@@ -641,7 +645,7 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
 
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
-            # Full fine-tuning gains much memory from pure bf16, adapters little.
+            # Pure bf16 saves much memory in full fine-tuning, but little with adapters.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
             when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
@@ -659,14 +663,14 @@ def _apply_floor_of_length(
     least = workload.truncated(largest)
     if max_truncated is not None and least > max_truncated + 1e-9:
         raise UsageError(
-            f"--max-truncated {max_truncated}: the longest rows, {largest}, cut off"
+            f"--max-truncated {max_truncated}: even rows of {largest} tokens truncate"
             f" {least:.2%} of the tokens",
             remedy=f"give {math.ceil(least * 1000) / 1000} or more,"
             " or pin a longer seq_len with --seq-len",
         )
 
     limit = max(MAX_TRUNCATED if max_truncated is None else max_truncated, least)
-    reason = f"would cut off more than {100 * limit:.3g}% of the tokens (--max-truncated)"
+    reason = f"would truncate more than {100 * limit:.3g}% of the tokens (--max-truncated)"
     narrowing.prefer(
         "seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True
     )
@@ -691,7 +695,7 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
     conditions = _packing_conditions(narrowing, workload, asked_for)
     if isinstance(conditions, str):
         if asked_for:
-            remedy = "leave packing out, or change what it names"
+            remedy = "leave packing out, or change the setting that this error names"
             raise UsageError(f"packing was asked for, but {conditions}", remedy=remedy)
         narrowing.remove("packing", {True}, conditions)
         return
@@ -709,7 +713,7 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
 def _no_varlen(shape: Mapping[str, Any]) -> str | None:
     """Return why varlen attention cannot compute a model with this config, or None if it can."""
     if shape.get("attention_dropout"):
-        return "it has no dropout, which the model's attention has"
+        return "it supports no dropout, but the model's attention has dropout"
 
     width, heads, size = (
         shape.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim")
@@ -721,8 +725,8 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
         return "the size of the model's heads is not known"
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return (
-            f"it takes heads of {LARGEST_HEAD} values at most, a multiple of {HEAD_MULTIPLE};"
-            f" the model's have {size}"
+            f"it supports heads of at most {LARGEST_HEAD} values, in multiples of {HEAD_MULTIPLE};"
+            f" the model's heads have {size}"
         )
     return None
 
@@ -735,7 +739,7 @@ def _packing_conditions(
     If packing is impossible, return only the reason.
     """
     if workload.lengths.source == "assumed" and not asked_for:
-        return "how long the examples are was not given (--dataset, --lengths)"
+        return "the lengths of the examples were not given (--dataset, --lengths)"
 
     # With flash_attention_2, transformers separates examples only in micro batches of one row.
     reasons = {
@@ -762,8 +766,8 @@ def _packing_conditions(
         near = abs(step / workload.global_batch - 1) <= OFF_BATCH
         return near and step <= max(workload.trained, examples_per_row[length])
 
-    # The shortest rows allow most micro batches. A longer row removes some of them, and is itself
-    # removed if it would remove all.
+    # The shortest rows allow the most micro batch sizes. Longer rows rule out some sizes; rows that
+    # would rule out all sizes are skipped.
     allowed_sizes = set(sizes)
     allowed_lengths = []
     for length in sorted(lengths):
@@ -773,7 +777,7 @@ def _packing_conditions(
             allowed_lengths.append(length)
 
     reason = (
-        f"a step would be over {OFF_BATCH:.0%} off the global batch of"
+        f"a step would differ by over {OFF_BATCH:.0%} from the global batch of"
         f" {workload.global_batch} (--global-batch)"
     )
     if not allowed_lengths:

@@ -42,7 +42,7 @@ from autotune.trainer.reading import BadDataset, Located, find_files, read_rows
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
 COLUMNS = {
-    Objective.DPO: "chosen, rejected and, unless both begin with it, prompt",
+    Objective.DPO: "chosen, rejected, and prompt unless both begin with it",
     Objective.KTO: "prompt, completion and label, or pairs of chosen and rejected",
     Objective.REWARD: "chosen and rejected",
     Objective.CLASSIFICATION: "text and label",
@@ -66,8 +66,8 @@ def dataset_lengths(
 
     The tokens are counted with the tokenizer of a directory. Without a tokenizer, they are
     estimated from the number of bytes. Counted tokens are cached (`token_cache`) for a later
-    training on the same files, except for objectives other than next-token prediction. A pair of
-    answers is as long as the longer one. `say` gets progress messages.
+    training on the same files, but only for next-token prediction. A pair of answers is as long as
+    the longer one. `say` gets progress messages.
 
     Raises:
         UsageError: if a row has an unknown form; the message names the row.
@@ -125,7 +125,8 @@ def image_lengths(
                 prefixes.append((where, text_of(form, whole=False)))
             yield where, text_of(form) if isinstance(form, Chat) else row
 
-    # The tokens of each row's text and the trained ones among them; the tokens of each prefix.
+    # For each row, the tokens of its text and the number that is trained on; for each prefix, its
+    # tokens
     with dataset_errors():
         if tokenizer is None:
             sizes = [_bytes(where, flat(parse_row(where, row)), loss_on) for where, row in texts()]
@@ -207,11 +208,11 @@ def dataset_errors() -> Iterator[None]:
         ) from None
     except CannotKeep as error:
         raise StorageError(
-            f"--dataset: {error}", remedy="make room there, or see whether it can be written"
+            f"--dataset: {error}", remedy="make room there, or check that the folder can be written"
         ) from None
     except ImportError as error:
         raise EnvironmentProblem(
-            f"--dataset: {error}", remedy="or give JSON lines or --lengths FILE"
+            f"--dataset: {error}", remedy="or give a file of JSON lines, or --lengths FILE"
         ) from None
 
 
@@ -314,7 +315,7 @@ def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     """Return the row of a prompt and an answer, with all columns that the prompt is made of.
 
-    Messages contain the prompt, unless it is given as messages of its own.
+    Messages contain the prompt, unless the prompt is a list of messages itself.
     """
     beside: dict[str, Any] = {
         name: columns[name] for name in ("system", "tools") if name in columns
@@ -329,11 +330,13 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     if not isinstance(answer, str):
         if prompt and not any(prompt.strip() in text for text in _contents(answer)):
             raise ValueError(
-                "the text of its prompt is not in its messages: give the prompt as messages"
+                "the prompt's text is not in the row's messages: give the prompt as messages"
             )
         return {**others, **beside, "messages": answer}
     if prompt:
-        raise ValueError("its answers are text, and its prompt is not: give both in the same form")
+        raise ValueError(
+            "the row's answers are text, but its prompt is not: give both in the same form"
+        )
     if beside:
         raise ValueError(f"its column {next(iter(beside))} needs a prompt in a column of its own")
     return {**others, "text": answer}

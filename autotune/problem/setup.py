@@ -45,10 +45,12 @@ DEFAULT_TOKENS = 1024
 DEFAULT_TEXT = 254
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
-# Largest relative error of a global batch given in tokens, if more micro batches then divide it.
+# A global batch given in tokens may differ by this share, if more micro batch sizes then divide it.
 OFF_TOKENS = 0.1
-WORTH_A_WARNING = 0.005  # share of the tokens that the longest seq_len truncates
-# Share of the parameters out of reach of adapters or quantisation that is worth a warning.
+# A warning is given if the longest seq_len truncates at least this share of the tokens.
+WORTH_A_WARNING = 0.005
+# A warning is given if adapters or quantisation do not reach more than this share of the
+# parameters.
 OUT_OF_REACH = 0.02
 
 
@@ -98,7 +100,7 @@ def set_up(
     with_images = _with_images(spec, model)
     if with_images and not probes_run_here:
         raise UsageError(
-            f"no formula covers the images of {model.short}, only probes measure them",
+            f"no formula covers the images of {model.short}: only probes can measure them",
             remedy="use `autotune run` on a machine with the card, or with a larger one",
         )
     target = target if isinstance(target, Target) else Target(device=target)
@@ -204,7 +206,7 @@ def _with_images(spec: StudySpec, model: ModelSpec) -> bool:
     is_asked = spec.image_size is not None or spec.vision != "frozen"
     if is_asked and not model.sees_images:
         raise UsageError(
-            f"images of {model.short} cannot be trained on, only text",
+            f"{model.short} can be trained on text, but not on images",
             remedy="leave --image-size and --vision out,"
             f" or take a model of another family: {', '.join(IMAGE_FAMILIES)}",
         )
@@ -240,9 +242,9 @@ def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
 
 
 def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
-    """Return the space with the spec's pins and the knobs of a micro batch's size.
+    """Return the space with the spec's pins, and with both knobs for the size of a micro batch.
 
-    Batch and model then narrow these knobs.
+    The global batch and the model narrow these two knobs later.
     """
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
@@ -267,7 +269,7 @@ def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpa
 
     if target.measured_on is not None:
         proxy = target.measured_on.name
-        reason = f"{proxy} stands in for {target.device.name} alone, and not for several"
+        reason = f"{proxy} can stand in for one {target.device.name}, but not for several"
         listed = ",".join(map(str, numbers))
         raise UsageError(
             f"--gpus {listed}: {reason}", remedy="give --gpu auto, or leave --gpus out"
@@ -295,7 +297,7 @@ def calibration_of(
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:
-    """Return the shape that a worker would report of the model's layers, without their pattern.
+    """Return the shape of the model's layers that a worker would report, without their pattern.
 
     The result is None for a family without a formula.
     """
@@ -436,7 +438,7 @@ def _warnings(
             f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len"
             " of the space"
         )
-        warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be cut off")
+        warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be truncated")
     return tuple(warnings)
 
 
@@ -488,8 +490,8 @@ def _rows_with_images(
     """Return the lengths of examples with images, the images by length, and the last image's end.
 
     The end is the largest position in tokens at which an image ends, or 0 if unknown. Without a
-    dataset, each example has one image. Lengths from the user include it. Examples that are too
-    short for it have only text. Raises UsageError if all are too short.
+    dataset, each example has one image. Lengths from the user include the image's tokens. Examples
+    that are too short for an image have only text. Raises UsageError if all examples are too short.
     """
 
     def picture(width: int, height: int) -> Picture:
@@ -527,7 +529,7 @@ def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
         return []
     return [
         f"the checkpoint is stored in {model.stored_as}, and transformers trains it in 16 bits:"
-        " all memory here is of the dequantised weights"
+        " all memory numbers are for the dequantised weights"
     ]
 
 
@@ -545,7 +547,7 @@ def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
     slow = "transformers computes layers of this model slowly and with more memory"
     if probes_run_here:
         return [f"{slow}: install its fast kernels: pip install {packages}"]
-    return [f"without fast kernels, {slow}; all numbers are of this way (pip install {packages})"]
+    return [f"without fast kernels, {slow}; all numbers assume this (pip install {packages})"]
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
@@ -558,7 +560,7 @@ def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
         notes.append(f"an image of {DEFAULT_IMAGE} in each example is assumed (--image-size)")
     if short := 1 - workload.lengths.longer(least - 1):
         room = f"have no room for an image of {workload.image_tokens} tokens"
-        notes.append(f"{short:.1%} of the examples {room} (--image-size): they count as text alone")
+        notes.append(f"{short:.1%} of the examples {room} (--image-size): they count as text only")
     return notes
 
 

@@ -70,7 +70,7 @@ def test_the_default_floors():
         "optimizer": ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"),
     }
     assert [str(removal) for removal in narrowing.removals] == [
-        "seq_len 512: would cut off more than 1% of the tokens (--max-truncated)",
+        "seq_len 512: would truncate more than 1% of the tokens (--max-truncated)",
         "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be"
         " padding",
         "lora_rank 8: below the rank floor of 16 (--min-rank)",
@@ -88,7 +88,7 @@ def test_a_floor_below_a_percent_is_named_as_it_is():
     )
     assert (
         str(narrowing.removals[0])
-        == "seq_len 512: would cut off more than 0.65% of the tokens (--max-truncated)"
+        == "seq_len 512: would truncate more than 0.65% of the tokens (--max-truncated)"
     )
 
 
@@ -125,7 +125,7 @@ def test_the_floor_of_length(length, max_truncated, kept):
         (
             {"seq_len": (512,)},
             {"max_truncated": 0.1},
-            "the longest rows, 512, cut off 50.00% of the tokens",
+            "even rows of 512 tokens truncate 50.00% of the tokens",
         ),
         ({"method": ("full",)}, {"min_rank": 65}, None),  # a warning
     ],
@@ -227,7 +227,7 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
     assert knob is not None and knob.choices() == (False, True)
     # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
     assert knob.when is not None and knob.when["micro_batch_size"] == [1, 2, 4]
-    reason = "a step would be over 25% off the global batch of 32 (--global-batch)"
+    reason = "a step would differ by over 25% from the global batch of 32 (--global-batch)"
     assert removed(setup) == [f"packing True: not with micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.task.space.enumerate():
         config = setup.task.space.config(chosen)
@@ -239,7 +239,7 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({}, "how long the examples are was not given (--dataset, --lengths)"),
+        ({}, "the lengths of the examples were not given (--dataset, --lengths)"),
         ({"tokens_per_example": 4096}, "no row has room for a second example"),
         (
             {"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}},
@@ -284,7 +284,7 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
     assert {config.attention for config in choices} == {"sdpa"}
     with pytest.raises(
         UsageError,
-        match="packing was asked for, but a step would be over 25% off the global batch of 2",
+        match="packing was asked for, but a step would differ by over 25% from the global batch",
     ):
         prepared(skewed, pins={"packing": True}, global_batch=2)
 
@@ -480,15 +480,19 @@ NO_CAP = "it computes a causal softmax without a cap on the scores"
         # which has attention sinks
         ({"model_type": "gpt_oss"}, f"varlen attention is untested on gpt_oss: {NO_CAP}"),
         ({"model_type": "mamba"}, f"varlen attention is untested on mamba: {NO_CAP}"),
-        ({"attention_dropout": 0.1}, "it has no dropout, which the model's attention has"),
+        (
+            {"attention_dropout": 0.1},
+            "it supports no dropout, but the model's attention has dropout",
+        ),
         ({"head_dim": 256}, None),
         (
             {"head_dim": 264},
-            "it takes heads of 256 values at most, a multiple of 8; the model's have 264",
+            "it supports heads of at most 256 values, in multiples of 8;"
+            " the model's heads have 264",
         ),
         (
             {"head_dim": None, "hidden_size": 640},
-            "it takes heads of 256 values at most, a multiple of 8; the model's have 20",
+            "it supports heads of at most 256 values, in multiples of 8; the model's heads have 20",
         ),
     ],
     ids=str,
@@ -699,7 +703,7 @@ def test_selective_recomputation_needs_compiled_layers() -> None:
         narrow_checkpointing(lacking)
         assert both(lacking, "checkpointing") == ("none", "full")
         assert [removal.reason for removal in lacking.removals] == [
-            "the layers are not compiled, whose compiler chooses what is recomputed"
+            "it needs compiled layers, because the compiler chooses the recomputed tensors"
         ]
     conditional = unnarrowed(checkpointing=every, compile=compiled, packing=(True, False))
     conditional.only_with("compile", "packing", (True,))
@@ -715,11 +719,14 @@ NO_SDPA = "transformers has no SDPA attention for this model"
 @pytest.mark.parametrize(
     ("attentions", "left", "reasons"),
     [
-        (("sdpa",), ("eager",), [f"attention sdpa: {NO_SDPA}; eager is left"]),
+        (("sdpa",), ("eager",), [f"attention sdpa: {NO_SDPA}; eager is used instead"]),
         (
             ("sdpa", "sdpa_cudnn"),
             ("eager",),
-            [f"attention sdpa_cudnn: {NO_SDPA}", f"attention sdpa: {NO_SDPA}; eager is left"],
+            [
+                f"attention sdpa_cudnn: {NO_SDPA}",
+                f"attention sdpa: {NO_SDPA}; eager is used instead",
+            ],
         ),
         (("sdpa", "flex_attention"), ("flex_attention",), [f"attention sdpa: {NO_SDPA}"]),
     ],
@@ -742,7 +749,7 @@ def test_attention_sinks_need_other_kernels_than_flash_attention_2() -> None:
     assert both(narrowing, "attention") == ("eager",)
     assert [str(removal) for removal in narrowing.removals] == [
         "attention flash_attention_2: transformers has no FlashAttention 2 for this model",
-        f"attention sdpa: {NO_SDPA}; eager is left",
+        f"attention sdpa: {NO_SDPA}; eager is used instead",
     ]
     with pytest.raises(UsageError, match="FlashAttention 2"):
         narrow_to_model(unnarrowed(attention=("flash_attention_2",)), model, WORKLOAD)
@@ -814,7 +821,7 @@ def test_adapters_are_on_layers_that_the_model_has() -> None:
     narrowing = layered({"linear_layers": layers}, lora_targets=(*asked, "proj,up_proj"))
     left = ("all-linear", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense")
     assert both(narrowing, "lora_targets") == left
-    reason = "the model has linear layers of these names alone: q_proj, o_proj, up_proj, dense"
+    reason = "the model's linear layers have only these names: q_proj, o_proj, up_proj, dense"
     assert f"lora_targets q_v, attn.q_proj, k_proj, proj,up_proj: {reason}" in map(
         str, narrowing.removals
     )
@@ -828,7 +835,7 @@ def test_adapters_are_on_layers_that_the_model_has() -> None:
         "attention",
     )
     assert both(layered(few, lora_targets=("q_v", "all-linear")), "lora_targets") == ("all-linear",)
-    with pytest.raises(UsageError, match="these names alone: q_proj"):
+    with pytest.raises(UsageError, match="only these names: q_proj"):
         layered({"linear_layers": layers}, lora_targets=("v_proj",))
 
 
@@ -836,7 +843,7 @@ def test_a_model_without_attention_has_no_adapters_on_it() -> None:
     narrowing = unnarrowed(lora_targets=("all-linear", "attention", "q_v", "in_proj"))
     narrow_to_model(narrowing, resolve_model("mistralai/Mamba-Codestral-7B-v0.1"), WORKLOAD)
     assert both(narrowing, "lora_targets") == ("all-linear", "in_proj")
-    assert "lora_targets attention, q_v: there is no attention" in map(str, narrowing.removals)
+    assert "lora_targets attention, q_v: the model has no attention" in map(str, narrowing.removals)
 
 
 def test_adapters_on_attention_compile_beside_fused_experts() -> None:
@@ -1038,7 +1045,7 @@ def test_a_step_of_packed_rows_is_a_quarter_off_the_global_batch_at_most() -> No
     narrowing = packed(workload, seq_len=(1536, 2560, 3072), micro_batch_size=(1,))
     assert both(narrowing, "packing") == (False, True)
     assert when(narrowing, "packing") == {"seq_len": [1536, 2560]}
-    reason = "a step would be over 25% off the global batch of 4 (--global-batch)"
+    reason = "a step would differ by over 25% from the global batch of 4 (--global-batch)"
     assert [str(one) for one in narrowing.removals] == [
         f"packing True: not with seq_len 3072: {reason}"
     ]

@@ -326,7 +326,7 @@ def test_what_is_missing_to_read_a_dataset_is_an_error_of_the_environment() -> N
         dataset_errors(),
     ):
         raise ImportError("no datasets")
-    assert caught.value.remedy == "or give JSON lines or --lengths FILE"
+    assert caught.value.remedy == "or give a file of JSON lines, or --lengths FILE"
 
 
 def test_a_dataset_is_there_or_is_named(tmp_path: Path) -> None:

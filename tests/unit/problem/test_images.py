@@ -258,7 +258,7 @@ def test_a_seq_len_that_ends_before_a_rows_last_image_is_removed(tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": late, "images": ["s.png"]}))
     spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 32})
     with pytest.raises(
-        UsageError, match="take 6 tokens, which are never cut, and the last ends at token 58"
+        UsageError, match="take 6 tokens, which are never truncated, and the last ends at token 58"
     ):
         set_up(spec, Target(device=resolve_device("cpu")))
 
@@ -300,7 +300,7 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
         ({"gpus": 2}, "--gpus is untested with images"),
         ({"eval_share": 0.1}, "--eval-share is untested with images"),
         ({"tokens_per_example": 100}, "an example of 100 tokens has no room for its image of 770"),
-        ({"pins": {"seq_len": 512}}, "never cut"),
+        ({"pins": {"seq_len": 512}}, "never truncated"),
         ({"mean_tokens": 100, "p99_tokens": 200}, "has no room for its image of 770"),
         ({"image_size": "56x56", "pins": {"packing": True}}, "rows with images are not packed"),
         (
@@ -321,7 +321,7 @@ def test_what_is_untested_with_images_is_refused(
 
 def test_a_model_of_text_takes_no_images() -> None:
     for wanted in ({"image_size": "9x9"}, {"vision": "trained"}):
-        with pytest.raises(UsageError, match="images of demo-3m cannot be trained on, only text"):
+        with pytest.raises(UsageError, match="demo-3m can be trained on text, but not on images"):
             set_up(
                 StudySpec(model="demo-3m", gpu="cpu", space="cpu", **wanted),
                 Target(device=resolve_device("cpu")),

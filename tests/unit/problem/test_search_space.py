@@ -530,9 +530,9 @@ def test_a_space_is_written_in_python_as_a_list_or_a_value():
     }
     for wrong in ([], [1, 1], ()):
         with pytest.raises(
-            UsageError, match="micro_batch_size: a list has values, each once"
+            UsageError, match="micro_batch_size: a list needs values, each only once"
         ) as caught:
             SearchSpace.of(micro_batch_size=wrong)
-        assert caught.value.remedy == "name the values"
+        assert caught.value.remedy == "list each value once"
     with pytest.raises(UsageError, match="--set micro_batch_size: "):
         SearchSpace.of(micro_batch_size=[1, 0])

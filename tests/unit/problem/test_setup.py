@@ -322,7 +322,7 @@ def test_examples_that_are_too_long_are_a_warning(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
         "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens"
-        " will be cut off",
+        " will be truncated",
     )
 
 
@@ -494,7 +494,7 @@ def test_rows_that_lose_half_a_percent_of_the_tokens_are_a_warning(installed, tm
         assert (cut >= 0.005) is warned and bool(setup.warnings) is warned
     assert setup.warnings == (
         "0% of the examples are longer than every seq_len of the space (1024): 1% of the tokens"
-        " will be cut off",
+        " will be truncated",
     )
 
 
@@ -672,7 +672,7 @@ def test_the_packages_with_kernels_for_layers_other_than_attention_are_named(
     if not packages:
         assert not any("pip install" in warning for warning in (*planned, *missing))
         return
-    assert f"all numbers are of this way (pip install {packages})" in planned[0]
+    assert f"all numbers assume this (pip install {packages})" in planned[0]
     assert missing[0].endswith(f"install its fast kernels: pip install {packages}")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

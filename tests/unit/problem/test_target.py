@@ -358,7 +358,7 @@ def test_a_budget_above_what_is_available_is_an_error():
         EnvironmentProblem, match=r"a10 has 22.0 GiB, but only 9.80 GiB are free here"
     ):
         busy.memory_cap_gib(139.8)
-    with pytest.raises(UsageError, match=r"--memory-gib 30 is more than the 22.0 GiB"):
+    with pytest.raises(UsageError, match=r"--memory-gib 30 is more than the available 22.0 GiB"):
         emulated().memory_cap_gib(139.8, asked_gib=30.0)
     shallow = emulated().memory_cap_gib(139.8, asked_gib=30.0, may_exceed=True)
     assert shallow == 30.0
@@ -428,7 +428,7 @@ def test_a_kept_calibration_is_used_on_the_machine_that_made_it(tmp_path, monkey
     assert found is not None and (found.place, found.layer_ms) == (HERE, made.layer_ms) and not said
     assert calibration_of(StudySpec(model="demo-3m"), CPU) == found
     write_calibration(replace(made, processor="another"), kept_path("cpu"))
-    assert kept_calibration(CPU, said.append) is None and "of a machine with another" in said.pop()
+    assert kept_calibration(CPU, said.append) is None and "on a machine with another" in said.pop()
     kept_path("cpu").write_text("{")
     assert kept_calibration(CPU, said.append) is None and "it is not used" in said.pop()
 
