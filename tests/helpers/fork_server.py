@@ -5,6 +5,9 @@ it does its work. `forked_processes` makes `subprocess` fork such a process from
 in some hundredths of a second. The caller gets a child of its own, with the arguments, descriptors,
 environment, folder and session it asked for, which it waits for and kills as usual. The server
 imports and never computes, since a fork copies no thread.
+
+Inductor makes no code in a fork: the operations of a compiled graph call torch's own code. g++
+would compile some twenty kernels for a layer, each for more than a second. OWN_CODE has it do so.
 """
 
 import atexit
@@ -58,6 +61,8 @@ PROGRAMS = (
 )
 # no look-ups and no threads
 QUIET = {"HF_HUB_OFFLINE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# Autotune passes variables of torch on to the processes that it starts.
+OWN_CODE = "TORCHINDUCTOR_OWN_CODE"
 HIGH = 512  # above every descriptor of a test
 MESSAGE_BYTES = 150_000  # more than a socket takes as one message is an error
 LIBRARIES = (
@@ -320,8 +325,10 @@ def _raised(channel: socket.socket) -> socket.socket:
 def _settle(request: dict[str, Any]) -> None:
     """Set what Python and the libraries read when they start."""
     import numpy
+    from torch._inductor import config as inductor
 
     variables = request["variables"]
+    inductor.fallback_by_default = OWN_CODE not in variables
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path if path not in inherited)]

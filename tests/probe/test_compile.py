@@ -22,8 +22,7 @@ pytestmark = [
 Rows = list[tuple[int, list[float]]]
 Served = dict[str, Rows]
 TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 6}
-# The worker is in this process, so that its compiler can be asked. Each operation of a graph calls
-# torch's own code: g++ would take most of the time, and tests of joined adapters run what it makes.
+# The worker is in this process, so that its compiler can be asked.
 SERVE = """
 import json, sys
 from autotune.probe.worker import Worker
@@ -31,10 +30,8 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import from_data
 
 worker = Worker("cpu", lambda **message: None)
-import torch
 from torch._dynamo.utils import counters
 
-torch._inductor.config.fallback_by_default = True
 for data in json.loads(sys.argv[1]):
     result, reusable = worker.serve(from_data(ProbeRequest, data))
     assert reusable, result
@@ -147,7 +144,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autotune.trainer.lean_trainer import compile_layers
 from autotune.trainer.model_builder import decoder_layers, require_input_gradients
 
-torch._inductor.config.fallback_by_default = True
 torch.manual_seed(0)
 shape = {"hidden_size": 64, "intermediate_size": 128}
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
