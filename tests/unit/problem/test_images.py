@@ -98,6 +98,14 @@ def test_what_is_no_image_is_named_with_its_row(content: bytes, tmp_path: Path) 
     assert "leave the row out" in str(caught.value.remedy)
 
 
+def test_a_plan_opens_no_image_beside_the_folder_either(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(3, 4))
+    (tmp_path / "data").mkdir()
+    for named in ("../a.png", str(tmp_path / "a.png"), {"path": "../a.png"}):
+        with pytest.raises(UsageError, match="cannot be read: it is not below"):
+            pictures_of("row 7", [named], tmp_path / "data", sized)
+
+
 def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(3, 4))
 
