@@ -180,6 +180,10 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no study to export": (("export",), ("no database",)),
     "unknown format": (("export", "--format", "unsloth"), ("'unsloth'", "trl")),
     "no URL": ((*RUN, "--storage", f"me:{CANARY}@host"), ("--storage",)),
+    "no URL of a worker": (
+        ("worker", "--study", "x", "--storage", "x"),
+        ("--storage: not a database URL",),
+    ),
     "unknown driver": (
         (*RUN, "--storage", f"nonsense://me:{CANARY}@host/db"),
         ("--storage", "nonsense"),
@@ -197,6 +201,10 @@ MACHINE = {
 STORAGE = {
     "a file in the way": ((*RUN, "--out", "in-the-way/out"), ("in-the-way/out", "Not a directory")),
     "out is a file": ((*RUN, "--out", "in-the-way"), ("in-the-way",)),
+    "out is a folder": (
+        ("compare", "--gpus", "a10", "--model", "demo-3m", "--out", "."),
+        ("cannot write .: Is a directory",),
+    ),
     "no folder for SQLite": (
         (*RUN, "--storage", "sqlite:///in-the-way/a.db"),
         ("unable to open database file",),
