@@ -1,7 +1,7 @@
 """Try damaged dataset files and random command lines, each in a process that may crash or hang.
 
-The inputs are made by `tests/helpers/strange_inputs.py`. The tests try 200 files and 200 command
-lines.
+`tests/helpers/strange_inputs.py` makes the files, and `tests/helpers/command_lines.py` the lines.
+The tests try 200 of each.
 """
 
 import argparse
@@ -14,16 +14,9 @@ from typing import Any
 
 from bench import Mode, finish, run_program
 
-from tests.helpers.strange_inputs import (
-    ENDS,
-    FileReader,
-    Trial,
-    command_lines,
-    enter,
-    files,
-    run_command,
-    tried,
-)
+from autotune.cli.app import COMMANDS
+from tests.helpers.command_lines import command_lines, enter, run_command, store_study
+from tests.helpers.strange_inputs import ENDS, FileReader, Trial, files, tried
 
 COLUMNS = ("kind", "inputs", "answers", "errors", *ENDS, "seconds_max")
 
@@ -32,6 +25,7 @@ def run(args: argparse.Namespace) -> None:
     """Try the inputs in an empty folder, without a network."""
     folder = Path(tempfile.mkdtemp())
     os.environ |= enter(folder)
+    store_study()
     trials = {
         "file": tried(files(args.files), FileReader(Path.cwd()).read),
         "command line": tried(command_lines(args.commands), run_command, name=json.dumps),
@@ -52,7 +46,10 @@ def run(args: argparse.Namespace) -> None:
 
 def kind_of(what: str, trial: Trial) -> str:
     """Return the kind of a file, or the command of a command line."""
-    return trial.input.partition(" ")[0] if what == "file" else str(json.loads(trial.input)[0])
+    if what == "file":
+        return trial.input.partition(" ")[0]
+    first = str(json.loads(trial.input)[0])
+    return first if first in COMMANDS else "no command"
 
 
 def counted(what: str, kind: str, trials: Iterable[Trial]) -> dict[str, Any]:
@@ -71,13 +68,16 @@ def counted(what: str, kind: str, trials: Iterable[Trial]) -> dict[str, Any]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the inputs, and the faults by their kinds."""
-    return {
-        "files": sum(row["inputs"] for row in rows if row["what"] == "file"),
-        "command_lines": sum(row["inputs"] for row in rows if row["what"] == "command line"),
-        **{end: sum(row[end] for row in rows) for end in ENDS},
-        "seconds_max": max(row["seconds_max"] for row in rows),
-    }
+    """Count the inputs, the answers, and the faults by their kinds."""
+    numbers: dict[str, Any] = {}
+    for what in ("file", "command line"):
+        found = [row for row in rows if row["what"] == what]
+        name = f"{what.replace(' ', '_')}s"
+        numbers[name] = sum(row["inputs"] for row in found)
+        numbers[f"answered_{name}"] = sum(row["answers"] for row in found)
+
+    faults = {end: sum(row[end] for row in rows) for end in ENDS}
+    return numbers | faults | {"seconds_max": max(row["seconds_max"] for row in rows)}
 
 
 MODES = {

@@ -1,4 +1,4 @@
-"""Damaged dataset files and random command lines, each tried in a child that may crash or hang."""
+"""Damaged dataset files. Each input is tried in a child that may crash or hang."""
 
 import contextlib
 import copy
@@ -6,10 +6,8 @@ import io
 import json
 import os
 import random
-import re
 import select
 import signal
-import sys
 import time
 import traceback
 import warnings
@@ -20,22 +18,18 @@ from typing import Any, TypeVar
 
 import pyarrow
 import pyarrow.parquet
-import typer
 from PIL import Image
 from transformers import AutoTokenizer
 
-from autotune.cli import app
 from autotune.core.errors import AutotuneError
 from autotune.core.images import picture_of
 from autotune.problem.dataset import dataset_lengths, form_of, image_lengths
 from autotune.trainer.picture_files import BadPicture, read_picture
-from tests.helpers.hostile import WORDS
 from tests.helpers.seeing import seeing
 from tests.helpers.tokenizers import CHATML, byte_level
 
 T = TypeVar("T")
 LATE_S = 20.0
-EXIT_CODES = {0, 2, 3, 4, 5, 6, 7}
 KINDS = ("jsonl", "json", "csv", "parquet", "arrow", "image")
 ENDS = ("tracebacks", "signals", "unexpected", "over_20_s")
 
@@ -378,142 +372,3 @@ def _places(holder: Any) -> Any:
         yield holder, key
         if isinstance(holder[key], dict | list):
             yield from _places(holder[key])
-
-
-# --- command lines
-
-# Words that no command writes to outside its folder, whoever runs it
-SAFE_WORDS = tuple(word for word in WORDS if not word.startswith(("/", "~root", "postgresql:")))
-ARGUMENTS = (
-    *SAFE_WORDS,
-    *(
-        "demo-3m",
-        "h200",
-        "a10,h200",
-        "lora",
-        "trl",
-        "1",
-        "0",
-        "-1",
-        "2",
-        "8",
-        "1000",
-        "0.5",
-        "5m",
-        "json",
-        "table",
-    ),
-    *(
-        "rows.jsonl",
-        "spec.yaml",
-        "x.html",
-        "folder",
-        "in-the-way/x",
-        "x",
-        "sqlite:///x.db",
-        "sqlite:///x.db?timeout=z",
-    ),
-    *(
-        "postgresql+psycopg://me:word@localhost:abc/db",
-        "postgresql+psycopg://me:word@localhost:99999/db",
-        "a=1",
-    ),
-    *(
-        "micro_batch_size=2",
-        "method=full",
-        "seq_len=64",
-        "99999999999999999999",
-        "1e5",
-        "٣",
-        "1,2,4",
-        "2026-01-01",
-    ),
-)
-# These start real work: probes, training, servers, or tests of the machine. Here they only parse
-# their options.
-WORKING = {
-    "run",
-    "doctor",
-    "calibrate",
-    "longest",
-    "dev",
-    "explain",
-    "learn",
-    "train",
-    "verify",
-    "resume",
-}
-# a GPU that the machine lacks ends a working command at once
-HERE = {"--gpu": "a10", "--model": "demo-3m"}
-LEFT_OUT = {*HERE, "--live"}  # the last one asks a server
-
-
-def command_lines(count: int) -> list[list[str]]:
-    """Return this number of random command lines."""
-    group = typer.main.get_group(app.app)
-    context = typer.Context(group)
-    parameters = {}
-    for name in app.COMMANDS:
-        _, command, _ = group.resolve_command(context, [name])
-        parameters[name] = [one for one in command.params if one.name != "help" and not one.hidden]
-    return [_command_line(parameters, random.Random(number)) for number in range(count)]
-
-
-def _command_line(parameters: dict[str, list[Any]], chance: random.Random) -> list[str]:
-    name = chance.choice(list(parameters))
-    words = [name]
-    if name in WORKING:
-        words += ["--no-such-option"] if name in ("dev", "doctor") else []
-        words += [part for pair in HERE.items() for part in pair if name in ("run", "calibrate")]
-        words += ["--gpu", "no-such-gpu", "--model", "demo-3m"] if name == "longest" else []
-    for parameter in chance.sample(
-        parameters[name], min(len(parameters[name]), chance.randint(0, 5))
-    ):
-        options = [one for one in parameter.opts if one.startswith("-") and one not in LEFT_OUT]
-        if parameter.param_type_name == "argument":
-            words.append(chance.choice(ARGUMENTS))
-        elif options:
-            words.append(chance.choice(options))
-            if not parameter.is_flag or chance.random() < 0.05:
-                words.append(chance.choice(ARGUMENTS))
-    if chance.random() < 0.1:
-        words.insert(chance.randrange(len(words) + 1), chance.choice(ARGUMENTS))
-    return words
-
-
-def enter(root: Path) -> dict[str, str]:
-    """Enter a folder with the files that some command lines name, and return the variables of a
-    stranger.
-
-    It is so deep that `../../x` stays below `root`.
-    """
-    folder = root / "a" / "b" / "c"
-    folder.mkdir(parents=True)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + "\n")
-    (folder / "spec.yaml").write_text("model: demo-3m\ngpu: a10\n")
-    (folder / "in-the-way").write_text("")
-    (folder / "folder").mkdir()
-    os.chdir(folder)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "AUTOTUNE_DATABASE_WAIT": "0"}
-    return offline | {
-        "HOME": str(root),
-        "XDG_CACHE_HOME": str(root / "cache"),
-        "AUTOTUNE_STORAGE": "sqlite:///a.db",
-    }
-
-
-def run_command(words: list[str]) -> tuple[str, str]:
-    """Run a command line in this process, and return its end and its error."""
-    sys.argv = ["autotune", *words]
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
-            app.main()
-    except SystemExit as ended:
-        code = ended.code
-    text = errors.getvalue()
-    if "Traceback (most recent call last)" in text and "--debug" not in words:
-        return "tracebacks", text
-    if re.search(r"^error: unexpected ", text, re.MULTILINE) or code not in EXIT_CODES:
-        return "unexpected", f"exit code {code}: {text}"
-    return ("error" if code else "answer"), text

@@ -12,17 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.strange_inputs import (
-    ENDS,
-    File,
-    FileReader,
-    Trial,
-    command_lines,
-    enter,
-    files,
-    run_command,
-    tried,
-)
+from autotune.cli import app
+from tests.helpers.command_lines import command_lines, enter, run_command, store_study
+from tests.helpers.strange_inputs import ENDS, File, FileReader, Trial, files, tried
 
 LATE_S = 300.0  # a hang, also on a busy machine
 
@@ -48,9 +40,15 @@ def test_damaged_files(folder: Path) -> None:
 
 
 def test_random_command_lines(folder: Path) -> None:
+    store_study()
     trials = tried(command_lines(200), run_command, name=json.dumps, late_s=LATE_S)
     assert faults(trials) == []
     assert len(trials) == 200 and {trial.end for trial in trials} == {"answer", "error"}
+
+    # A refused line tries little of its command.
+    for commands in (app.COMMANDS, ("plan", "compare", "check")):
+        ends = [trial.end for trial in trials if json.loads(trial.input)[0] in commands]
+        assert ends.count("answer") >= 0.3 * len(ends)
 
 
 def test_each_kind_of_fault_is_noticed() -> None:
