@@ -47,6 +47,7 @@ CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content i
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
 FLAGS = ("loss", "train", "training", "weight")  # keys that exclude a message from the training
 FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # in the names of other tools' flags
+CALL_KEYS = ("name", "id", "type", "index", "description")  # of a tool call without arguments
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS, *FLAGS)
 
 # Stanford Alpaca's own prompts, for tokenizers without a chat template
@@ -176,6 +177,8 @@ def _parse_message(given: Any, number: int) -> Message:
     message = dict(_check(dict, given, name))
     for theirs, ours in (("from", "role"), ("value", "content")):
         if theirs in message:
+            if theirs == "value" and message.get(ours, message[theirs]) != message[theirs]:
+                raise ValueError(f"{name} has content and another text in value: keep one")
             message[ours] = message.pop(theirs)
     if "role" not in message:
         raise ValueError(f"{name} has no role; its keys: {', '.join(map(str, given)) or 'none'}")
@@ -216,6 +219,10 @@ def _parse_call(call: Any, name: str) -> dict[str, Any]:
     if "name" not in inside:
         raise ValueError(f"a tool call of {name} has no name")
     _check(str, inside["name"], f"the name of a tool call of {name}")
+    if "arguments" not in inside:
+        for key, value in inside.items():
+            if key not in CALL_KEYS and value and isinstance(value, str | list | dict):
+                raise ValueError(f"a tool call of {name} has {key} and no arguments: rename it")
     if isinstance(inside.get("arguments"), str):
         arguments = inside["arguments"] or "{}"
         inside = inside | {"arguments": _parse_json(arguments, f"arguments in {name}")}

@@ -117,6 +117,23 @@ def test_names_parts_and_flags_of_other_tools(
         ),
         ({"messages": [user("q"), assistant("a", loss_mask=0)]}, "the unknown flag loss_mask"),
         (
+            {"messages": [user("q") | {"value": "r"}, assistant("a")]},
+            "message 1 has content and another text in value: keep one",
+        ),
+        (
+            {
+                "messages": [
+                    user("q"),
+                    assistant("a", tool_calls=[{"name": "f", "input": {"a": 1}}]),
+                ]
+            },
+            "a tool call of message 2 has input and no arguments: rename it",
+        ),
+        (
+            {"messages": [user("q"), assistant("", function_call={"name": "f", "args": "{}"})]},
+            "a tool call of message 2 has args and no arguments",
+        ),
+        (
             {"messages": [user("q"), assistant([{"type": "thinking", "thinking": "t"}])]},
             "a part of type thinking: only parts with the key text are read here",
         ),
