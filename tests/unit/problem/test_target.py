@@ -430,7 +430,7 @@ def test_a_kept_calibration_is_used_on_the_machine_that_made_it(tmp_path, monkey
     write_calibration(replace(made, processor="another"), kept_path("cpu"))
     assert kept_calibration(CPU, said.append) is None and "on a machine with another" in said.pop()
     kept_path("cpu").write_text("{")
-    assert kept_calibration(CPU, said.append) is None and "it is not used" in said.pop()
+    assert kept_calibration(CPU, said.append) is None and "the file is not used" in said.pop()
 
 
 def test_a_calibration_of_a_card_is_used_where_that_card_is(cards, tmp_path, monkeypatch):
