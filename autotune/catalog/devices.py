@@ -14,7 +14,8 @@ from autotune.core.files import load_data
 from autotune.core.machine import multiplies_bf16
 
 # The GiB per marketed GB that are assumed for a card whose total in nvidia-smi is unknown. Known
-# ratios are 0.995 to 1.0 (H100 0.9956, H200 0.9957, A100 1.0). ECC takes no memory of these cards.
+# ratios are 0.995 to 1.0 (H100 0.9956, H200 0.9957, A100 1.0). On these three cards, ECC takes no
+# memory.
 GIB_PER_MARKETED_GB = 0.99
 
 # The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an
@@ -32,9 +33,9 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 class DeviceSpec:
     """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
-    A rate is None if it is unknown or the hardware lacks the number format. `link_gb_s` is the
-    bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if it
-    describes the card, or None for a card of the catalogue.
+    A rate is None if the rate is unknown or the hardware lacks the number format. `link_gb_s` is
+    the bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if
+    it describes the card, or None for a card of the catalogue.
     """
 
     name: str

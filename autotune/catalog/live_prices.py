@@ -1,6 +1,7 @@
 """Today's cloud prices from gpuhunt (`pip install gpuhunt`), which is imported on first use.
 
-Only gpuhunt's published catalogues are read, not marketplaces. They need no account and no key.
+Only gpuhunt's published catalogues are read, not marketplaces. The catalogues need no account and
+no key.
 """
 
 import functools
@@ -79,14 +80,14 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
 def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
     """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
-    gpuhunt does not give the form factor (PCIe or SXM). Some instance names do: RunPod uses the
-    driver's name of the card, and Lambda's names contain pcie or sxm. Otherwise, the catalogue's
-    meaning of the name decides. The result is None if no product matches.
+    gpuhunt does not give the form factor (PCIe or SXM). Some instance names contain the form
+    factor: RunPod's have the driver's name of the card, and Lambda's have pcie or sxm. Otherwise,
+    the catalogue's meaning of the name decides. The result is None if no product matches.
     """
     if found := match_device(instance, memory_gb):
         return found
 
-    # Write the name as the catalogue does.
+    # Convert gpuhunt's name to the catalogue's spelling.
     name = re.sub(
         r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower()
     )
@@ -123,8 +124,8 @@ def _fetch() -> tuple[list[Any], str]:
 
     try:
         with _quick_and_quiet():
-            # Not `gpuhunt.query`: it also queries marketplaces, with any keys in the environment,
-            # and fails if one of them fails.
+            # `gpuhunt.query` would also query marketplaces, with any keys in the environment, and
+            # fail if one of the marketplaces fails.
             items = gpuhunt.Catalog().query(min_gpu_count=1)
     except Exception as error:
         raise EnvironmentProblem(

@@ -2,7 +2,7 @@
 
 Models tuned for chats, dated versions and mirrors have the shape of their base model, and their
 names say so. Other words of a name (Vision, Guard, Reward, GGUF, AWQ, a context length) are never
-ignored. A model with one of them may have another shape, so it matches no row.
+ignored. A model with another word in its name may have another shape, so it matches no row.
 """
 
 import re
@@ -14,7 +14,8 @@ from typing import Any
 MIRRORS = frozenset(
     {"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"}
 )
-# Organisations that publish only quantised copies. A run loads the original model instead.
+# Organisations that publish only quantised copies. A run loads the original model instead of such a
+# copy.
 QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
 # Old and new names of an organisation, and pairs of organisations that publish the same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
@@ -59,8 +60,8 @@ class ModelNames:
     def find(self, name: str, *, any_organisation: bool = False) -> Match | None:
         """Return the only row with the shape of the model that has this name.
 
-        Returns None if no row or several rows match. If the name has an organisation, that must
-        have published the row's model or be a mirror, unless `any_organisation` is true.
+        Returns None if no row or several rows match. An organisation in the name must have
+        published the row's model or be a mirror, unless `any_organisation` is true.
         """
         if name.lower() in self.exact:
             return Match(self.exact[name.lower()], name if "/" in name else None)
@@ -92,7 +93,7 @@ def _without_maker(last: str) -> str:
 
 
 def _name_variants(last: str) -> Iterator[str]:
-    """Yield the name, remove the tuning words at its end one by one, and then remove all of them.
+    """Yield the name, then remove tuning words from its end one by one, and at last all of them.
 
     So a tuned version's row is found before its base's row: Qwen3-4B-Instruct-2507 has another
     context length than Qwen3-4B.

@@ -1,8 +1,8 @@
 """Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
 
-It also says when buying a card pays. Every number is an estimate from one plan per card. The plans
-share errors, so cards with overlapping intervals are in the wrong order less often than the
-intervals suggest.
+The comparison also says when buying a card pays. Every number is an estimate from one plan per
+card. The plans share errors, so cards with overlapping intervals are in the wrong order less often
+than the intervals suggest.
 """
 
 import math
@@ -65,8 +65,8 @@ def compare(
 ) -> Comparison:
     """Compare cards for the run of each spec (one per model), with each search space of `methods`.
 
-    An entry of `gpus` or `methods` may hold several names with commas between them. The card of
-    `owned` is compared too. `say` receives warnings and progress.
+    An entry of `gpus` or `methods` may hold several names with commas between them. `owned`
+    describes the user's card, which is compared too. `say` receives warnings and progress.
 
     Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
     any card.
@@ -221,7 +221,7 @@ def _least_by_bf16(
 ) -> dict[bool, Estimate]:
     """Return the configuration that needs the least memory, with bf16 (True) and without it.
 
-    The result of one card is used for all cards that are alike in bf16.
+    One card's result is used for all cards with bf16, and another card's for all cards without it.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}

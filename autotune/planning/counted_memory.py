@@ -21,7 +21,7 @@ def count(
 def no_count(
     model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective = Objective.SFT
 ) -> str:
-    """Return why `count` has no answer, as part of a sentence."""
+    """Return the reason that `count` returns None, as part of a sentence."""
     return printable(
         dry_count(model, config, micro_steps, objective).refused or "it can be counted"
     ).rstrip(".")
@@ -34,7 +34,7 @@ def dry_count(
     objective: Objective = Objective.SFT,
     depth: int | None = None,
 ) -> DryAnswer:
-    """Count the whole model, or `depth` of its layers, by a dry probe, or return a reason."""
+    """Count the whole model, or `depth` of its layers, by a dry probe; or say why not."""
     if config.knows_ends and (config.packing or not config.has_mask):
         # torch's own flash attention needs the same memory and no extra package. The configuration
         # keeps packed examples apart without a mask, so each row is counted as if it held one

@@ -88,7 +88,7 @@ def limit_of(spec: StudySpec, device: DeviceSpec) -> float:
 
 
 def smallest_card(fits: Callable[[DeviceSpec], bool]) -> DeviceSpec | None:
-    """Return the smallest card that `fits` accepts, by memory, or None."""
+    """Return the card with the least memory that `fits` accepts, or None."""
     cards = sorted(
         (card for card in list_devices() if card.memory_gib),
         key=lambda card: card.memory_gib or 0.0,

@@ -121,7 +121,7 @@ def _switching_off(edits: Edits, values: dict[str, Any], key: str) -> Edits:
 class FixSearch:
     """Tries changes to a run that may not fit.
 
-    `parsed` caches the reading of the file with each set of edits.
+    `parsed` caches the parsed file for each set of edits.
     """
 
     context: CheckContext
@@ -267,9 +267,9 @@ class FixSearch:
 def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
     """Yield each combination of this rank: the number of its changes, and their edits merged.
 
-    A combination has the largest rank of its changes. No change has the rank SHORTER, which changes
-    only the length, so it includes all lower ranks. SAME_RESULT includes the combination without
-    changes. At most one change of a combination trains adapters.
+    The rank of a combination is the largest rank of its changes. No change in `fixes` has the rank
+    SHORTER, so SHORTER includes all combinations of lower ranks. SAME_RESULT includes the
+    combination without changes. At most one change of a combination trains adapters.
     """
     allowed = [fix for fix in fixes if fix[0] <= rank]
     for count in range(len(allowed) + 1):

@@ -2,8 +2,8 @@
 
 The reader executes no part of the file and looks up no names. A missing key takes the tool's own
 default, from the sources of TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5. If memory or speed
-depends on something that no knob expresses, the result has a note. A run for an objective without a
-probe is refused.
+depends on a setting that no knob expresses, the result has a note about the setting. A run for an
+objective without a probe is refused.
 """
 
 import json
@@ -74,7 +74,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
             return targets, table("notes")["refused"].format(names=", ".join(layer_names))
         return targets, ""
 
-    # A list of names may equal one of the knob's choices.
+    # The file's list of names may equal one of the knob's choices.
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:
@@ -193,7 +193,7 @@ def _keys_of_tables() -> Iterator[str]:
 
 
 def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
-    """Return what accelerate's configuration says of the GPUs, if a run names such a file.
+    """Return accelerate's settings for the GPUs, if a run names a file with them.
 
     Names such as fsdp2 are TRL's presets, and no files.
     """
@@ -237,8 +237,8 @@ def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
 def _read_beside(path: Path, name: str) -> dict[str, Any] | None:
     """Return the content of a YAML or JSON file that a run names, or None if it is absent.
 
-    It is looked up beside the run's file, then in the current directory. Raises UsageError for a
-    damaged file.
+    The file is looked up beside the run's file, then in the current directory. Raises UsageError
+    for a damaged file.
     """
     file = next((one for one in (path.parent / name, Path(name)) if _is_file(one)), None)
     if file is None:
@@ -273,11 +273,11 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _tool_of(path: Path, values: dict[str, Any]) -> str:
-    """Return the tool that the file is for. Raises UsageError if that is unclear."""
+    """Return the tool that the file is for. Raises UsageError if the tool is unclear."""
     if other := _other_tool(values):
         raise UsageError(f"{path} is a file of {other}, which is not supported", remedy=_TRAINING)
 
-    # Some YAML files belong to these tools but describe no training.
+    # Some YAML files belong to the supported tools but describe no training.
     for other in table("other_files"):
         if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
             raise UsageError(
@@ -410,7 +410,7 @@ def _trl_objective(file: File) -> Objective:
     if file.has("objective"):
         return Objective(file.text("objective"))
 
-    # The loss names the trainer, if it is set.
+    # The key `loss_type`, if set, determines TRL's trainer.
     losses = file.names("loss_type")
     for name, known in table("objective_losses").items():
         if losses and set(losses) <= set(known):
@@ -422,7 +422,7 @@ def _trl_objective(file: File) -> Objective:
             _REMEDY,
         )
 
-    # Without a loss, some keys belong to one trainer only, and others to several.
+    # Without `loss_type`, a key that belongs to only one trainer determines it.
     for name, keys in table("objective_keys").items():
         if file.has(*keys):
             return Objective(name)
@@ -527,7 +527,7 @@ def _whole_number(file: File, tool: str, knob: str) -> int:
 def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     """Return the knobs of optimizer, attention, compilation and data loading.
 
-    Only their keys differ between the tools.
+    The tools have different keys for these knobs, with the same meaning.
     """
     compile_keys = ("torch_compile_backend", "torch_compile_mode") if tool != "axolotl" else ()
     compiled = file.flag("torch_compile") or file.has(*compile_keys)
@@ -558,7 +558,7 @@ def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     strategy = file.text("train_sampling_strategy")
 
     return {
-        # Older versions of transformers have this key, like Axolotl.
+        # Older versions of transformers, and Axolotl, have the key `group_by_length`.
         "group_by_length": strategy == "group_by_length" or file.flag("group_by_length"),
         "optimizer": optimizers.get(optimizer, state),
         "attention": attentions.get(attention, "sdpa"),
@@ -642,7 +642,7 @@ def _targets(file: File, names: set[str]) -> str:
 def _modules_to_save(file: File) -> str:
     """Return the modules trained beside the adapters, as the knob `modules_to_save`.
 
-    Other modules get a note.
+    Modules that the knob does not have get a note.
     """
     known = table("ends")
     keys = ("lora_modules_to_save", "additional_target")
@@ -663,7 +663,7 @@ def _modules_to_save(file: File) -> str:
 
 
 def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> str:
-    """Return the precision of the first flag that is set."""
+    """Return the precision of the first of these flags that is set."""
     if pure:
         return "bf16_pure"
     if bf16:

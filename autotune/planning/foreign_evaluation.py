@@ -80,7 +80,7 @@ def _has_cut(file: File) -> bool:
 
 
 def _kept_examples(file: File) -> int:
-    """Return the examples whose predictions LLaMA-Factory keeps for its accuracy, if known."""
+    """Return the number of examples whose predictions stay on the GPU, or 0 if unknown."""
     if not file.flag("compute_accuracy") or file.has("eval_accumulation_steps"):
         return 0
     share = float(file.number("val_size", default=0, least=0))

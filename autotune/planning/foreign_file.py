@@ -67,7 +67,7 @@ class File:
         return number
 
     def note(self, applies: bool, note: str, /, **values: Any) -> None:
-        """Add the note with this name if it applies."""
+        """Add the note named `note` to the notes, if `applies` is true."""
         if applies:
             self.notes.append(table("notes")[note].format(**values))
 

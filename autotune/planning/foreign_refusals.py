@@ -19,7 +19,7 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "
 
 
 def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
-    """Raise Refused if the tool refuses such a run at its start."""
+    """Raise Refused if the tool refuses the run at the run's start."""
     for key, (least, most) in _table("ranges").items():
         file.number(key, default=least, least=least, most=most)
     for group in _table("values"):

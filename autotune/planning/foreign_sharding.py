@@ -15,7 +15,7 @@ from autotune.prediction.estimate import memory_of
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers
 from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 
-# In the name of a file, such as zero3_bf16.json or ds_z2_config.json
+# The ZeRO stage in the name of a file, such as zero3_bf16.json or ds_z2_config.json
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
 # Terms of MemoryBreakdown that are sharded over the GPUs, by strategy
@@ -112,7 +112,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
     """Return the run with the memory savings that no formula covers.
 
-    `reason` says why no formula covers its sharding.
+    `reason` says why no formula covers the run's sharding.
     """
     table = load_data("autotune.planning", "foreign_keys")
     notes = table["notes"]
@@ -171,7 +171,7 @@ def _splits(table: Mapping[str, Any]) -> list[str]:
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
     """Return the numbers of parameters that DeepSpeed gathers and sends at once.
 
-    They come from DeepSpeed's own file, or from its defaults and the Trainer's.
+    The numbers come from DeepSpeed's own file, or from the defaults of DeepSpeed and the Trainer.
     """
     zero = _zero_settings(run.values)
     live = _count(zero.get("stage3_max_live_parameters"))

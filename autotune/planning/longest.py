@@ -2,8 +2,8 @@
 
 Two steps counted without a GPU predict the row, and real steps on a GPU verify it. Layers are
 computed in tiles of tokens, the loss in chunks, and the inputs of recomputed layers are offloaded
-to the host. The memory of a row is then linear in its length, and the host holds a part of it
-(docs/longest.md).
+to the host. The memory of a row is then linear in the row's length, and the host holds a part of
+this memory (docs/longest.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,8 +51,8 @@ LONG_ROWS: dict[str, Any] = {
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
 STEP = 1_024  # predicted lengths are multiples of this number of tokens
 FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer's state
-# The probe is told that this share of the micro batches have the long row. It is small enough that
-# the warm-up contains no long row (`probe/schedule`).
+# The probe is told that this share of the micro batches have the long row. The share is so small
+# that the warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
 LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by at least 2 %
 HEADROOM = 0.01  # the share of the card's memory that stays free
@@ -60,8 +60,9 @@ PATIENCE_S = 7200.0  # the time limit of one step
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
 # The share of the GPU's peak that flash attention reaches on long rows, if only the unmasked half
-# of the products counts. FlashAttention-2 reaches 0.7 on an A100, according to its authors. It does
-# not use Hopper's new matrix instructions, so it reaches less there (FlashAttention-3's paper).
+# of the products counts. FlashAttention-2 reaches 0.7 on an A100, according to its authors.
+# FlashAttention-2 does not use Hopper's new matrix instructions, so it reaches less on Hopper
+# (FlashAttention-3's paper).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
 # Knobs that `--set` refuses, and the options that replace it.
 PINNED_APART = {
@@ -70,11 +71,12 @@ PINNED_APART = {
     "quantization": "--method",
     "lora_rank": "--rank",
 }
-# The assumed error of a predicted time, as a factor. The only measured time was off by 1.23.
+# The assumed error of a predicted time, as a factor. The only measured time was off by a factor of
+# 1.23.
 TIME_ERROR = 1.3
 # The allocator's overhead as a share of the counted peak, for few large tensors
-# (`benchmarks/longest.py`). It was 2.1 % of 39 GiB on an H100. Under a cap of 24 GB it was over 3.7
-# %, with no memory left for a new block.
+# (`benchmarks/longest.py`). The overhead was 2.1 % of 39 GiB on an H100. Under a cap of 24 GB, the
+# overhead was over 3.7 %, with no memory left for a new block.
 ALLOCATOR_SHARE = 0.06
 
 
@@ -121,7 +123,7 @@ class Longest:
         return limits
 
     def count(self, config: TrainConfig) -> DryCount | None:
-        """Count a step with one micro batch."""
+        """Count the memory and work of a step with one micro batch."""
         return dry_count(self.model, config, 1).count
 
     def need_gib(self, config: TrainConfig) -> float | None:
@@ -130,7 +132,7 @@ class Longest:
         return None if memory is None else memory.peak_reserved_gib
 
     def predict(self, method: str) -> LongestRow:
-        """Predict the longest row from two counts, and check it by a third, without a GPU."""
+        """Predict the longest row from two counts, and check it by a third count, without a GPU."""
         config = self.config(method, STEP)
         upper = min(self.bounds(method).values(), default=2**24)
         pairs = [pair for pair in COUNTED_AT if pair[0] <= upper] or COUNTED_AT[-1:]
@@ -300,10 +302,10 @@ def verify(
 ) -> LongestRow:
     """Return the longest row that passed a real step on the card.
 
-    At most `most` probes run the whole model. A few layers are probed at the full length first.
-    Their memory predicts the memory of all layers, since the other layers' inputs are offloaded. So
-    the first probe of the whole model already has nearly the right length. `memory_gib` is the
-    card's memory or the cap.
+    At most `most` probes run the whole model. A few layers are probed at the full length first. The
+    memory of these layers predicts the memory of all layers, since the other layers' inputs are
+    offloaded. So the first probe of the whole model already has nearly the right length.
+    `memory_gib` is the card's memory or the cap.
     """
     method = predicted.method
     tokens = predicted.tokens
@@ -505,7 +507,7 @@ def _target_here(gpu: str) -> Target | None:
 
 
 def longest_answer(asked: Longest, rows: Sequence[LongestRow]) -> LongestAnswer:
-    """Return the answer of `autotune longest`."""
+    """Return the answer of the command `autotune longest`."""
     return LongestAnswer(
         model=asked.model.name,
         device=asked.device.name,

@@ -1,6 +1,6 @@
 """Evaluates a profiled micro batch: device bounds, lost time, and requirements for the host.
 
-A dry probe counts the work. The device's rates were measured just before.
+A dry probe counts the work. The device's rates were measured just before the profile.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,8 @@ def bounds(
             for name, seconds in seconds_by_work.items()
         )
 
-    # A causal mask hides half of the products of attention. Only some counts leave that half out.
+    # A causal mask hides half of the products of attention. Only some counts leave out the hidden
+    # half.
     halves = {
         name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name
     }

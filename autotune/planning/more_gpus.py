@@ -60,7 +60,7 @@ def _rows_with_efficiency(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
 
 
 def _task(recipe: Recipe) -> Task:
-    """Return the task of a recipe for estimates. Its price is the price of one GPU."""
+    """Return the task of a recipe for estimates. The task's price is the price of one GPU."""
     return Task(
         study=recipe.study,
         model=recipe.model,
@@ -130,9 +130,9 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
 
 
 def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
-    """Return the winner's plan under a strategy, without a speed if it may not fit.
+    """Return the winner's plan under a strategy, without a speed if the run may not fit.
 
-    Raises ValueError for an impossible strategy or without a formula.
+    Raises ValueError if the strategy is impossible or no formula covers it.
     """
     config = _config_for(recipe, parallelism)
     task = _task(recipe)

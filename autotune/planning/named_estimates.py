@@ -71,7 +71,7 @@ def _estimate(
     *,
     counted: bool,
 ) -> tuple[Estimate | None, str | None]:
-    """Return the estimate of one configuration, or the reason that it has none."""
+    """Return the estimate of one configuration, or the reason that no estimate exists."""
     try:
         estimated = estimate(
             task, config, limit_gib, observations, count=count if counted else None

@@ -1,6 +1,7 @@
 """Loads other users' measurements: the observations in the package, and imported submissions.
 
-The module `submission` validates submissions. It is imported only if there is a file to read.
+The module `submission` validates submissions. Because `submission` loads pydantic, it is imported
+only if there is a file to read.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Estimates the winner's run on every other known card: whether it fits, its time and its cost.
 
-Memory was measured or extrapolated, and is the same on other cards. Speed is projected. `compare`
-searches for the best configuration of each card.
+The winner's memory was measured or extrapolated, and is the same on other cards. Speed is
+projected. `compare` searches for the best configuration of each card.
 """
 
 import math

@@ -95,7 +95,7 @@ def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Set
         numbers_text = ",".join(map(str, numbers))
         raise UsageError(
             f"this plan is for one GPU, not {numbers_text}",
-            remedy=f"`autotune plan --gpus {numbers_text}` plans several",
+            remedy=f"`autotune plan --gpus {numbers_text}` plans several GPUs",
         )
 
     for warning in setup.warnings:
@@ -133,7 +133,8 @@ def plan_task(
     """Find the best configuration of the task's space by formula, under the winner rule.
 
     `limit_gib` is the GiB that tensors may use. Without a formula, a dry probe counts only the
-    baseline. If the baseline does not fit, it counts the configuration that needs the least memory.
+    baseline. If the baseline does not fit, the dry probe counts the configuration that needs the
+    least memory.
 
     Raises UsageError if no formula covers the model or the card.
     """
@@ -293,7 +294,7 @@ def _baseline(
 ) -> Estimate:
     """Return the baseline with the largest micro batch that fits, or the first if none fits.
 
-    Raises UsageError if neither a formula nor a count covers it.
+    Raises UsageError if neither a formula nor a count covers the baseline.
     """
     fallback = None
     for number, config in enumerate(task.baselines):
@@ -342,7 +343,7 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
 def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
     """Return tables by name: the lengths and micro batches that fit.
 
-    They cover LoRA, QLoRA and full fine-tuning in their usual forms.
+    The tables cover LoRA, QLoRA and full fine-tuning in their usual forms.
     """
     task = study_plan.task
     longest = task.model.max_seq_len or max(LENGTHS)
@@ -370,7 +371,7 @@ def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
         for base in bases
     }
 
-    # Some models have no formula for some tables.
+    # For some models, no formula covers some of the tables.
     return {name: cells for name, cells in tables.items() if cells}
 
 

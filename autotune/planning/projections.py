@@ -7,7 +7,10 @@ from autotune.study.summary import Projections, Recipe
 
 
 def project_winner(selection: Selection, recipe: Recipe, headroom: float) -> Projections:
-    """Return the winner's run elsewhere. `headroom` is the reserved share of a card's memory."""
+    """Return the winner's run on other cards and on other numbers of GPUs.
+
+    `headroom` is the reserved share of a card's memory.
+    """
     return Projections(
         cards=estimate_other_devices(selection, recipe.winner, headroom),
         scaling=on_other_numbers(recipe),

@@ -85,7 +85,7 @@ def check(
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
     `options` are fields of StudySpec for the card, the number of GPUs, the model, the examples, the
-    memory and the price. The value None means absent.
+    memory and the price. An option with the value None counts as absent.
 
     Raises UsageError if the file, the model or the card is unreadable or unknown, or if the run's
     memory is unknown.
@@ -189,7 +189,8 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """Return the model that a file names, and a sentence if a similar model is assumed.
 
     A known model's copies under another organization or in a local directory have its shape. Chat
-    models tuned from a known model have its shape, too. Raises UsageError for an unknown model.
+    models tuned from a known model have that model's shape, too. Raises UsageError for an unknown
+    model.
     """
     spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
@@ -241,7 +242,7 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
 
 
 def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
-    """Return the smallest card on which the run fits unchanged, by memory."""
+    """Return the card with the least memory on which the run fits unchanged."""
     bf16 = checked.run.config.precision.startswith("bf16")
 
     def fits(card: DeviceSpec) -> bool:
@@ -270,8 +271,9 @@ def _faster(
     """Return the fastest configuration that fits and has the same training result, or None.
 
     If the lengths are unknown, every row is assumed to be full. The result is None for a counted
-    run, because counting a whole space would take minutes. It is None for several GPUs. It is also
-    None for objectives other than SFT, because their training loops differ from tool to tool.
+    run, because counting a whole space would take minutes. The result is None for several GPUs. It
+    is also None for objectives other than SFT, because their training loops differ from tool to
+    tool.
     """
     config = run.config
     workload = context.workload
@@ -350,7 +352,7 @@ def _run_command(
     return shlex.join(words)
 
 
-# --- the limits of the verdict
+# --- notes about the facts that the verdict leaves out
 
 
 def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -> Iterator[str]:

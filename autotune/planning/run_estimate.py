@@ -24,7 +24,8 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-# The step's slowdown by offloading, from `benchmarks/levers.py reference`: Mistral-7B on an H200
+# The factor by which offloading slows a step, from `benchmarks/levers.py reference`: Mistral-7B on
+# an H200
 OFFLOADED = 1.06
 
 
@@ -157,10 +158,10 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
 def _least(
     model: ModelSpec, run: ForeignConfig, steps: int, memory: MemoryBreakdown
 ) -> MemoryBreakdown:
-    """Return the memory if everything that can be sharded or offloaded is.
+    """Return the memory if everything possible is sharded and offloaded.
 
-    Runs that shard or offload weights compute in 16 bits. Then autocast keeps no casts, and the
-    32-bit weights belong to the optimizer's state.
+    Runs that shard or offload weights compute in 16 bits. In 16 bits, autocast keeps no casts, and
+    the 32-bit weights belong to the optimizer's state.
     """
     uncounted = run.uncounted
     assert uncounted is not None
@@ -204,8 +205,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 
     Autocast caches no casts of frozen weights. Each product casts its weight again, and the
     autograd graph holds that cast until the layer's backward pass. So casts exist for all layers
-    that are not recomputed, and for the head while its logits exist. A test counts the casts of the
-    layers.
+    that are not recomputed, and for the head while its logits exist. A unit test counts the casts
+    of the layers.
     """
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)

@@ -122,8 +122,8 @@ def plan_gpus(
 ) -> GpuPlan:
     """Plan the task for each of these numbers of GPUs, by each strategy.
 
-    The numbers are per host. `hosts` maps each number of hosts to the GB/s of the link between
-    them. `of_ranks` pins knobs of OF_RANKS.
+    The numbers of GPUs are per host. `hosts` maps each number of hosts to the GB/s of the link
+    between them. `of_ranks` pins knobs of OF_RANKS.
 
     Raises UsageError if no formula covers the model or the configuration.
     """
@@ -161,8 +161,8 @@ def plan_gpus(
 def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
     """Yield the ways to distribute a training over `number` GPUs on each host.
 
-    With several hosts, HSDP shards within each host. On one host, `of_ranks` sets its number of
-    copies.
+    With several hosts, HSDP shards within each host. On one host, `of_ranks` sets the number of
+    copies of the model.
     """
     total = hosts * number
     strategy_pin = of_ranks.get("sharding")
@@ -243,7 +243,7 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 def _score(estimated: Estimate) -> float:
     """Return the speed that orders the configurations of a strategy.
 
-    If the link's bandwidth is unknown, it is the speed of one GPU alone.
+    If the link's bandwidth is unknown, the speed of one GPU alone decides.
     """
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s

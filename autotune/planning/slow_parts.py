@@ -102,7 +102,7 @@ LIMITS = (
         measured=_products,
         least=0.75,
         unit="of the rate that its data sheet leads to expect",
-        why="the card may be hot, held to less power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
+        why="the card may be hot, limited in power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
     ),
     Limit(
         part="memory of the GPU",

@@ -33,8 +33,8 @@ Gib = Annotated[float, Field(ge=1e-3, le=1e5)]
 class MeasuredRow(BaseModel):
     """A configuration and its measurement.
 
-    Raw tokens include padding, and useful tokens train the model. `tokens_per_row` is the mean
-    length with padding, or None if all rows have `seq_len` tokens.
+    Raw tokens include padding; useful tokens are those that the model learns from. `tokens_per_row`
+    is the mean length with padding, or None if all rows have `seq_len` tokens.
     """
 
     model_config = CHECKED
