@@ -2,7 +2,7 @@
 
 The questions: Which models does a card train? Rent or buy? How do the nodes differ? An answer has
 sentences, tables and figures, each created once for the terminal and the page. The result comes
-first, then its basis. The page opens offline and contains plotly.js.
+first, then the basis of the result. The page opens offline and contains plotly.js.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +100,10 @@ def page(answer: Answer, today: date) -> str:
 
 
 def trainable_answer(result: Trainable, today: date) -> Answer:
-    """Return an answer with a table for each method. A table has a row for each model by size."""
+    """Return an answer with a table for each method.
+
+    Each table has a row for each model, ordered by size.
+    """
     columns = {"model": "left", "billion": "right", "verdict": "left"}
     columns |= dict.fromkeys(("tokens/s (80 %)", "USD/1,000 samples"), "right")
     tables = [
@@ -137,7 +140,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
 
 
 def _largest_models(result: Trainable) -> Iterator[str]:
-    """Name the largest model of each method that is certain to fit without learning differently."""
+    """Name each method's largest model that surely fits without learning differently."""
     for method, title in METHODS.items():
         entries = [one for one in result.entries if one.method == method]
         fits = {one.model for one in entries if one.state == FITS}
@@ -305,7 +308,7 @@ def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
 
 
 def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:
-    """Return the table of hours and USD for one number of examples."""
+    """Return the table of each card's hours and USD for one number of examples."""
     columns = {"card": "left"} | dict.fromkeys(
         ("hours (80 %)", "USD on demand (80 %)", "USD at spot (80 %)"), "right"
     )
@@ -366,7 +369,7 @@ def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
         rows += [(one.card, "the same card", *itself), (one.card, "the cheapest", *cheapest)]
 
     columns = {"card": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
-    title = f"Hours of use after which it pays, and months at {budget.hours_per_week:g} h a week"
+    title = f"Hours of use until a purchase pays, and months at {budget.hours_per_week:g} h a week"
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
@@ -375,7 +378,7 @@ def _pays(
 ) -> str:
     """Return '3,863 h, 22.2 months', 'never', or a dash if no price is known.
 
-    The text ends with the card that is rented instead, if there is one.
+    The text ends with the rented card, if another card than the bought one is rented.
     """
     if not known:
         return DASH
@@ -459,7 +462,7 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
 def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
     """Yield a sentence for each node that is unlike the others, slowed down or not measured.
 
-    Without such a node, one sentence says so.
+    If all nodes are alike and measured, one sentence says so.
     """
     quiet = True
     for node in nodes:
@@ -481,7 +484,10 @@ def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:
-    """Return the table of speeds. One node alone has no columns for the comparison with others."""
+    """Return the table of speeds.
+
+    If there is only one node, the columns that compare nodes are left out.
+    """
     cells = [_speed_cells(node) for node in nodes]
     comparisons = () if len(nodes) > 1 else ("to others", "apart")
     columns = [column for column in cells[0] if column not in comparisons] if cells else ["node"]

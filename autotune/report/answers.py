@@ -25,7 +25,7 @@ from autotune.study.summary import Recipe
 class Answer:
     """The answer of a command in words, in the order of a reader's questions.
 
-    `details` is the whole value.
+    `details` is the command's complete value.
     """
 
     answer: str
@@ -96,7 +96,7 @@ def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
     """Format a speed with its interval and its basis.
 
     For example '1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', with
-    the calibrated parts at the end.
+    the calibrated parts of the estimate at the end.
     """
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations

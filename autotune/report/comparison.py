@@ -155,7 +155,7 @@ def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
 
 
 def how_estimated(comparison: Comparison) -> str:
-    """Return the basis of the estimates, as a sentence without its full stop."""
+    """Return the basis of the estimates, as a sentence without the full stop."""
     basis = describe.NOT_MEASURED
     if comparison.calibrated:
         basis = "Estimated, calibrated as each card's evidence says"
@@ -180,7 +180,7 @@ def workload_text(group: Group) -> str:
 def verdicts(comparison: Comparison, group: Group) -> list[str]:
     """Describe the cheapest, fastest and smallest card, the budget and the user's card.
 
-    Without a plan, the sentences say why each card has none.
+    If the group has no plan, the sentences say why no card has a plan.
     """
     if group.plan is None:
         return list(dict.fromkeys(card.state for card in group.cards))
@@ -198,7 +198,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these"
     )
 
-    # The limits of the comparison: counted plans, configurations of the reserve, other trainings.
+    # Sentences on the limits of the comparison: counted plans, configurations of the reserve space,
+    # and differences in training.
     counted_cards = [
         card
         for card in group.cards
@@ -215,10 +216,12 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         sentences.append(f"{' and '.join(leanest)}: {ONLY_LEANEST}")
     reserve = [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]
     if reserve:
-        sentences.append(f"on {' and '.join(reserve)}, only what learns differently fits")
+        sentences.append(
+            f"on {' and '.join(reserve)}, only configurations that learn differently fit"
+        )
     for difference, names in group.training_differences().items():
         sentences.append(
-            f"not the same training on {' and '.join(names)} as on the fastest: {difference}"
+            f"training on {' and '.join(names)} is not the same as on the fastest: {difference}"
         )
 
     if (advice := comparison.advice(group)) is not None:

@@ -1,7 +1,8 @@
 """Shows a read-only copy of a study in optuna-dashboard, with the report's notes and figures.
 
-The dashboard asks for no password and has routes that delete studies. It therefore never gets the
-study's own database. `cli.commands.dashboard` reads that database and serves this application.
+The dashboard asks for no password and has routes that delete studies. The dashboard therefore never
+gets the study's own database. `cli.commands.dashboard` reads that database and serves this
+application.
 """
 
 import copy
@@ -74,7 +75,9 @@ def gate(app: WSGIApplication) -> WSGIApplication:
 
         if not is_loopback(host):
             return _refuse(
-                start_response, "403 Forbidden", "this view answers to 127.0.0.1 and localhost only"
+                start_response,
+                "403 Forbidden",
+                "this page is served to 127.0.0.1 and localhost only",
             )
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _refuse(start_response, "405 Method Not Allowed", "this view is read-only")
@@ -146,7 +149,7 @@ class Copy(optuna.storages.InMemoryStorage):
 class LiveDashboard:
     """The dashboard of a study that may still run.
 
-    A request reads the study again, at most every REFRESH_S seconds.
+    A request makes the dashboard read the study again, at most every REFRESH_S seconds.
     """
 
     def __init__(
@@ -270,9 +273,9 @@ def _winner(summary: StudySummary, num_trials: int) -> int | None:
 def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
     """Copy a trial, with its constraints under the key that optuna-dashboard 0.21 reads.
 
-    Before Optuna 5, all constraints were under this one key. The newer keys are removed, because
-    constraints in both places would count twice. `config` is removed because it repeats the
-    parameters.
+    Before Optuna 5, all constraints were under the one key `constraints`. The keys of Optuna 5 are
+    removed, because constraints under both kinds of keys would count twice. `config` is removed
+    because it repeats the parameters.
     """
     visible = copy.copy(trial)
     others = {

@@ -1,8 +1,8 @@
 """The texts that describe a study's results, each defined once.
 
-They cover outcomes, numbers, configurations, ablations and verifications. The terminal, the report,
-the dashboard, `autotune status` and notebooks use them. Exported files have their own header
-(`export.header`), because exports come before reports.
+The texts cover outcomes, numbers, configurations, ablations and verifications. The terminal, the
+report, the dashboard, `autotune status` and notebooks use these texts. Exported files have their
+own header (`export.header`), because exports come before reports.
 """
 
 import math
@@ -151,7 +151,7 @@ def speed_up_range(recipe: Recipe) -> str:
 def factors(decomposition: Decomposition | None) -> str:
     """List the factors as 'padding or packing 3.10, compilation 1.22'.
 
-    They multiply to the speed-up. Factors of 1.00 are left out.
+    The product of the factors is the speed-up. Factors of 1.00 are left out.
     """
     parts: list[tuple[str, str]] = []
     if decomposition:
@@ -160,7 +160,7 @@ def factors(decomposition: Decomposition | None) -> str:
 
 
 def how_known(how_sure: str, calibrated: str | None) -> str:
-    """Return the basis of estimates, as a sentence without its full stop."""
+    """Return the basis of estimates, as a sentence without the full stop."""
     return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
 
@@ -421,9 +421,9 @@ def verification(result: Verification) -> list[str]:
 
 
 def failed_verification(result: Verification) -> str | None:
-    """Return why a verification failed, or None if it holds.
+    """Return why a verification failed, or None if the prediction holds.
 
-    The run failed, its memory grows, or a number is wrong.
+    A verification fails if the run failed, if the run's memory grows, or if a number is wrong.
     """
     if result.holds:
         return None
@@ -450,7 +450,7 @@ def broken_promise(summary: StudySummary) -> str | None:
 
 
 def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
-    """Describe this knob's factor in the winner's speed, and its cost in memory."""
+    """Describe a knob's factor in the winner's speed, and the memory that the knob costs."""
     winner = result.winner
     if knob.evidence is Evidence.DISTURBED and knob.outcome is Outcome.OK:
         return "no comparison: other work disturbed the measurement"
@@ -504,12 +504,12 @@ def _batch(recipe: Recipe) -> str:
 
 
 def _memory_growth(result: Verification) -> str:
-    """Say whether the memory of a soak grows."""
+    """Say whether memory grows in a soak test."""
     if not result.peaks_gib:
-        return "whether memory grows is not known: the run does not report its peaks"
+        return "it is unknown if memory grows: the run does not report its peaks"
     if result.memory_growth_gib is None:
         peaks = " GiB, ".join(f"{peak:.2f}" for peak in result.peaks_gib)
-        return f"memory does not grow: {peaks} GiB by quarters"
+        return f"memory does not grow: {peaks} GiB in the quarters of the run"
     before, after = result.memory_growth_gib
     return (
         f"memory grows from {fmt_gib(before)} in the second quarter of the steps "
@@ -523,7 +523,7 @@ def learning(result: Learning) -> list[str]:
     trainings = f"{len(result.attempts)} trainings of {result.steps:,} steps"
     lines = [f"learning rate {result.learning_rate:.2g}, from {trainings}"]
 
-    # The rates of the last round, then the rates that earlier rounds dropped.
+    # The learning rates of the last round, then the rates that earlier rounds dropped.
     for rate, losses in result.losses().items():
         default = " (the default)" if rate == result.default else ""
         lines.append(

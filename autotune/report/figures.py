@@ -1,4 +1,4 @@
-"""Figures as JSON-able data for plotly.
+"""Figures for plotly, as data that JSON can hold.
 
 A figure without data is None, and the report says so in a sentence.
 """
@@ -44,7 +44,8 @@ from autotune.study.summary import Candidate, Quality, TrialRecord
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
 KIND_COLOURS = dict(zip(KINDS, (GREY, YELLOW, BLUE, PURPLE), strict=True))
 STAGE_COLOURS = {Stage.FORWARD: BLUE, Stage.RECOMPUTED: PALE_BLUE, Stage.BACKWARD: ACCENT}
-# The lines of the parallel coordinates: group, name, colour, opacity. The fastest are drawn last.
+# The lines of the parallel coordinates: group, name, colour, opacity. The fastest lines are drawn
+# last.
 LINES = (
     (2, "slower", GREY, 0.35),
     (1, "at least half as fast", BLUE, 0.7),
@@ -68,7 +69,8 @@ EDGE = 1.5  # the memory axis ends at this multiple of the limit; larger trials 
 class Bar:
     """One horizontal bar.
 
-    `interval` has the ends of its error bar. `text` stands to its right. `hover` is escaped HTML.
+    `interval` has the ends of the error bar. `text` stands to the right of the bar. `hover` is
+    escaped HTML.
     """
 
     name: str
@@ -138,7 +140,7 @@ def history(
 
 
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
-    """Plot the use of time by rung, or in slices for a long study.
+    """Plot the use of time by rung (the kind of probe), or in slices for a long study.
 
     Bars above the plot show the GPU's utilization in timed steps.
     """
@@ -244,7 +246,7 @@ def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     """Plot the cost of each other learning cell against the winner, the cheapest on top.
 
-    Cells that learn more are highlighted.
+    Cells that learn more than the winner are highlighted.
     """
     bars = []
     for row in rows:
@@ -403,7 +405,7 @@ def trainable(result: Trainable) -> dict[str, Any] | None:
         tickvals=list(range(len(names))), ticktext=names, range=[last + 0.6, -0.6], showgrid=False
     )
 
-    # Labels at 1, 10, 100, or at 1, 2, 5, 10: a phone has room for few.
+    # The axis has labels at 1, 10, 100, or at 1, 2, 5, 10, because a phone has room for few labels.
     speeds = [entry.tokens_per_s or 0.0 for _, entry in rows]
     dtick = 1 if max(speeds) > FAR * min(speeds) else "D2"
     figure.update_xaxes(

@@ -103,7 +103,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     cost = winner.cost
     text = {name: number.text for name, number in describe.numbers(winner).items()}
 
-    # The note of each number.
+    # The note below each number.
     speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
     if factors := describe.factors(summary.decomposition):
         speedup += f"; {factors}"
@@ -183,7 +183,7 @@ def answer_glossary(words: Iterable[str]) -> dict[str, str]:
 def script_json(data: Any) -> "Markup":
     """Return JSON for a <script> element.
 
-    It has no `<`, `>` or `&`, so no string in it can end the element.
+    The text has no `<`, `>` or `&`, so no string in it can end the element.
     """
     from markupsafe import Markup
 

@@ -19,7 +19,7 @@ from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
-# If an axis of the map has more distinct values than this, powers of two group them.
+# If an axis of the map has more distinct values than this, the values are grouped by powers of two.
 MAX_AXIS = 10
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the rest")
 # The least speeds of the two faster groups of lines, as shares of the fastest speed.
@@ -48,8 +48,8 @@ class MapCell:
 class CompareRow:
     """One line of the comparison between winner and baseline, ready to print.
 
-    `ratio` is winner / baseline. It is None if it has no meaning. For speed, and for numbers that
-    follow from it, it is also None if the difference is within the error.
+    `ratio` is winner / baseline. The ratio is None if it has no meaning. For speed, and for numbers
+    that follow from speed, the ratio is also None if the difference is within the error.
     """
 
     group: str
@@ -62,7 +62,7 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A configuration with its height on each axis, from 0 to 1. The last height is its speed.
+    """A configuration with its height on each axis, from 0 to 1. The last height is the speed.
 
     `group` is the group by speed; 0 is the fastest.
     """
@@ -75,7 +75,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelInfo:
-    """The figure of parallel coordinates.
+    """The data of the figure of parallel coordinates.
 
     `axes` are the knobs that vary, with their values from bottom to top. `fastest` is the highest
     tokens/s, at the upper end of the speed axis.
@@ -210,7 +210,7 @@ def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
 def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
     """Compare winner and baseline knob by knob, then performance, memory and cost.
 
-    Rows that are unknown for both are left out.
+    Rows that are unknown for both candidates are left out.
     """
     baseline = recipe.baseline
     theirs = None if baseline is None else (recipe, baseline)
@@ -258,7 +258,7 @@ def _compare(
     numbers = describe.numbers(theirs[1]) if theirs else {}
     for name, number in describe.numbers(ours[1]).items():
         other = numbers.get(name)
-        # Ratios of speed, time and cost need speeds that differ. Ratios of memory do not.
+        # Ratios of speed, time and cost need speeds that differ; ratios of memory do not.
         has_ratio = differs or number.group == describe.MEMORY
         ratio = None
         if number.value is not None and other and other.value and has_ratio:
@@ -469,7 +469,10 @@ def _settings(recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
 
 
 def _labels(values: set[int]) -> dict[int, str]:
-    """Return the label of each value in ascending order. Of many values, neighbours share one."""
+    """Return the label of each value in ascending order.
+
+    Of many values, neighbours share a label.
+    """
     if len(values) <= MAX_AXIS:
         return {value: f"{value:,}" for value in sorted(values)}
     lows = {value: 2 ** int(math.log2(value)) for value in sorted(values)}

@@ -39,7 +39,7 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 
 def _findings(report: ProfileReport) -> Iterator[str]:
-    """Yield the main uses of time, the largest loss, and the parts that are too small."""
+    """Yield the main uses of time, the largest loss, and the host's insufficient parts."""
     yield f"The configuration is {report.config.label()}."
 
     # Compiled layers hide the parts of the model, so kinds of kernels say more.
@@ -68,7 +68,10 @@ def _findings(report: ProfileReport) -> Iterator[str]:
 
 
 def _whole_s(report: ProfileReport) -> float:
-    """Return the time of a micro batch, the base of shares. On a CPU, it includes the profiler."""
+    """Return the time of a micro batch, the base of shares.
+
+    On a CPU, the time includes the profiler.
+    """
     return report.profile.micro_s if report.profile.on_gpu else report.profile.profiled_s
 
 
@@ -82,7 +85,7 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
         f"without the profiler, and {fmt_seconds(profile.profiled_s)} with the profiler{slower}."
     ]
 
-    # The division of the time.
+    # Sentences on where the time goes
     if report.idle_s is None:
         notes.append(
             "This is a CPU, so the tables show its operators, "
@@ -106,7 +109,7 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
             "and recomputation by checkpointing counts as backward."
         )
 
-    # The best times, and the trace.
+    # Sentences on the best times and the trace
     if report.uncounted:
         notes.append(f"The best time of a micro batch is unknown: {report.uncounted}.")
     elif report.bounds[0].best_s is None:

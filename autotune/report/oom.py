@@ -1,8 +1,8 @@
 """The OOM report: each trial that did not fit, its excess, its use of memory, and remedies.
 
-It also lists the nearest configurations that fit. The functions are pure: a StudySummary becomes an
-OomReport, as Markdown or as plain data. Refusals, which were predicted and never probed, are listed
-with OOMs.
+The report also lists the nearest configurations that fit. The functions are pure: a StudySummary
+becomes an OomReport, as Markdown or as plain data. Refusals, which were predicted and never probed,
+are listed with OOMs.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from autotune.core.units import DASH, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
-# A term with this share of the memory gets its own advice, in addition to the largest term.
+# A term with at least this share of the memory gets its own advice, like the largest term.
 WORTH_ADVICE = 0.25
 Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
@@ -79,7 +79,7 @@ class Neighbour:
 class OomEntry:
     """One trial that did not fit.
 
-    `margin` is the memory it needs / limit - 1. For a refusal it is a prediction.
+    `margin` is (needed memory / limit) - 1. For a refusal, `margin` is a prediction.
     """
 
     number: int
@@ -213,7 +213,7 @@ def missed(entry: OomEntry) -> str:
 
 
 def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
-    """Return the entry of a trial that did not fit. A refusal has no detail."""
+    """Return the entry of a trial that did not fit. A refusal has no details of memory."""
     detail = row.oom
     limit = detail.limit_gib if detail else row.limit_gib
     margin = detail.margin if detail else row.margin
@@ -319,7 +319,7 @@ def _optimizer(config: TrainConfig) -> Advice:
 def _fewer_trained(config: TrainConfig) -> Advice:
     """Advise fewer trained parameters.
 
-    Gradients, optimizer state and adapters are proportional to them.
+    Gradients, optimizer state and adapters are proportional to the trained parameters.
     """
     if config.method == "full":
         why = "trains adapters only, with hardly any gradients and optimizer state"

@@ -12,7 +12,10 @@ from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_da
 
 
 class TrialLog:
-    """The file trials.jsonl of a study's directory. Each trial is a line, written when it ends."""
+    """The file trials.jsonl of a study's directory.
+
+    Each trial is a line, written when the trial ends.
+    """
 
     def __init__(self, out: Path) -> None:
         self._path = out / "trials.jsonl"
@@ -67,7 +70,7 @@ def write_study(
 def write_versus(out: Path, first: StudySummary, second: StudySummary) -> Path:
     """Write the page of two studies side by side and return its path.
 
-    Both studies have a winner. Raises StorageError.
+    Both studies must have a winner. Raises StorageError.
     """
     from autotune.report.versus import render
 

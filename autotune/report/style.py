@@ -17,8 +17,8 @@ YELLOW = "#d99a00"
 GREY = "#8a8f98"
 PURPLE = "#8c63c7"
 
-# The colour and symbol of each outcome. Symbols serve readers who do not see colours. The names are
-# in `describe.LABELS`.
+# The colour and symbol of each outcome. The symbols are for readers who cannot distinguish colours.
+# The names of outcomes are in `describe.LABELS`.
 MARKERS = {
     Outcome.OK: (BLUE, "circle"),
     Outcome.SLOW: (GREY, "diamond-open"),

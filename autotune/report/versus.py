@@ -109,7 +109,7 @@ def sentences(first: Recipe, second: Recipe) -> list[str]:
 
     lines = [
         f"{second.study} trains {speeds[0]} useful tokens/s, "
-        f"{first.study} {speeds[1]}: {low:.2f} to {high:.2f} times.",
+        f"{first.study} {speeds[1]}: {low:.2f} to {high:.2f} times as many.",
         f"The full run takes {times[0]} instead of {times[1]}, "
         f"and {peaks[0]} instead of {peaks[1]} at the peak.",
     ]

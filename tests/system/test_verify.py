@@ -131,7 +131,7 @@ def test_growing_memory_fails_the_verification(peaks: Any, creeps: bool) -> None
         assert reason in describe.verification(done)
     else:
         assert (
-            "is not known" if peaks is None else "memory does not grow"
+            "is unknown if" if peaks is None else "memory does not grow"
         ) in describe.verification(done)[-1]
 
 

@@ -178,11 +178,12 @@ class Faster:
 class CheckReport:
     """The answer for one file.
 
-    `fix` is the change that makes the run fit. It is None if the run fits already, or if no change
-    suffices. `fixes` are the single changes, each with the GiB it saves. `smallest_card` is the
-    smallest card that holds the unchanged run, or None if the run fits already. `runnable` is the
-    unchanged run, or the run with the fix if the unchanged run is out of memory. `how_sure` states
-    the source of the numbers. `calibrated` says which of them were calibrated and when.
+    `fix` is the change that makes the run fit. `fix` is None if the run fits already, or if no
+    change suffices. `fixes` are the single changes, each with the GiB it saves. `smallest_card` is
+    the smallest card that holds the unchanged run, or None if the run fits already. `runnable` is
+    the unchanged run, or the run with the fix if the unchanged run is out of memory. `how_sure`
+    states the source of the numbers. `calibrated` says which of the numbers were calibrated and
+    when.
     """
 
     RUN: ClassVar = keys(

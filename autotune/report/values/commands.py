@@ -19,7 +19,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRow:
-    """One study of a database. `files` is its directory; the speed is None if it is unknown."""
+    """One study of a database. `files` is the study's directory; an unknown speed is None."""
 
     study: str
     model: str
@@ -52,7 +52,7 @@ class Worked:
 class KnobRow:
     """A knob of a search space: its values or its range.
 
-    `when` is the condition under which it has an effect.
+    `when` is the condition under which the knob has an effect.
     """
 
     values: list[Any]

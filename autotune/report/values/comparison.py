@@ -1,7 +1,7 @@
 """Cards compared for the same run, as values.
 
-They give the cheapest and the fastest card, the options within a budget, and the cost on the user's
-card.
+A comparison gives the cheapest and the fastest card, the options within a budget, and the cost on
+the user's card.
 """
 
 import math
@@ -22,7 +22,7 @@ Interval = Callable[["ComparedCard"], tuple[float, float] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedCard:
-    """The plan for one card. Without a plan, `problem` says why.
+    """The plan for one card. If there is no plan, `problem` says why.
 
     `least` is the configuration of the search space that needs the least memory.
     """
@@ -189,7 +189,7 @@ class Group:
 class Budget:
     """The limits of one run's cost and time. A limit may be None.
 
-    Raises UsageError unless both are positive.
+    Raises UsageError if a limit is not positive.
     """
 
     max_usd: float | None = None
@@ -223,7 +223,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A card that the user owns or may buy. It costs `usd` and serves `hours` hours.
+    """A card that the user owns or may buy. The card costs `usd` and serves `hours` hours.
 
     Raises UsageError unless the cost and the hours are positive and `usd_per_kwh` is at least 0.
     """
@@ -248,9 +248,9 @@ def _require(name: str, value: float | None, valid: bool) -> None:
 class OwnRun:
     """One run on the user's card. Field names are keys of the JSON output.
 
-    `usd` is its share of the purchase, plus electricity at the card's power limit. `rented` is the
-    cheapest card, for comparison. `pays_after_runs` is the number of runs after which the purchase
-    pays. It is None if the card never pays or no price is known.
+    `usd` is the run's share of the purchase price, plus electricity at the card's power limit.
+    `rented` is the cheapest card, for comparison. `pays_after_runs` is the number of runs after
+    which the purchase pays. This number is None if the card never pays or no price is known.
     """
 
     usd: float
@@ -279,8 +279,8 @@ class Option:
 class Advice:
     """The options within a budget. Field names are keys of the JSON output.
 
-    `breaks` are the limits that the upper ends of the chosen option's intervals exceed. `excluded`
-    has a name and a reason for each other option outside the budget.
+    `breaks` are the limits of the budget that the upper ends of the chosen option's intervals
+    exceed. `excluded` has a name and a reason for each other option outside the budget.
     """
 
     chosen: Option | None
@@ -382,7 +382,10 @@ class Comparison:
         )
 
     def unmet(self) -> str | None:
-        """Say why the run fits no card, or no card within the budget. Return None if it fits."""
+        """Say why the run fits no card, or no card within the budget.
+
+        Return None if the run fits.
+        """
         planned = [group for group in self.groups if group.plan]
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]
 

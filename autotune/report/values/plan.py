@@ -15,8 +15,8 @@ ONLY_BASELINE = (
     "`autotune run` looks for the best"
 )
 ONLY_LEANEST = (
-    "the baseline does not fit, and only the configuration that needs the least memory "
-    "was counted besides, since each count takes seconds: `autotune run` looks for the best"
+    "the baseline does not fit; of the other configurations, only the one that needs the least "
+    "memory was counted, since each count takes seconds: `autotune run` looks for the best"
 )
 # A plan with one of these reasons may miss a configuration that fits, or a better one.
 LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
@@ -58,8 +58,8 @@ class Plan:
     names the observations of this card that corrected the speeds. `from_reserve` says that only
     configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
     memory of all configurations that may win. `how_sure` states the source of the numbers.
-    `calibrated` says which of them were calibrated and when. `what_fits` has the tables by their
-    names.
+    `calibrated` says which of the numbers were calibrated and when. `what_fits` has the tables by
+    their names.
     """
 
     JSON: ClassVar = keys(
@@ -89,5 +89,8 @@ class Plan:
 
     @property
     def counted(self) -> bool:
-        """Whether a dry probe counted the baseline. Few other configurations are counted then."""
+        """Whether a dry probe counted the baseline.
+
+        If it was counted, few other configurations are counted.
+        """
         return self.baseline.memory is not None and self.baseline.memory.counted

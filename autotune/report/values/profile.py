@@ -1,6 +1,7 @@
 """A profiled micro batch, as a value.
 
-It has the kinds of work, the best time that the device could reach, and the needs of the host.
+The value has the kinds of work, the best time that the device could reach, and the run's needs for
+the host.
 """
 
 from dataclasses import dataclass

@@ -234,7 +234,7 @@ def test_cards_that_train_differently_are_named() -> None:
         one,
         plan=replace(plan(), best=replace(one.best, config=replace(one.best.config, lora_rank=8))),
     )
-    assert "not the same training on a10 as on the fastest: lora_rank 8 instead of 16" in said(
+    assert "training on a10 is not the same as on the fastest: lora_rank 8 instead of 16" in said(
         one, other
     )
 
@@ -424,7 +424,7 @@ def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     assert closed.state == OOM and closed.plan and not closed.plan.from_reserve
     held = compare_card(case, limit_gib)
     assert held.state == FITS and held.plan and held.plan.from_reserve
-    assert "on a10, only what learns differently fits" in said(held)
+    assert "on a10, only configurations that learn differently fit" in said(held)
 
 
 # The command
