@@ -252,7 +252,7 @@ def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> 
         note.startswith("The need is a range, because no formula covers how 8 GPUs")
         for note in shared.notes
     )
-    assert not any("each holds all of it" in note for note in shared.notes)
+    assert not any("each GPU holds the whole model" in note for note in shared.notes)
 
 
 def test_offloaded_weights_and_state_leave_the_gpu_at_best(tmp_path: Path) -> None:
