@@ -132,8 +132,8 @@ class Display(AbstractContextManager["Display"]):
         memory = f"{fmt_gib(fits_gib)} of memory, including the reserve and the memory of libraries"
         if task.example_gib is not None:
             memory = (
-                f"as an example card of {fmt_gib(task.example_gib)}, too small for some "
-                "configurations (--memory-gib)"
+                f"limited to {fmt_gib(task.example_gib)}, as on a small card, so that some "
+                "configurations do not fit (--memory-gib sets another limit)"
             )
 
         cost = "no price is known for this device (--price USD_PER_HOUR)"

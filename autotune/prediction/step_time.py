@@ -37,7 +37,8 @@ FP8 = 1.36
 # for each logit, and for each weight of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
-FULL = 0.7  # share of the layers' bytes that remains in full fine-tuning, without adapters
+# Full fine-tuning moves this share of the bytes that layers with adapters move.
+FULL = 0.7
 # The host's milliseconds for one layer with adapters, in one micro batch
 HOST_MS = {"eager": 6.0, "compiled": 3.5}
 NF4_MS = 2.0  # extra for a 4-bit base, which the host has to unpack

@@ -1,7 +1,7 @@
 """Judges whether other work on the machine disturbed the timed steps of a probe.
 
-The times of a disturbed probe are not evidence. The probe's memory and outcome are, because other
-processes do not change them.
+Times of a disturbed probe are not evidence. Its memory and its outcome are, because other processes
+do not change them.
 """
 
 import os
@@ -9,15 +9,13 @@ from collections.abc import Mapping
 
 from autotune.core.probe_types import Measurement
 
-# If other processes use less than this share of the cores or of the GPU's time, a step changes by
-# less than a verification tolerates.
+# Other work below this share of the cores, or of the GPU, changes a step by less than the reserve
+# of a verification.
 HARMLESS = 0.05
-FULL = 0.9  # with this share of the cores in use, other processes delay the host of a GPU
-# A larger `step_range` is a sign of other work. Of 1,158 probes on H200s and H100s
-# (`benchmarks/data`), 8 have a larger one.
+FULL = 0.9  # share of the cores in use at which other work delays the host of a GPU
+# Of 1,158 probes on H200s and H100s (`benchmarks/data`), 8 have a larger range.
 STEADY_RANGE = 0.5
-# If this environment variable is set, no probe counts as disturbed. Tests that run in parallel set
-# it, because their probes always disturb each other.
+# The environment variable of tests that run side by side: their probes always disturb each other.
 ASSUME_QUIET = "AUTOTUNE_ASSUME_QUIET"
 
 
@@ -30,7 +28,7 @@ def disturbance(
 ) -> str | None:
     """Return how other work disturbed the timed steps, or None without a sign of it.
 
-    A probe on a CPU uses all `cores`. The host of a GPU waits only if all cores are in use.
+    A probe on a CPU wants all `cores`. The host of a GPU only waits if all of them are in use.
     """
     if environment.get(ASSUME_QUIET):
         return None

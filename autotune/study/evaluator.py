@@ -111,11 +111,12 @@ class _Need:
 class Evaluator:
     """The stages of one study on one device.
 
-    - `request` makes the request for the whole model of a configuration.
+    - `request` returns the request for a probe of a configuration with all layers of the model.
     - `model` is the digest of the model.
     - `formula` returns the memory of a configuration with a number of micro batches in a step, or
       None if it cannot compute the memory.
-    - `shape` describes the repetition of the layers. Without it there is no low-fidelity stage.
+    - `shape` says after how many layers their pattern repeats. Without `shape` no probe has fewer
+      layers than the model, so there is no low-fidelity stage.
     - With `shallow_only`, low fidelity is the last stage.
     - Stored results are reused only from `studies`, or from any study if `studies` is empty.
       Without `reuses`, all results are of one round.

@@ -279,7 +279,9 @@ class Leader:
         return round(example_gib + self.session.prober.context_gib / (1 - spec.headroom), 2)
 
     def search(self) -> None:
-        """Set up, search and confirm. If no configuration fits, the study stores the attempts.
+        """Search for the fastest configurations and measure them again at full depth.
+
+        If no configuration fits, the study stores the attempts.
 
         Raises:
             UsageError: another process leads the study, or its options differ from before.

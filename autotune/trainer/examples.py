@@ -468,8 +468,8 @@ def _with_marks(message: Message) -> Message:
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
         return message | {"content": MARK}
-    # A function's name also appears in the message with its result, so it is marked only in a
-    # message without other text.
+    # The name of a function appears twice: in the call, and in the message with the result. MARK
+    # replaces it only in a message that has no other text.
     kept = "name" if kinds != {"name"} else ""
 
     def change(kind: str, text: str) -> str:

@@ -20,7 +20,8 @@ class CannotLoad(Exception):
 def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
     """Return whether `path` is the name of a dataset on the Hub, and no local path.
 
-    A name with one of the `suffixes` is a missing file.
+    If a name ends with one of the `suffixes`, it is a local file that is missing, and the result is
+    False.
     """
     is_name = HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in suffixes
     return bool(is_name) and not path.exists()
