@@ -288,7 +288,7 @@ class Selection:
         slack = self.task.floors.slack
         likely = choose(self._known_contenders(), slack)
         leader = choose(confirmed, slack)
-        is_new = all(scored.config != likely.config for scored in confirmed)
+        is_new = self.record(likely.config).num_confirmations == 0
         return likely.config if is_new and not likely.equals(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:

@@ -13,6 +13,7 @@ from autotune.prediction.depth_extrapolation import DepthPredictor
 from autotune.problem.disturbance import ASSUME_QUIET
 from autotune.report import describe
 from autotune.study.ablation import ablate
+from autotune.study.confirmation import MAX_CONFIRMATIONS
 from autotune.study.history import restore
 from autotune.study.selection import Selection
 from tests.helpers.factories import measurement, result
@@ -161,6 +162,19 @@ def test_a_machine_that_is_never_quiet_ends_the_study(start: Start) -> None:
     assert max(confirmed(session, row.config) for row in session.study.trials.rows) <= 2 * 3
 
 
+def test_a_leader_whose_confirmations_are_all_disturbed_is_not_confirmed_for_ever(
+    start: Start,
+) -> None:
+    """The search measured it undisturbed, and it is the fastest."""
+
+    def of_leader(request: ProbeRequest, earlier: int) -> bool:
+        return request.rung is Rung.CONFIRM and request.config == BEST
+
+    session = whole(start, disturbed_if(of_leader, slower=1.0), rounds=2)
+    assert session.winner() == BEST
+    assert confirmed(session, BEST) == 2 * MAX_CONFIRMATIONS
+
+
 def test_a_finalist_whose_confirmation_was_disturbed_is_confirmed_in_the_next_round(
     start: Start,
 ) -> None:
@@ -171,6 +185,8 @@ def test_a_finalist_whose_confirmation_was_disturbed_is_confirmed_in_the_next_ro
     recipe = session.summary().recipe
     assert recipe is not None and recipe.baseline is not None
     assert recipe.unsteady is None
+    for config in (BEST, BASELINE):
+        assert session.study.trials.selection.record(config).confirmed
     assert recipe.winner.evidence is recipe.baseline.evidence is Evidence.MEASURED
     assert recipe.winner.config == BEST
     assert recipe.speedup == pytest.approx(by_tokens(BEST) / by_tokens(BASELINE), rel=0.01)
@@ -195,35 +211,55 @@ def test_measurements_that_differ_by_more_than_their_intervals_are_unsteady() ->
     assert repeated((1.0, 1.0)).unsteady(BASELINE) is None
 
 
-def test_a_disturbed_truncated_model_neither_excludes_nor_corrects() -> None:
-    predictor = DepthPredictor(SHAPE)
-    config = TrainConfig(micro_batch_size=4, seq_len=512, checkpointing="none")
-    depths = (2, 6)
-    answer = layered()
-    request = ProbeRequest(config=config, model={}, memory_gib=80.0, rung=Rung.SHALLOW)
+MIDDLE = TrainConfig(micro_batch_size=4, seq_len=512, checkpointing="none")
 
-    def learn(depth: int | None, disturbed: str | None = None, slower: float = 1.0) -> None:
-        probed = answer(replace(request, depth=depth))
+
+@pytest.mark.parametrize("is_disturbed", [True, False])
+def test_disturbed_truncated_models_exclude_no_configuration(
+    start: Start, is_disturbed: bool
+) -> None:
+    answers = disturbed_if(lambda request, _: is_disturbed, answers=layered())
+    evaluator = replace(start(answers).evaluator, shape=SHAPE)
+    pruned = evaluator.evaluate(MIDDLE, 0, lambda config, extrapolation: "too slow").result
+    assert pruned.outcome is (Outcome.OK if is_disturbed else Outcome.SLOW)
+
+    predicted = replace(evaluator, shallow_only=True).evaluate(BEST, 1).result
+    assert predicted.is_prediction and predicted.outcome is Outcome.OK
+    assert predicted.disturbed == (REASON if is_disturbed else None)
+    expected = Evidence.DISTURBED if is_disturbed else Evidence.EXTRAPOLATED
+    assert predicted.evidence is expected
+
+
+def test_a_disturbed_truncated_model_corrects_no_other_prediction() -> None:
+    predictor = DepthPredictor(SHAPE)
+    other = replace(MIDDLE, micro_batch_size=2)
+    request = ProbeRequest(config=MIDDLE, model={}, memory_gib=80.0, rung=Rung.SHALLOW)
+
+    def learn(
+        config: TrainConfig, depth: int | None, disturbed: str | None = None, slower: float = 1.0
+    ) -> None:
+        probed = layered()(replace(request, config=config, depth=depth))
         assert probed.measurement is not None
         slow = tuple(slower * seconds for seconds in probed.measurement.micro_step_s)
         measured = replace(probed.measurement, micro_step_s=slow)
         predictor.learn(replace(probed, depth=depth, disturbed=disturbed), measured)
 
-    def predicted_s() -> float:
+    def predicted_s(config: TrainConfig) -> float:
         predicted = predictor.predict(config, 2)
         assert predicted is not None
         return predicted.measurement.micro_step_s[0]
 
-    for depth in depths:
-        learn(depth, disturbed=REASON, slower=3.0)
-    extrapolated = predictor.extrapolated(config, 2)
+    for depth in (2, 6):
+        learn(MIDDLE, depth, disturbed=REASON, slower=3.0)
+        learn(other, depth)
+    extrapolated = predictor.extrapolated(MIDDLE, 2)
     assert extrapolated is not None and extrapolated.disturbed == REASON
+    steady_s = predicted_s(other)
+    learn(MIDDLE, None)  # 3 times as fast as the disturbed models predict
+    assert predicted_s(other) == steady_s
 
-    for depth in depths:
-        learn(depth)
-    steady_s = predicted_s()
-    learn(2, disturbed=REASON, slower=3.0)  # it does not replace a steady one
-    assert predicted_s() == steady_s
+    learn(other, 2, disturbed=REASON, slower=3.0)  # it does not replace the steady one
+    assert predicted_s(other) == steady_s
 
 
 def test_an_explanation_measures_everything_in_one_round(start: Start) -> None:
