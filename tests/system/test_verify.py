@@ -89,9 +89,9 @@ def test_a_run_that_is_better_than_promised_is_a_wrong_prediction_but_no_failure
     ("result", "reported"),
     [
         ("OutOfMemoryError: CUDA out of memory", "CUDA out of memory"),
-        ({"steps": 2, "seconds_per_step": 2.0}, "it took 2 steps of 3"),
-        ({"steps": 3, "seconds_per_step": None}, "of None s"),
-        ({"steps": 3, "seconds_per_step": float("nan")}, "of nan s"),
+        ({"steps": 2, "seconds_per_step": 2.0}, "the run took 2 of 3 steps"),
+        ({"steps": 3, "seconds_per_step": None}, "None s each"),
+        ({"steps": 3, "seconds_per_step": float("nan")}, "nan s each"),
     ],
 )
 def test_a_failed_run_does_not_hold(result: Any, reported: str) -> None:
@@ -190,7 +190,7 @@ def recipe(**changes: Any) -> Recipe:
         ({"winner": {"evidence": Evidence.PROJECTED}}, UsageError, "projected, not measured"),
         ({"winner": {"evidence": Evidence.EXTRAPOLATED}}, UsageError, "extrapolated, not measured"),
         ({"trainer": "trl"}, EnvironmentProblem, "TRL is not installed"),
-        ({}, EnvironmentProblem, "here is no GPU"),
+        ({}, EnvironmentProblem, "this machine has no GPU"),
     ],
 )
 def test_winners_that_cannot_run_on_this_machine_are_refused(
@@ -341,5 +341,5 @@ def test_an_unknown_study_format_or_number_is_a_usage_error(tmp_path: Path) -> N
         command.verify("nobody", storage=url)
     with pytest.raises(UsageError, match="--format cannot be 'axolotl'"):
         command.verify("nobody", storage=url, format_="axolotl")
-    with pytest.raises(UsageError, match="--micro-steps is a positive number"):
+    with pytest.raises(UsageError, match="--micro-steps must be a positive number"):
         command.verify("nobody", storage=url, micro_steps=0)
