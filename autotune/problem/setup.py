@@ -438,7 +438,7 @@ def _warnings(
             f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len"
             " of the space"
         )
-        warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be truncated")
+        warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be cut off")
     return tuple(warnings)
 
 

@@ -412,7 +412,7 @@ def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path
     lengths = str(tmp_path / "lengths.txt")
     found = answer(FACTORY, lengths=lengths)
     assert found.workload.examples == 1000  # fewer than max_samples of two datasets
-    assert any("of the tokens will be truncated" in note for note in found.notes)
+    assert any("of the tokens will be cut off" in note for note in found.notes)
     assert found.checked.estimate.cost is not None and found.checked.estimate.cost.num_steps == 375
     assert found.faster is not None and f"--lengths {lengths}" in found.faster.command
     capped = answer(changed(FACTORY, max_samples=40), lengths=lengths).workload
@@ -946,12 +946,12 @@ def test_examples_of_unknown_length_have_1024_tokens_or_as_many_as_fit_a_row(
                                   ("demo-3m", 700, 700), ("demo-3m", 2048, 1024)):  # fmt: skip
         found = answer(changed(TRL, model_name_or_path=model, max_length=length))
         assert found.workload.lengths == Lengths.constant(tokens, "assumed")
-        assert not any("truncated" in note for note in found.notes)
+        assert not any("cut off" in note for note in found.notes)
     given = answer(changed(TRL, max_length=512), tokens_per_example=1024)
     assert given.workload.lengths == Lengths.constant(1024, "given")
-    assert [note for note in given.notes if "truncated" in note] == [
+    assert [note for note in given.notes if "cut off" in note] == [
         "100% of the examples are longer than every seq_len of the space (512): 50% of the tokens"
-        " will be truncated."
+        " will be cut off."
     ]
 
 

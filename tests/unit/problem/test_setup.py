@@ -136,7 +136,7 @@ def test_copies_that_no_number_of_gpus_can_hold_are_refused():
         model="mistral-7b", space="full", gpus="4", pins={"sharding": "fsdp2", "copies": 2}
     )
     assert set_up(spec, H200).task.baselines[0].copies == 2
-    with pytest.raises(UsageError, match="2: each copy of the shards takes two GPUs at least"):
+    with pytest.raises(UsageError, match="2: each copy of the model needs at least two GPUs"):
         set_up(replace(spec, gpus="2"), H200)
 
 
@@ -322,7 +322,7 @@ def test_examples_that_are_too_long_are_a_warning(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
         "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens"
-        " will be truncated",
+        " will be cut off",
     )
 
 
@@ -494,7 +494,7 @@ def test_rows_that_lose_half_a_percent_of_the_tokens_are_a_warning(installed, tm
         assert (cut >= 0.005) is warned and bool(setup.warnings) is warned
     assert setup.warnings == (
         "0% of the examples are longer than every seq_len of the space (1024): 1% of the tokens"
-        " will be truncated",
+        " will be cut off",
     )
 
 
