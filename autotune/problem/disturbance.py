@@ -30,7 +30,7 @@ def disturbance(
 
     A probe on a CPU wants all `cores`. The host of a GPU only waits if all of them are in use.
     """
-    if environment.get(ASSUME_QUIET):
+    if assumes_quiet(environment):
         return None
 
     others = measurement.other_cores or 0.0
@@ -46,3 +46,8 @@ def disturbance(
     if spread > STEADY_RANGE:
         return f"the times of its steps differ by {spread:.0%}"
     return None
+
+
+def assumes_quiet(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user says that the machine is quiet, so nothing is judged."""
+    return bool(environment.get(ASSUME_QUIET))

@@ -13,6 +13,7 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeResult, weakest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.projection import run_performance
+from autotune.problem.disturbance import assumes_quiet
 from autotune.problem.performance import DISAGREEMENT
 from autotune.problem.task import Task
 
@@ -127,7 +128,7 @@ def ablate(
         undone.append(to_ablated_knob(task, name, evaluator.evaluate(config, None).result))
         evaluator.failures_in_a_row = 0
 
-    if not should_stop():
+    if not (should_stop() or assumes_quiet()):
         _check_speed(measured_winner, _ablated_winner(task, evaluator, winner))
     return Ablation(winner=measured_winner, baseline=baseline, undone=tuple(undone))
 

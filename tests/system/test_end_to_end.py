@@ -132,9 +132,11 @@ def test_the_winner_was_measured(finished: Finished) -> None:
         baseline["config"]["micro_batch_size"] == 4
         and baseline["config"]["checkpointing"] == "full"
     )
-    assert data["speedup"] == pytest.approx(
+    ratio = (
         winner["performance"]["tokens_per_second"] / baseline["performance"]["tokens_per_second"]
     )
+    # Tests run side by side, which may make the machine too unsteady for a speed-up.
+    assert data["speedup"] == (None if data["unsteady"] else pytest.approx(ratio))
     # 1,920 examples at the winner's speed and the given price
     hours = winner["cost"]["full_run_hours"]
     assert hours == pytest.approx(
