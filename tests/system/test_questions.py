@@ -43,14 +43,14 @@ FORMS = {"plan": "plan --gpu", "explain": "explain --profile", "status": "status
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two studies: one by two processes, and one of all weights."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from pictures import SPACE, STUDY
+    from pictures import DEMO, SPACE, STUDY
 
     sys.path.remove(str(ROOT / "benchmarks"))
     folder = tmp_path_factory.mktemp("questions with a space")
     (folder / "space.yaml").write_text(SPACE)
     studies = (
         (*STUDY, "--study", "study", "--workers", "2"),
-        (*STUDY, "--study", "another", "--set", "method=full", "--trials", "2"),
+        (*DEMO, "--study", "another", "--trials", "2", "--budget", "5m"),
     )
     for arguments in studies:
         ended = autotune(folder, *arguments)
