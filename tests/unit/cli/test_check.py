@@ -234,7 +234,7 @@ def test_unknown_models(
         with pytest.raises(UsageError) as caught:
             answer(changed(TRL, model_name_or_path=name))
         assert caught.value.exit_code == 2 and caught.value.remedy is not None
-        assert caught.value.remedy.startswith("give --model: ")
+        assert caught.value.remedy.startswith("give --model with ")
     assert (
         answer(
             changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b"
