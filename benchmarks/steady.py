@@ -49,7 +49,7 @@ def bursts() -> Iterator[None]:
 
 def verified(study: str, url: str, folder: Path) -> dict[str, Any]:
     """Run the exported script of a study's winner, and return the error of its predicted speed."""
-    options = ["--study", study, "--storage", url, "--tolerance", str(TOLERANCE), "--json"]
+    options = [study, "--storage", url, "--tolerance", str(TOLERANCE), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "autotune", "verify", *options],
         cwd=folder,
