@@ -120,8 +120,11 @@ SAID = [
     ),
     ("oom_gate", "All {do_not_fit} that do not fit were stopped"),
     ("cap", "**{disagreements} wrong verdicts**: an H200 emulated an A10"),
-    ("cap", "Of {configs} configurations around the memory of an A10, {verdicts} need over 2%"),
-    ("cap", "The {published} whose verdicts were published got those"),
+    (
+        "cap",
+        "Of {configs} configurations that need about the memory of an A10, {verdicts} need over 2%",
+    ),
+    ("cap", "For {published} configurations others published a verdict, and all {published} agree"),
     (
         "warm_vs_cold",
         "**{peak_error_max:.0f} difference**: {configs} configurations had exactly the same peak",
@@ -145,10 +148,13 @@ SAID = [
     ("plan_memory", "Reserved memory is {heldout_reserved_error_max:.1%} off at worst"),
     (
         "plan_memory",
-        "**{error_max:.1%} worst**: the same for {fitted_configs} configurations of the"
-        " {fitted_models} models",
+        "**{error_max:.1%} worst**: allocated memory of {fitted_configs} configurations of"
+        " the {fitted_models} models",
     ),
-    ("plan_memory", "({configs_of_the_most_frequent_model} of them of Mistral-7B)"),
+    (
+        "plan_memory",
+        "({configs_of_the_most_frequent_model} of the configurations are of Mistral-7B)",
+    ),
     (
         "plan_memory",
         "**{published_verdicts_wrong} of {published_verdicts} verdicts wrong, up to"
@@ -166,7 +172,10 @@ SAID = [
         "**{heldout_pace_error_median:.1%} median, {heldout_pace_bias:.0%} too long on average**:"
         " step time",
     ),
-    ("plan_memory", "which should hold 80%, held {heldout_pace_within_80:.0%} of them"),
+    (
+        "plan_memory",
+        "should hold 80% of the step times, and held {heldout_pace_within_80:.0%} of them. For the",
+    ),
     ("plan_memory", "models of the fit the median is {pace_error_median:.1%}"),
     ("plan_memory", "**{pace_error_max:.0%} worst**: step time of a CPU-bound configuration"),
     (
@@ -226,12 +235,15 @@ SAID = [
         " third stage",
     ),
     ("world_depth", "**{time_error_max:.1%} worst**: step time of GPU-bound whole models"),
-    ("world_depth", "catalogue's link speed it is {unseen_time_error_max:.1%} at worst"),
     (
         "world_depth",
-        "are CPU-bound: {host_bound_time_error_max:.0%} off, and"
-        " {host_bound_unseen_time_error_max:.0%} from "
-        "a simulated",
+        "catalogue's link speed needs only one card. It is {unseen_time_error_max:.1%} off at"
+        " worst",
+    ),
+    (
+        "world_depth",
+        "predictions from real ranks are {host_bound_time_error_max:.0%} off, and predictions"
+        " from a simulated rank {host_bound_unseen_time_error_max:.0%}",
     ),
     ("world_four", "**{time_error_max:.1%} worst**: step time on four H200s"),
     ("world_four", "On four H200s the longest time was {stopped_s_max:.1f} s"),
@@ -253,7 +265,7 @@ SAID = [
         "the {memory_rows} rows are {memory_error_median:.0%} off in the median and"
         " {memory_error_max:.0%} at worst",
     ),
-    ("plan_world", "Of {rows} trainings on several GPUs, {excluded} cannot be expressed"),
+    ("plan_world", "Of {rows} trainings in this file, {excluded} cannot be expressed"),
     (
         "plan_world",
         "**{inside_share:.0%} inside**: share of {timed} speeds inside the formula's interval",
@@ -278,7 +290,8 @@ SAID = [
     ("real_data", "**{speedup_packed:.2f} times**: a pass over examples"),
     (
         "cpu_truth",
-        "**{ratio_min:.2f}, {ratio:.2f} and {ratio_max:.2f} times**: promised over reached speed",
+        "**{ratio_min:.2f}, {ratio:.2f} and {ratio_max:.2f} times**: promised speed divided"
+        " by reached speed",
     ),
     (
         "projection",
@@ -301,13 +314,13 @@ SAID = [
     ),
     (
         "projection",
-        "of both ratios {error_mean_by_geometric_mean:.0%}, peak rates alone"
-        " {error_mean_by_flops:.0%}",
+        "bandwidth is {error_mean_by_geometric_mean:.0%} off, and the ratio of peak rates"
+        " alone is {error_mean_by_flops:.0%} off",
     ),
     ("projection", "**{coverage_80:.0%} inside**: share of the pairs inside the printed interval"),
     (
         "projection",
-        "It is {coverage_80_of_sets:.0%} if each set counts once, and"
+        "The share is {coverage_80_of_sets:.0%} if each set counts once. It is"
         " {coverage_80_of_unseen_sets:.0%} if the set",
     ),
     (
@@ -350,8 +363,9 @@ SAID = [
     ),
     (
         "transfer",
-        "**{inside_80:.0%} inside**: share of these pairs inside the interval, and"
-        " {calibrated_inside_80:.0%} with",
+        "**{inside_80:.0%} inside**: share of the {pairs} pairs inside the interval, which"
+        " should hold 80% of them. With the narrower interval of calibrated hosts the share is"
+        " {calibrated_inside_80:.0%} (",
     ),
     (
         "transfer",
@@ -372,7 +386,10 @@ SAID = [
         " {device_bound_inside:.0%} of "
         "the GPU-bound",
     ),
-    ("plan_speed", "The {host_bound} with a host share are within a factor of 2"),
+    (
+        "plan_speed",
+        "The {host_bound} speeds with a host's share of at least 0.1 are within a factor of 2",
+    ),
     (
         "counted_speed",
         "**{device_bound_counted_error_median:.1%} median, {device_bound_counted_error_max:.1%}"
@@ -381,8 +398,8 @@ SAID = [
     ),
     (
         "counted_speed",
-        "The formula is {device_bound_formula_error_median:.1%} off in the median there, and "
-        "{device_bound_formula_error_max:.0%} at worst",
+        "the formula is {device_bound_formula_error_median:.1%} off in the median, and"
+        " {device_bound_formula_error_max:.0%} at worst",
     ),
     (
         "counted_speed",
@@ -392,21 +409,20 @@ SAID = [
     ),
     (
         "counted_speed",
-        "The formula is {host_bound_formula_error_median:.0%} off in the median there, and "
-        "{host_bound_formula_error_max:.0%} at worst",
+        "the formula is {host_bound_formula_error_median:.0%} off in the median, and"
+        " {host_bound_formula_error_max:.0%} at worst",
     ),
     (
         "counted_speed",
-        "**{unknown_first_error_median:.0%} median, {unknown_first_error_max:.0%} worst**: the"
-        " first "
-        "prediction for {unknown_models} models without a formula on an H100, {unknown_configs}"
-        " rows",
+        "**{unknown_first_error_median:.0%} median, {unknown_first_error_max:.0%} worst**:"
+        " the first prediction for {unknown_models} models without a formula on an H100, in"
+        " {unknown_configs} configurations",
     ),
     ("counted_speed", "held {unknown_first_inside_80:.0%} of them"),
     (
         "counted_speed",
-        "**{unknown_counted_error_median:.1%} median, {unknown_counted_error_max:.0%} worst**: the"
-        " same rows now",
+        "**{unknown_counted_error_median:.1%} median, {unknown_counted_error_max:.0%}"
+        " worst**: the same {unknown_configs} configurations now",
     ),
     (
         "counted_speed",
@@ -440,7 +456,10 @@ SAID = [
         "would be {as_sft_error_median:.0%} too high in the median and {as_sft_error_max:.0%} at"
         " worst",
     ),
-    ("plan_objectives", "Of {sft_configs} times for the next token, only {sft_time_inside} lie"),
+    (
+        "plan_objectives",
+        "Of {sft_configs} step times for next-token prediction, only {sft_time_inside} lie",
+    ),
     (
         "search_efficiency",
         "**{ours_seconds:.0f} s**: GPU time until a search comes within 2% of the best of {configs}"
@@ -456,7 +475,7 @@ SAID = [
     ("search_efficiency", "**{ratio_to_optuna:.1f} times**: autotune against Optuna"),
     (
         "search_efficiency",
-        "The search itself is {ratio_to_warm_tpe:.1f} times as quick"
+        "the search itself is {ratio_to_warm_tpe:.1f} times as quick"
         " ({ratio_to_warm_tpe_climbing:.1f} times without",
     ),
     (
@@ -469,14 +488,13 @@ SAID = [
     ("cold_study", "compiled for 12 and {compile_wait_share:.0%} of its probe time"),
     (
         "cold_study",
-        "two runs judged {judged_in_120_s_without} and 31, and compiled for up to "
-        "{compile_wait_share_without:.0%} of the time",
+        "judged {judged_in_120_s_without} and 31 configurations, and compiled for up to"
+        " {compile_wait_share_without:.0%} of the probe time",
     ),
     (
         "cold_study",
-        "differ by up to {probe_change_max:.0%} from probes alone. Two probes alone differ by the"
-        " same "
-        "{alone_change_max:.0%}",
+        "differ by up to {probe_change_max:.0%} from probes that run alone. Two probes that"
+        " both run alone also differ by up to {alone_change_max:.0%}",
     ),
     ("study_7b", "**{configs_judged} configurations in {wall_seconds:.0f} s**: a study of a 7B"),
     ("study_7b", "**{speedup:.1f} times**: a 7B's winner against its baseline"),
@@ -544,14 +562,14 @@ SAID = [
     ("levers", "graphs give {cards[NVIDIA H100 80GB HBM3][graphs_over_none]:.1f} times the speed"),
     (
         "lever_checks",
-        "compiled layers are the furthest, within {loss_difference_max:.2%}. An fp8 base ends",
+        "compiled layers differ most from 32 bits, by {loss_difference_max:.2%}. An fp8 base ends",
     ),
     ("lever_checks", "ends {loss_differences[fp8 base, layers compiled]:.2%} higher"),
     ("lever_checks", "lowers the loss by {arriving[none, 1e-05]:.0%} of its effect in 32 bits"),
     (
         "lever_checks",
-        "of 3e-5 lowers it by {arriving[none, 3e-05]:.0%}, one of 1e-4 by {arriving[none,"
-        " 0.0001]:.0%}",
+        "of 3e-5 keeps {arriving[none, 3e-05]:.0%} of this effect, an update of 1e-4 keeps"
+        " {arriving[none, 0.0001]:.0%}",
     ),
     (
         "packed_attention",
@@ -564,10 +582,14 @@ SAID = [
     ),
     ("packed_attention", "**{loss_difference_max:.1%}**: largest difference of the losses"),
     ("labels", "token by token: {rows:,} rows with real chat templates"),
-    ("labels", "All agree except {rows_said:,}, and the exported file's head explains these"),
-    ("labels", "Others that differ: {mismatches} ("),
+    (
+        "labels",
+        "All rows agree except {rows_said:,}, and the exported file's head explains the"
+        " {rows_said:,} differences",
+    ),
+    ("labels", "Rows that differ without an explanation: {mismatches} ("),
     ("chat_training", "**{trl_difference:.5f}**: difference of the final held-out loss"),
-    ("chat_training", "was trained on {rows:,} conversations of several turns"),
+    ("chat_training", "trained a small Llama on the same {rows:,} conversations of several turns"),
     (
         "chat_training",
         "The loss of {held_out} held-out answers fell from {loss_before:.2f} to {loss_after:.2f}",
@@ -583,8 +605,8 @@ SAID = [
     ),
     (
         "check_examples",
-        "answers {answered} for one H100 without the Hub. It refuses the other {refused} with a"
-        " reason",
+        "answers {answered} for one H100 without access to the Hub. It refuses the other"
+        " {refused} files with a reason",
     ),
     (
         "check_examples",
@@ -594,9 +616,8 @@ SAID = [
     ),
     (
         "check_examples",
-        "Another {by_reason[objective]} train by another objective, {by_reason[no count]} could not"
-        " be "
-        "counted, and {by_reason[tool]} names",
+        "Another {by_reason[objective]} train with an unsupported objective, {by_reason[no"
+        " count]} have a model that the dry probe cannot count, and {by_reason[tool]} names",
     ),
     ("fleet", "{workers} workers and a PostgreSQL server on two cores finished {trials:,} trials"),
     ("fleet", "The tuner itself takes {overhead_ms_one_worker:.0f} ms per trial"),
