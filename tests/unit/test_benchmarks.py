@@ -257,7 +257,7 @@ SAID = [
         "counted_ranks",
         "**{error_median:.1%} median, {error_max:.1%} worst**: the formula against {ranks} ranks",
     ),
-    ("counted_ranks", "ranks under FSDP2 of {models} models, counted"),
+    ("counted_ranks", "ranks of {models} models under FSDP2, whose memory was counted"),
     ("counted_ranks", "models outside the fit are {other_models_error_max:.1%} off at worst"),
     ("plan_world", "**{own_memory_error_max:.1%} worst**: the formula against our own ranks"),
     (
