@@ -1,6 +1,7 @@
 """Ablation of the winner: reset one knob at a time to the baseline's value and probe the result.
 
-The probes run on truncated models. The winner is probed in the same way, for a fair comparison.
+If the model can be truncated, these probes run on truncated models. For a fair comparison, the
+winner itself is probed again in the same way.
 """
 
 import math
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class AblatedKnob:
     """The winner with one knob set back to the baseline's value.
 
-    `peak_gib` is reserved memory, and `error` is the relative error of the speed.
+    `error` is the relative error of `tokens_per_s`. `peak_gib` is the peak of the reserved memory,
+    or the memory needed after running out of memory.
     """
 
     knob: str
@@ -39,7 +41,7 @@ class AblatedKnob:
 
     @property
     def too_large(self) -> bool:
-        """Whether the winner does not fit without this knob."""
+        """Whether the winner no longer fits if this knob is reset."""
         return self.outcome in (Outcome.OOM, Outcome.REFUSED)
 
 
@@ -57,15 +59,15 @@ class Ablation:
     def of(self, config: TrainConfig) -> bool:
         """Whether this ablation explains `config`.
 
-        A continued study may have another winner by now.
+        If the study was continued after the ablation, `config` may be a newer winner.
         """
         return self.winner.config == config
 
     def ranked(self) -> list[AblatedKnob]:
         """Return the knobs, the most useful first.
 
-        First come knobs without which the winner does not fit. Knobs with a measured speed follow,
-        the largest loss first. Knobs without a result are last.
+        First come the knobs whose reset makes the winner too large. Next come the knobs whose reset
+        has a measured speed; the slowest reset comes first. Knobs without a result are last.
         """
         return sorted(
             self.undone,
@@ -79,10 +81,9 @@ class Ablation:
 def ablated_configs(
     winner: TrainConfig, baseline: TrainConfig
 ) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield each knob that differs, and the winner with the baseline's value of this knob.
+    """Yield each knob in which the two differ, and the winner with this knob reset to the baseline.
 
-    A dependent knob changes together with the knob that it needs: double quantisation changes with
-    quantisation.
+    Double quantisation needs quantisation, so the two knobs are reset together.
     """
     for name in KNOBS:
         value = getattr(baseline, name)
@@ -110,10 +111,10 @@ def ablate(
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Ablation:
-    """Probe the winner without each of its knobs, in one round that begins and ends with it.
+    """Probe the winner itself, then the winner with each knob reset, then the winner itself again.
 
     If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if a
-    probe of the winner itself fails, or if its speed changes during the round.
+    probe of the winner itself fails, or if the two probes of the winner differ in speed.
     """
     evaluator = replace(evaluator, reuses=False)
     measured_winner = _ablated_winner(task, evaluator, winner)
@@ -134,7 +135,7 @@ def ablate(
 
 
 def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> AblatedKnob:
-    """Probe the winner. Raises EnvironmentProblem if its speed stays unknown."""
+    """Probe the winner. Raises EnvironmentProblem if the probe yields no speed."""
     result = evaluator.evaluate(winner, None).result
     measured = to_ablated_knob(task, "", result)
     if measured.tokens_per_s is None:
@@ -147,7 +148,7 @@ def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> 
 
 
 def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
-    """Raise EnvironmentProblem if the winner's speed changed by more than its error."""
+    """Raise EnvironmentProblem if the winner's two speeds differ by more than their error."""
     speeds = [one.tokens_per_s or 0.0 for one in (before, after)]
     difference = max(speeds) / min(speeds) - 1
     if difference > max(DISAGREEMENT, math.hypot(before.error, after.error)):

@@ -1,6 +1,7 @@
 """The end of a study: measure the best configurations again until the winner is certain.
 
-These measurements are longer than the search's, and the configurations alternate.
+Each measurement takes longer than a measurement of the search. The configurations are measured in
+rounds, so that a slow drift of the machine affects all of them.
 """
 
 from autotune.core.errors import Cancelled
@@ -10,8 +11,8 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
 
 AGAIN = "measuring the finalists again"
-# The most confirmations of a configuration whose measurements disagree, or were disturbed by other
-# processes
+# A configuration gets at most this number of confirmations, even if its measurements still disagree
+# or other processes disturbed them.
 MAX_CONFIRMATIONS = 3
 
 
@@ -19,11 +20,11 @@ def confirm_finalists(trials: SharedTrials) -> None:
     """Measure the finalists and the baseline again; later rounds repeat only possible winners.
 
     The likely winner and the baseline come first, because the budget may end the confirmation. A
-    measurement that would not fit into the remaining time is skipped. If the likely winner falls
-    behind another configuration's search measurement, that configuration becomes the likely winner.
-    This can happen once per finalist. The next best configuration replaces a finalist that fails. A
-    full run also evaluates and saves checkpoints, so the winner's confirmation does both if time
-    allows.
+    measurement that would not fit into the remaining time is skipped. If an unconfirmed
+    configuration's search measurement beats the confirmed results, that configuration becomes the
+    likely winner and is measured next. At most `limits.finalists` configurations become the likely
+    winner. A finalist that fails is replaced by the next best configuration. A full run also
+    evaluates and saves checkpoints, so the winner's confirmation does both if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -44,7 +45,8 @@ def _run_round(
 ) -> bool:
     """Measure each configuration in `entries` once; return False if the round was interrupted.
 
-    A configuration that fails is replaced in `entries`.
+    After the first round, only configurations that may still win are measured. A configuration that
+    fails is replaced in `entries`.
     """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
@@ -81,10 +83,10 @@ def _run_round(
 
 
 def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainConfig]:
-    """Return the next smaller baseline if the failed one was the last known baseline.
+    """Return the next smaller baseline that works, if no other baseline has a result.
 
-    The failed baseline was screened on a few layers and then did not fit. Returns an empty list
-    if there is no replacement.
+    A baseline that was only probed with a few layers may fail as a whole model. Returns an empty
+    list if `failed` is no baseline, or if no smaller baseline works.
     """
     baselines = trials.task.baselines
     if failed not in baselines or trials.selection.baseline() is not None:
@@ -103,7 +105,7 @@ def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainCo
 
 
 def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> int:
-    """Measure entries once more while their measurements disagree.
+    """Measure each entry again while its measurements disagree, up to MAX_CONFIRMATIONS times.
 
     Returns the number of the last round.
     """
@@ -171,9 +173,10 @@ def _confirm(
 
 
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
-    """Whether a configuration's losses agree with the reference's losses.
+    """Whether a configuration's training losses agree with those measured for its reference.
 
-    The comparison needs real weights and time for the reference; otherwise the answer is True.
+    The reference is the same configuration in a trusted number format. The comparison needs real
+    weights, and time to measure the reference. Without them, the configuration counts as sound.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)
@@ -186,9 +189,9 @@ def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
 
 
 def measure_close_calls(trials: SharedTrials) -> None:
-    """Measure whole models of extrapolated configurations that are close to the best.
+    """Measure the whole model of each extrapolated configuration whose speed is close to the best.
 
-    Continue while time is left.
+    Stops when the time of the search is used up.
     """
     measured = set[TrainConfig]()
     while left := [config for config in trials.selection.close_calls() if config not in measured]:

@@ -2,8 +2,9 @@
 
 Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
 gain in a few probes. Optuna's sampler continues from there and finds gains that need several
-changes at once. Learning knobs keep their values. The exceptions are precision, which changes speed
-as much as any knob, and fp8 products if they are allowed.
+changes at once. Knobs that change what the model learns keep their values, with two exceptions:
+precision, because it changes speed as much as any knob, and matrix products in fp8 if the user
+allows them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,9 +22,10 @@ from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
-# Compilation comes late: it costs seconds for every configuration, and only the configuration that
-# the other knobs lead to needs it. Products of 8-bit floats come later still, because they are only
-# faster in compiled layers.
+# The knobs in the order in which the search changes them. Compilation comes late because it costs
+# seconds for each configuration, and only the best values of the earlier knobs need it.
+# Quantisation, which may turn on matrix products in fp8, comes last because these are faster only
+# in compiled layers.
 ORDER = (
     "loss",
     "packing",
@@ -38,35 +40,36 @@ ORDER = (
     "cuda_graphs",
     "quantization",
 )
-# The moves of these knobs need less memory for the same arithmetic. A later move may use the freed
-# memory, so such a move is accepted unless it is slower by more than MIN_GAIN.
+# A move of one of these knobs frees memory and leaves the arithmetic unchanged. A later move may
+# use the freed memory, so the search accepts the move unless it is slower by more than MIN_GAIN.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
-MIN_GAIN = 0.01  # the search moves if the relative gain in speed exceeds this
+MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score exceeds this
 
 
 @dataclass(slots=True)
 class CoordinateSearch:
     """Coordinate search in one study, among the configurations for `num_gpus`.
 
-    Its trials do not count against the patience limit. Moves follow the speed that truncated models
-    predict. Whole models are measured after each pass, the most promising first. Until then, their
-    unfinished trials are in `_waiting`, with the predicted scores.
+    Its trials do not count against the limit on trials without an improvement. A move is accepted
+    or rejected by the speed that truncated models predict. Whole models are measured after each
+    pass over the knobs, the most promising first. Until then, `_waiting` holds the unfinished
+    trials with their predicted scores.
     """
 
     trials: SharedTrials
     num_gpus: int
-    _tried: dict[str, Outcome] = field(
-        default_factory=dict
-    )  # the outcomes, by the configuration's digest
+    # The outcome of each tried configuration, by the configuration's digest.
+    _tried: dict[str, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
     _seeds: list[TrainConfig] = field(default_factory=list)  # the best configurations by formula
 
     def run(self) -> None:
         """Try the formula seeds, then move until a pass over all knobs finds no improvement.
 
-        Compiling a candidate takes as long as evaluating several others. If time is short, the
-        search therefore starts without compilation, until other processes have compiled the seeds.
+        Compiling one candidate takes as long as evaluating several uncompiled candidates. If time
+        is short, the search therefore tries only uncompiled configurations at first, until helper
+        processes have compiled the seeds.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._carry_over()
@@ -87,10 +90,10 @@ class CoordinateSearch:
         return self.trials.best(self.num_gpus)
 
     def _carry_over(self) -> None:
-        """Start from the best configuration for other GPU counts if this count has no result.
+        """If this GPU count has no result, start from the best configuration for other GPU counts.
 
-        The first sharding strategy that fits is used. The whole model is measured if time allows,
-        so that this GPU count has its own measurement.
+        The sharding strategies are tried in order until one fits. The whole model is measured if
+        time allows, so that this GPU count has its own measurement.
         """
         best = self.trials.best()
         space = self.trials.task.space
@@ -109,7 +112,7 @@ class CoordinateSearch:
     def _try_without_compiling(self) -> None:
         """Try seeds, moves and neighbours of the best configuration, all without compilation.
 
-        Stop when the remaining time is needed to compile the best of them. Also stop as soon as a
+        Stop when only the time to compile the best configuration is left. Also stop as soon as a
         configuration that was compiled in advance is the best.
         """
         trials = self.trials
@@ -139,7 +142,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try the compiled variants of the best configuration and the seeds if their code exists.
+        """Try the variants of the best configuration and the seeds that are compiled already.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -160,9 +163,9 @@ class CoordinateSearch:
         return best is not None and best.config.compile == COMPILED
 
     def _try_seeds(self, **changes: Any) -> None:
-        """Try the best configurations by formula with these changes.
+        """Try the formula seeds, after setting the knobs named in `changes`.
 
-        With changes, only truncated models are measured.
+        If `changes` is given, only truncated models are measured.
         """
         best = self._best()
         task = self.trials.task
@@ -184,7 +187,7 @@ class CoordinateSearch:
         best_score = self.trials.score(best)
 
         if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):
-            # Selective checkpointing compiles too.
+            # Selective checkpointing also needs compilation, so its values are left out too.
             space, _ = space.narrow("checkpointing", lambda value: value not in SELECTIVE, "")
 
         for name in (name for name in ORDER if name != leave_out):
@@ -207,7 +210,7 @@ class CoordinateSearch:
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
         """Try one choice on truncated models; return its configuration and score.
 
-        If the truncated models do not decide, the choice's trial waits for the whole model.
+        If the truncated models do not end the trial, it waits for a measurement of the whole model.
         """
         trials = self.trials
         proposal = trials.ask(chosen)
@@ -240,8 +243,8 @@ class CoordinateSearch:
     def _end_waiting(self, *, whole: bool = True) -> None:
         """End the waiting trials, the most promising first.
 
-        Measure the whole models of trials that can still win. The prediction stands if `whole` is
-        False, or if the whole models would take more time than is available.
+        The whole model of a trial that can still win is measured. If `whole` is False, or if the
+        whole model would take too much time, the trial ends with its predicted speed instead.
         """
         waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
         self._waiting = []
@@ -252,9 +255,10 @@ class CoordinateSearch:
 def next_move(
     space: SearchSpace, current: TrainConfig, name: str, tried: Mapping[str, Outcome]
 ) -> dict[str, Any] | None:
-    """Return the choice to try next from `current` by knob `name`, or None if no choice is left.
+    """Return `current` with the next value of knob `name` to try, or None if no value is left.
 
-    `tried` maps the digest of each configuration that was tried to its outcome.
+    The result maps knobs to values. `tried` maps the digest of each tried configuration to its
+    outcome.
     """
     knob = space.knob(name)
     for value in _faster_values(knob, current) if knob else ():
@@ -268,7 +272,8 @@ def next_move(
             if getattr(space.config(chosen), name) != value or (
                 not shrinks and space.config(chosen) != config
             ):
-                # The knob has no effect with the other values, or another knob would change too.
+                # The knob has no effect with the values of the other knobs, or another knob would
+                # have to change too.
                 continue
 
             outcome = tried.get(space.config(chosen).digest)
@@ -279,9 +284,10 @@ def next_move(
                 break
         if not fits:
             continue
-        # Both a larger and a smaller micro batch may be faster. If less recomputation needed a
-        # smaller micro batch, recomputing some more layers may be faster. For other knobs, the
-        # remaining values are slower.
+        # This value fits and was tried. For most knobs, the remaining values are slower, so the
+        # search of this knob ends. There are two exceptions: both a larger and a smaller micro
+        # batch may be faster; and if less recomputation needed a smaller micro batch, recomputing a
+        # few more layers may be faster.
         if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
@@ -296,8 +302,7 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
         smaller = sorted(value for value in values if value < present)
         return [*larger[:1], *smaller[-1:]]
     if knob.name == "quantization" and present != "none":
-        # Another quantisation changes the base weights, so it is not a faster way to the same
-        # result.
+        # Another quantisation changes the base weights, so it does not give the same result faster.
         return []
     speed_rank = KNOBS[knob.name].speed_rank
     return sorted(

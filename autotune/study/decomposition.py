@@ -2,8 +2,8 @@
 
 The groups change one after another, from the baseline to the winner, and the factors multiply to
 the speed-up. A step that cannot be probed, for example for lack of time, shares one factor with the
-next step. Ablation (`study/ablation`) starts from the winner instead, and its effects do not
-multiply.
+next step. Ablation (`study/ablation`) resets single knobs of the winner instead, and its effects do
+not multiply to the speed-up.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WHOLE = "whole models instead of a few layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """The relative change of the useful tokens/s by a named group of knobs."""
+    """The useful tokens/s after a named group of knobs changed, relative to the speed before."""
 
     name: str
     factor: float
@@ -55,9 +55,10 @@ def decompose(
 ) -> Decomposition | None:
     """Decompose a speed-up into factors.
 
-    `speed` returns the tokens/s of an intermediate configuration, or None if it is unknown. The
-    last factor is `speedup` divided by the ratio of these speeds of winner and baseline. Returns
-    None if winner and baseline are equal, or if one of their speeds is unknown.
+    `speed` returns the tokens/s of a configuration, usually from truncated models, or None if the
+    speed is unknown. The last factor, WHOLE, corrects the product of the other factors to
+    `speedup`, which comes from whole models. Returns None if winner and baseline are equal, or if
+    `speed` of one of them is unknown.
     """
     if winner == baseline:
         return None
@@ -82,9 +83,10 @@ def decompose(
 
 
 def way(winner: TrainConfig, baseline: TrainConfig) -> list[tuple[str, TrainConfig]]:
-    """Return each group of knobs that changes, with the configuration after the change.
+    """Return each group in which the two differ, with the configuration after this group's change.
 
-    This configuration has the winner's values in all groups so far.
+    This configuration has the winner's values in this group and all earlier groups, and the
+    baseline's values in all later groups.
     """
     grouped = {knob for group in GROUPS.values() for knob in group}
     groups = GROUPS | {OTHER: tuple(knob for knob in KNOBS if knob not in grouped)}

@@ -1,8 +1,8 @@
 """The trials of a study that several workers share.
 
 A worker begins a trial, records its result and reads the results of other workers. The module also
-decides when a search stops: the user, the budget, the number of trials, or many trials without an
-improvement.
+decides when a search stops: the user asks for it, the time or the number of trials is used up, or
+many trials in a row brought no improvement.
 """
 
 import random
@@ -36,24 +36,25 @@ AWAIT_S = 0.2
 REAP_EVERY_S = 15.0
 
 # Shares of the budget.
-WHOLE_SHARE = 0.1  # for whole models in the search; the confirmation measures the best anyway
-BASELINE_SHARE = 0.2  # the most that the baseline may take
-CONFIRMATION_SHARE = 0.15  # reserved for the confirmation
-LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation takes more than CONFIRMATION_SHARE
+WHOLE_SHARE = 0.1  # the most for whole models in the search
+BASELINE_SHARE = 0.2  # the most for all probes of baselines
+CONFIRMATION_SHARE = 0.15  # the most to reserve for confirmation
+LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation needs more than that
 
 # Numbers of candidates.
-MANY = 15  # a search should evaluate this number of candidates
-PLENTY = 40  # if time is short for this number, neighbours come before the sampler's proposals
-ENOUGH = 12  # until this number is evaluated, no time is reserved for the confirmation
-COMPILING_S = 5.0  # the time to compile one candidate
+MANY = 15  # a search should evaluate at least this number of candidates
+PLENTY = 40  # if time is short for this number, untried neighbours replace the sampler
+ENOUGH = 12  # no time is reserved for confirmation before this number is evaluated
+COMPILING_S = 5.0  # the assumed time to compile one candidate
 
-# If time is short, a candidate needs this share of the best configuration's speed, by formula.
-WORTH = 0.5  # for any candidate
-ALIKE = 0.9  # for candidates whose code is compiled already; they come first
+# If time is short, a candidate's score by formula must be at least this share of the best
+# configuration's score by formula.
+WORTH = 0.5  # to be tried at all
+ALIKE = 0.9  # to be tried early because the candidate's code is compiled already
 
-LATE = 1.2  # probes may take this many times the predicted time
-LEAST_NOISE = 0.005  # the least relative noise of a configuration's score
-# The study's attribute with the trial numbers of coordinate searches.
+LATE = 1.2  # time is reserved for probes that take this many times their predicted time
+LEAST_NOISE = 0.005  # the smallest relative noise that a score is assumed to have
+# The key of the study's attribute that lists the trials of coordinate searches by number.
 COORDINATE_TRIALS = "climbed"
 
 
@@ -66,14 +67,16 @@ class SharedTrials:
 
     - `rows` holds the finished trials of all workers, and `selection` all measurements of each
       configuration.
-    - `too_short_for` lists the parts of the study for which the budget was too short.
+    - `too_short_for` lists, in words, the parts of the study for which the budget was too short.
     - If `rank` is set, untried configurations of this LoRA rank are proposed first.
-    - `kept_s` seconds of the search time are kept for the searches of other GPU counts.
+    - `kept_s` seconds of the search time are reserved for the searches of other GPU counts.
     - `new_rows` returns the results that other workers stored since the last call.
     - `on_begin` is called when this worker begins to probe a trial, `on_trial` with every trial
       that it finished, `on_trial_of_others` with every trial of other workers.
-    - Trials of coordinate search, in `exempt`, do not count against the patience limit. `moving` is
-      the knob that coordinate search changes, and the configuration that it starts from.
+    - `exempt` holds the numbers of coordinate search's trials. They do not count against the limit
+      on trials without an improvement.
+    - `moving` is the knob that coordinate search changes now, and the configuration whose knob it
+      changes.
     - `is_compiled` says whether the code of a compiled configuration exists already, from an
       earlier trial or from compilation in advance.
     """
@@ -107,7 +110,7 @@ class SharedTrials:
     # know as finished yet.
     _results_of_others: dict[int, ProbeResult] = field(default_factory=dict)
     _unfinished_numbers: set[int] = field(default_factory=set)
-    # Whether other workers had taken configurations when this worker asked for a trial.
+    # Whether another worker was trying a configuration when this worker last asked for a trial.
     _met_others: bool = False
     _reap_at: float = 0.0
     _promises: dict[TrainConfig, float] = field(default_factory=dict)
@@ -118,7 +121,7 @@ class SharedTrials:
         self.selection = Selection(self.task)
 
     def resume(self, stored: list[StoredProbe]) -> None:
-        """Take over the results of earlier sessions, and settle interrupted trials."""
+        """Take over the results of earlier sessions, and finish or queue interrupted trials."""
         self._results_of_others = {
             row.trial: row.result
             for row in stored
@@ -142,9 +145,9 @@ class SharedTrials:
             )
 
     def begin(self, tried: list[TrainConfig]) -> None:
-        """Queue the baselines that were tried before a new study began; their results are stored.
+        """Queue the configurations that a new study has tried already; their results are stored.
 
-        A resumed study queues the trials again that its earlier sessions had no time for.
+        A resumed study instead queues the trials again for which its earlier sessions had no time.
         """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))
@@ -182,8 +185,10 @@ class SharedTrials:
     def ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
         """Begin a trial of the `wanted` choice, or of the next proposal.
 
-        No two workers run the same configuration. Returns None if another worker is trying the
-        configuration, or if the trial would take longer than the time left for the search.
+        No two workers run the same configuration. If another worker is trying the proposed
+        configuration, or if its trial would take longer than the time left for the search, an
+        untried configuration takes its place; a `wanted` choice is not replaced. Returns None
+        without a trial, or if the maximum number of trials is reached.
         """
         self.sync()
         taken = self.coordinator.taken()
@@ -212,7 +217,7 @@ class SharedTrials:
         return proposal
 
     def _is_full(self, num_open: Callable[[], int]) -> bool:
-        """Whether the finished and the unfinished trials reach the maximum."""
+        """Whether the finished and the unfinished trials reach the maximum number of trials."""
         maximum = self.limits.trials
         return (
             maximum is not None and num_open() + len(self.optimizer.finished_numbers()) >= maximum
@@ -221,7 +226,7 @@ class SharedTrials:
     def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
         """Finish a trial with its result, which is stored already.
 
-        If this call fails, `Optimizer.repair` finishes the trial.
+        If this call fails, `Optimizer.repair` later finishes the trial from the stored result.
         """
         digest = self._open.pop(proposal.number)
         counts = self._finish(proposal.number, evaluation)
@@ -240,7 +245,7 @@ class SharedTrials:
     def giving_back(self) -> Iterator[None]:
         """Put unfinished trials back into the queue if the block fails.
 
-        A Cancelled exception ends only the block.
+        The exception is then raised again, except Cancelled, which only ends the block.
         """
         try:
             yield
@@ -284,11 +289,11 @@ class SharedTrials:
     ) -> dict[str, Any] | None:
         """Return an untried choice that differs least from the best configuration.
 
-        Its predicted time is at most the time left for the search, minus `keep_s`. If time is
-        short, choices with compiled code come first, ranked by formula. The result is then None if
-        no choice is predicted to reach half of the best configuration's speed. With `promising` set
-        to False, neither rule applies. `pinned` fixes the values of some knobs; the space must
-        contain these values.
+        The choice's predicted time is at most the time left for the search, minus `keep_s`. If time
+        is short and `promising` is True, two rules apply: choices with compiled code come first,
+        ranked by their scores by formula; and the result is None if no choice is predicted to reach
+        half of the best configuration's score. `pinned` fixes the values of some knobs; the space
+        must contain these values.
         """
         best = self.best()
         space = self.task.space
@@ -330,17 +335,18 @@ class SharedTrials:
         return config.compile == "none" or self.is_compiled(config)
 
     def promise(self, config: TrainConfig) -> float:
-        """The score of a configuration by formula, computed once; 0 without a prediction."""
+        """The configuration's score by formula, computed only once; 0 without a prediction."""
         if config not in self._promises:
             speed = formula_speed(self.task, config)
             self._promises[config] = self.task.score(config, speed) if speed else 0.0
         return self._promises[config]
 
     def await_others(self) -> bool:
-        """Wait a moment if other workers may still free a trial; return whether to ask again.
+        """Wait a moment if another worker may still give back a trial; return whether to ask again.
 
-        They may if they run or begin trials, or gave trials back. They also may if they held a
-        configuration for which this worker asked, even if they have finished since.
+        Another worker may do so while any trial is running or queued. The answer is also True if
+        another worker held a configuration when this worker last asked, even if that worker has
+        finished since.
         """
         met_others = self._met_others
         self._met_others = False
@@ -352,7 +358,7 @@ class SharedTrials:
     def sync(self, *, reap: bool = False) -> None:
         """Take over the results of other workers.
 
-        Every 15 s, or with `reap`, settle the trials of workers that died.
+        Every 15 s, or if `reap` is True, also finish or queue the trials of workers that died.
         """
         for row in self.new_rows():
             self.evaluator.learn(row.trial, row.result)
@@ -378,7 +384,7 @@ class SharedTrials:
             self.on_trial_of_others(self._add(number, evaluation))
 
     def reap(self) -> None:
-        """Settle the trials of workers that died."""
+        """Finish the trials of dead workers if their results are stored; queue the others again."""
         if isinstance(self.coordinator, SingleWorker):
             return
         self._reap_at = self.clock() + REAP_EVERY_S
@@ -394,9 +400,9 @@ class SharedTrials:
         return True
 
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
-        """Add a result, whose configuration may win in any case.
+        """Add a result to the selection, and a record of the trial to `rows` if the trial `counts`.
 
-        `counts` is false if another worker gave the trial back; the trial then gets no record here.
+        `counts` is False if another worker gave the trial back. Its configuration may still win.
         """
         row = to_record(number, evaluation, self.task)
         if counts:
@@ -431,7 +437,7 @@ class SharedTrials:
         return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
-        """Whether no further trial may begin: the user, the budget or the maximum forbids it."""
+        """Whether no trial may begin: the user, the budget or the limit on trials forbids it."""
         return self.should_stop() or self.is_spent() or self._is_full(lambda: len(self._open))
 
     def is_done(self) -> bool:
@@ -447,7 +453,8 @@ class SharedTrials:
     def num_stale(self) -> int:
         """Count the trials since the best score last improved by more than twice the noise.
 
-        Only trials with a speed count. Exempt trials and trials of other workers do not count.
+        These trials do not count: trials without a speed, reused results, exempt trials, and trials
+        of other workers.
         """
         best = 0.0
         num_stale = 0
@@ -477,7 +484,7 @@ class SharedTrials:
     def candidate_s(self) -> float:
         """The seconds that are left to evaluate candidates.
 
-        Until ENOUGH candidates are evaluated, the time of the confirmation is included.
+        Until ENOUGH candidates are evaluated, the time reserved for the confirmation is included.
         """
         enough = not (self.evaluator.truncated_s and self.num_missing(ENOUGH))
         return self.search_s() if enough else self.left_s() - self.kept_s
@@ -506,8 +513,9 @@ class SharedTrials:
     def lasting(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds of a candidate's truncated models.
 
-        It is a linear regression over the candidates so far, of their times on the formula's time
-        of a micro batch. It returns 0 for known candidates, or if it cannot predict.
+        The prediction is linear in the time of a micro batch by formula; the line is fitted to the
+        candidates so far. The function returns 0 for a candidate that was probed already, or if it
+        cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:
@@ -529,14 +537,14 @@ class SharedTrials:
         return lasts_s
 
     def compiled_s(self) -> float:
-        """The typical seconds of a candidate that compiles; 0 before the first extrapolation."""
+        """The typical seconds of a candidate that compiles; 0 before the first truncated probe."""
         took = self.evaluator.truncated_s.values()
         return statistics.median(took) + COMPILING_S if took else 0.0
 
     def spare_s(self) -> float:
         """The seconds that the search may spend now on one whole model.
 
-        It is 0 as long as `lacks_plenty`.
+        It is 0 while `lacks_plenty` is True.
         """
         if self.lacks_plenty():
             return 0.0
@@ -544,7 +552,7 @@ class SharedTrials:
         return max(min(unspent_s, self.search_s()), 0.0)
 
     def affords(self, config: TrainConfig) -> bool:
-        """Whether the shortest confirmation of `config` should fit into the time left."""
+        """Whether the shortest confirmation of `config` is predicted to fit into the time left."""
         left_s = self.left_s()
         baselines = self.task.baselines
         if config in baselines:
@@ -556,7 +564,7 @@ class SharedTrials:
         return took_s is None or LATE * took_s <= left_s
 
     def can_end(self, config: TrainConfig) -> bool:
-        """Whether the shortest confirmation of `config` should end before the budget does.
+        """Whether the shortest confirmation of `config` is predicted to end within the budget.
 
         An unknown duration counts as 0.
         """
@@ -566,8 +574,8 @@ class SharedTrials:
         """The seconds to reserve for confirmation.
 
         The confirmation measures each finalist and the baseline once, and the winner in every
-        round. The result is 0 if the likely winner's confirmation would not end before the budget
-        does, because the search can then use the time.
+        round. If the likely winner's confirmation would not end before the budget is over, nothing
+        is reserved and the search uses the time.
         """
         finalists = self.selection.finalists(self.limits.finalists)
         if not finalists or not self.can_end(finalists[0]):
@@ -592,7 +600,8 @@ class SharedTrials:
     def confirmed_micro_steps(self, config: TrainConfig) -> int:
         """The number of micro batches in a step of a confirmation.
 
-        It is smaller if longer steps would take more than half of the time left.
+        The number is smaller if a confirmation with longer steps would take more than half of the
+        time left.
         """
         shape = self.task.workload.run_shape(config)
         took_s = self.evaluator.confirmation_s(config, shape.confirmation_micro_steps) or 0.0

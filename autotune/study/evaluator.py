@@ -50,14 +50,15 @@ from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
-# If a configuration that offloads runs out of memory while this share of the device's limit is
-# still free, the host's memory ran out.
+# A configuration that offloads may run out of the device's memory or of the host's memory. If at
+# least this share of the device's limit is still free, the host's memory ran out.
 HOST_BAND = 0.1
-# If a prediction differs from the limit by less than this share, the truncated models decide
-# instead of the gate. In `benchmarks/plan.py memory`, a formula's error is at most 1.3 % if a
-# measurement of the same configuration with another micro batch corrects it.
+# If the predicted memory differs from the limit by less than this share of the limit, the truncated
+# models decide instead of the gate. In `benchmarks/plan.py memory`, the formula's error is at most
+# 1.3 % after correction by a measurement of the same configuration with another micro batch size.
 GATE_BAND = 0.03
-# The same share for a formula without correction: four standard deviations of its error.
+# As GATE_BAND, for a prediction by formula without correction: four standard deviations of its
+# error.
 FORMULA_BAND = 2 * ERROR
 
 # Returns the reason why an extrapolated configuration cannot win, or None if it can.
@@ -75,7 +76,7 @@ class Prober(Protocol):
         """Answer a request; the probe's output goes to `log`."""
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """Return the repetition of a model's layers, from its config.
+        """Return the number of a model's layers and how they repeat, from the model's config.
 
         Returns None if layers cannot be left out.
         """
@@ -92,9 +93,10 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """The reserved memory that a configuration needs, and the limit.
+    """The reserved memory that a configuration is predicted to need, and the limit.
 
-    `by_formula` is the formula's value; `gib` is equal to it unless it is `corrected`.
+    `by_formula` is the formula's prediction. `gib` is the formula's peak, after correction by a
+    measurement if `corrected` is True.
     """
 
     by_formula: MemoryBreakdown
@@ -113,17 +115,18 @@ class Evaluator:
 
     - `request` returns the request for a probe of a configuration with all layers of the model.
     - `model` is the digest of the model.
-    - `formula` returns the memory of a configuration with a number of micro batches in a step, or
-      None if it cannot compute the memory.
-    - `shape` says after how many layers their pattern repeats. Without `shape` no probe has fewer
-      layers than the model, so there is no low-fidelity stage.
-    - With `shallow_only`, low fidelity is the last stage.
-    - Stored results are reused only from `studies`, or from any study if `studies` is empty.
-      Without `reuses`, all results are of one round.
+    - `formula` predicts the memory of a configuration with a given number of micro batches per
+      step, or returns None if it cannot predict the memory.
+    - `shape` says after how many layers their pattern repeats. If `shape` is None, no probe has
+      fewer layers than the model, so there is no low-fidelity stage.
+    - If `shallow_only` is True, low fidelity is the last stage: no whole model is probed.
+    - Stored results are reused only from `studies`, or from any study if `studies` is empty. If
+      `reuses` is False, no stored result is reused, so that all results are equally recent.
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
-    - `truncated_s` and `whole_s` are the seconds of each configuration's probes in this session,
-      without the one-time loading of a new worker. `compiling_s` is the part for compilation.
+    - `truncated_s` and `whole_s` are the seconds of each configuration's probes of truncated and of
+      whole models in this session. A new worker's one-time loading is left out. `compiling_s` is
+      the part of `truncated_s` for compilation.
     """
 
     prober: Prober
@@ -147,9 +150,9 @@ class Evaluator:
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
     _times: ProbeTimes = field(init=False)
-    # The reasons why truncated models failed; the whole model may succeed.
+    # For each configuration whose truncated models failed, the reason. The whole model may succeed.
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)
-    # The seconds of the probes since the last evaluation.
+    # The seconds of each configuration's probes since its last evaluation ended.
     _seconds: dict[TrainConfig, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,7 +169,7 @@ class Evaluator:
     def learn_from_others(self) -> None:
         """Learn from other studies' measurements of this model on this device.
 
-        OOMs do not count, because they may have happened at another limit.
+        Probes that ran out of memory do not count, because they may have had another memory limit.
         """
         rows = (
             [row for study in self.studies for row in self.store.of_study(study)]
@@ -195,8 +198,9 @@ class Evaluator:
             return
         is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
-            # The result is from a study with other rows. Packed rows then differ in memory too,
-            # padded rows only in length and time.
+            # The result is from a study with other dataset rows. Only the time of padded rows
+            # depends on the other rows' lengths, but the memory of packed rows may depend on them
+            # too.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -244,7 +248,7 @@ class Evaluator:
             if reason is not None:
                 return self._conclude(trial, _predicted(request, Outcome.SLOW, reason, predicted))
 
-        # Near the limit only a probe of the whole model can decide whether it fits.
+        # Near the memory limit, only a probe of the whole model can decide whether the model fits.
         surely_fits = predicted is not None and _peak_fits(predicted.measurement)
         if predicted is not None and surely_fits and not self.fits_into(spare_s, config):
             return self._conclude(trial, _predicted(request, Outcome.OK, None, predicted))
@@ -267,22 +271,22 @@ class Evaluator:
     ) -> Evaluation | Extrapolation | None:
         """Pass the stages before the whole model; return their decision or their prediction.
 
-        Returns None if the truncated models predict nothing. Also returns None if `skip_if_fits`
-        and the whole model is certain to fit: then the truncated models are skipped. A second call
-        reuses the results of the first.
+        Returns None if the truncated models predict nothing. Also returns None, without probing
+        truncated models, if `skip_if_fits` is True and the whole model is certain to fit. A second
+        call reuses the results of the first.
         """
         request = self.request(config)
         stored = self._find(request, Rung.FULL, Rung.CONFIRM)
         if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
-            # This study gets its own table row, so it can be read without the study that measured
-            # the row.
+            # The result is stored for this study too, so that this study can be read without the
+            # study that measured it.
             if trial is not None:
                 self._store_result(trial, replace(known, seconds={}))
             return Evaluation(result=known, reused=True)
 
-        # The limit without subtracting the CUDA context, which the predictor adds.
+        # The CUDA context is not subtracted from this limit, because the predictor does that.
         offered = memory_limit_gib(request.memory_gib, request.headroom)
         estimate = self._memory.predict(_with_longest_rows(request), request.micro_steps, offered)
         refused = self._gate(request, estimate)
@@ -351,7 +355,8 @@ class Evaluator:
     ) -> ProbeResult:
         """Measure a finalist again, with more micro batches per step.
 
-        `whole` adds an evaluation and a checkpoint, once per configuration.
+        If `whole` is True, the first such confirmation of a configuration also evaluates and saves
+        a checkpoint.
         """
         request = self._confirmation(config, micro_steps)
         if whole and config not in self.saved:
@@ -370,7 +375,7 @@ class Evaluator:
         )
 
     def reference(self, config: TrainConfig) -> Measurement | None:
-        """Measure a whole model outside the search, to get reference losses.
+        """Measure a whole model outside the search, to get its losses as a reference for others.
 
         Returns None if the probe failed.
         """
@@ -391,8 +396,9 @@ class Evaluator:
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """Refuse a request that cannot run, or that is predicted to need too much memory.
 
-        The reason is its sharding, an earlier OOM of a probe that needed no more memory, or a
-        predicted memory above the limit.
+        A request is refused if its parallel strategy cannot train the configuration, if an earlier
+        probe that needed no more memory ran out of memory, or if the predicted memory exceeds the
+        limit.
         """
         config = request.config
         if (reason := Parallelism.of(config).refusal(config)) is not None:
@@ -426,7 +432,7 @@ class Evaluator:
         return None if surely_fits else self._gate_by_formula(request)
 
     def should_fit(self, config: TrainConfig) -> bool:
-        """Whether a configuration fits by formula; True without a prediction."""
+        """Whether a configuration fits by formula; True if the formula cannot predict it."""
         need = self._need(self.request(config))
         return need is None or need.ratio <= 1.0
 
@@ -450,7 +456,8 @@ class Evaluator:
     def _need(self, request: ProbeRequest) -> "_Need | None":
         """The memory that a request needs by formula, or None without a prediction.
 
-        If a similar configuration was measured, the formula's error there corrects the value.
+        If a similar configuration was measured, the prediction is multiplied by that
+        configuration's ratio of measured to predicted memory.
         """
         config = _with_longest_rows(request)
         by_formula = self.formula(config, request.micro_steps)
@@ -487,8 +494,8 @@ class Evaluator:
             return None
 
         for depth in pair:
-            # Attention kernels need a plan for each new length, and one plan serves all layers. So
-            # new lengths are timed at one depth only.
+            # Attention kernels make a plan for each new row length, and one plan serves all layers.
+            # So the extra time for a new length is measured at one depth only.
             short = replace(shortened(request, depth), new_lengths=depth == pair[0])
             stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")
@@ -543,13 +550,13 @@ class Evaluator:
     def _measure(self, request: ProbeRequest, trial: int | None, log: Path) -> ProbeResult:
         """Probe, repeat the probe if other work disturbed the times, and store the result.
 
-        If the second probe is disturbed too, the result says so.
+        If the second probe is disturbed too, the result is marked as disturbed.
         """
         first = self._judged(self.prober.probe(request, log))
         if first.disturbed is None:
             return self._store_result(trial, self._add_time_parts(first))
 
-        # The budget or the user may stop the second probe.
+        # If the budget or the user stops the second probe, the first result stands.
         try:
             second = self._judged(self.prober.probe(request, log))
             doubt = f"measured twice, because the first time {first.disturbed}"
@@ -559,7 +566,7 @@ class Evaluator:
         return self._store_result(trial, self._add_time_parts(result))
 
     def _judged(self, result: ProbeResult) -> ProbeResult:
-        """Return the result, labelled if other work disturbed its times."""
+        """Return the result; it is marked as disturbed if other work disturbed its times."""
         if result.outcome is not Outcome.OK or result.measurement is None:
             return result
         reason = disturbance(
@@ -571,11 +578,11 @@ class Evaluator:
         return replace(result, disturbed=reason, evidence=evidence)
 
     def _spend(self, result: ProbeResult) -> float:
-        """Count the seconds of a probe and return them.
+        """Add a probe's seconds to the configuration's total and return them.
 
         A new worker loads libraries and kernels in its first step; this takes up to half a minute
         if files are not cached. Later candidates do not have this cost. So, without compilation,
-        the first steps count only as long as later steps take.
+        the first steps of a new worker count only with the duration of later steps.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
@@ -621,10 +628,11 @@ class Evaluator:
 
 
 def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
-    """Return the same request for a truncated model, timed for 0.7 s at most.
+    """Return the request for a truncated model of `depth` layers.
 
-    The speed of a card at its power limit swings within tenths of a second, so a shorter time would
-    be too inaccurate.
+    Its steps are timed for at least 0.7 s, or for `request.min_timed_s` if that is shorter. The
+    speed of a card at its power limit swings within tenths of a second, so less than 0.7 s would be
+    too inaccurate.
     """
     min_timed_s = min(request.min_timed_s, 0.7)
     return replace(
@@ -641,11 +649,12 @@ def _ran_out_on_device(result: ProbeResult) -> bool:
 
 
 def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
-    """The least memory that a configuration needs, from a probe with free memory.
+    """The least memory that a configuration needs, by a probe that had memory to spare.
 
-    Communication runs on its own CUDA streams. As long as memory is free, other streams do not use
-    the free blocks of these streams. On two H200s, ranks reserved up to 39 % more than they had
-    allocated.
+    Communication runs on its own CUDA streams. While the device has free memory, other streams do
+    not reuse the free blocks of these streams. On two H200s, ranks therefore reserved up to 39 %
+    more memory than they had allocated. So on several GPUs, only the allocated memory is certainly
+    needed.
     """
     return measurement.peak_reserved_gib if config.num_gpus == 1 else measurement.peak_allocated_gib
 

@@ -21,8 +21,9 @@ from autotune.study.evaluator import FAILED, Evaluator
 class Feasible:
     """The configurations that were tried before a search.
 
-    `tried` are the configurations whose results begin the study. With `opens_reserve`, the search
-    needs the values of last resort in the reserve space. `problem` is set if no configuration fits.
+    `tried` are the configurations with which the study begins; their results are stored. If
+    `opens_reserve` is True, no configuration of the normal space fits, so the search uses the
+    reserve space, which adds knob values of last resort. `problem` is set if no configuration fits.
     """
 
     tried: list[TrainConfig]
@@ -38,8 +39,8 @@ def find_feasible(
 ) -> Feasible:
     """Find a configuration that fits: a baseline, or a configuration with the least memory.
 
-    Truncated models decide if they can, because the whole baseline of a large model would take the
-    search's time. Raises Cancelled if the user asked to stop, or if the budget is over.
+    Truncated models decide if they can, because probing the whole baseline of a large model would
+    use up time of the search. Raises Cancelled if the user asked to stop, or if the budget is over.
     """
     tried_configs: list[TrainConfig] = []
 
@@ -59,9 +60,9 @@ def find_feasible(
             say(f"the baseline does not fit: {result.reason}")
         return False
 
-    # A probe of a configuration that hardly fits may take a fifth of the budget. Such
-    # configurations come last. By then, the measured memory of a smaller configuration rules most
-    # of them out.
+    # A probe of a baseline that may not fit can take a fifth of the budget, so the baselines that
+    # do not fit by formula are probed last. By then, the measured memory of a smaller baseline
+    # rules most of them out.
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
@@ -89,7 +90,8 @@ def find_feasible(
 def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     """Return the configurations with the least memory.
 
-    On one GPU it is one configuration. On several GPUs it is one per sharding strategy.
+    Without a choice of sharding, this is one configuration. Otherwise it is one configuration per
+    sharding strategy, preceded by one for a single GPU if the space allows that.
     """
     if space.knob("sharding") is None:
         return [space.config(space.leanest())]
@@ -101,14 +103,15 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
         pinned = space.pin("num_gpus", most).pin("sharding", way)
         narrowing = Narrowing(space=pinned, reserve=pinned)
-        with suppress(UsageError):  # this strategy can train no configuration of the space
+        # UsageError: this strategy can train no configuration of the space.
+        with suppress(UsageError):
             narrow_to_sharing(narrowing)
             leanest.append(narrowing.space.config(narrowing.space.leanest()))
     return leanest
 
 
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
-    """Return the error that no configuration fits.
+    """Return the error which says that no configuration fits.
 
     The message has the memory that the smallest configuration needs, and its speed if known.
     """

@@ -1,9 +1,9 @@
 """Warm start by formula: the fastest configuration that fits, for each possible host speed.
 
-For GPU-bound steps, the formulas' error is a few percent (`step_time`). The host's time to issue
-the work is unknown without a calibration. If memory is short, this time decides whether small micro
-batches or recomputation are faster. Probes show which of these seeds is right, and coordinate
-search continues from there. Only the knobs in VARIED change.
+For GPU-bound steps, the formulas' error is a few percent (`step_time`). Without a calibration, the
+time that the host needs to launch the kernels is unknown. If memory is short, this time decides
+whether small micro batches or recomputation are faster. The search probes all seeds, and coordinate
+search continues from the fastest. Only the knobs in VARIED change.
 """
 
 import math
@@ -24,12 +24,13 @@ VARIED = (
     *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
     *("packing", "packed_attention", "padding", "sharding", "lora_kernels"),
 )
-HOSTS = (1.0, 0.67, 0.5)  # the host's time to issue work, relative to the formula's assumption
-MAX_CONFIGS = 20_000  # the most configurations that the formulas rank, in about 5 s
+# Possible times that the host needs to launch kernels, relative to the formula's assumption.
+HOSTS = (1.0, 0.67, 0.5)
+MAX_CONFIGS = 20_000  # the formulas rank at most this number of configurations, in about 5 s
 
 
 def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
-    """Yield the seeds, the slowest host's first, each once and without `current`.
+    """Yield each seed once, the seed for the slowest host first; `current` is left out.
 
     Yields no seed if the formulas do not know the model or the card.
     """
@@ -48,7 +49,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
         host = replace(MEASURED_HOST, scale=scale)
 
         def predicted(config: TrainConfig, host: Host = host) -> tuple[float, float]:
-            """The useful tokens/s, and the negative memory so that ties go to less memory."""
+            """The useful tokens/s, then the negative memory, so that a tie goes to less memory."""
             prediction = estimate(probing, config, limit_gib, host=host)
             return (
                 (_tokens_per_s(probing, prediction), -prediction.need_gib)
@@ -74,7 +75,7 @@ def _fitting_configs(
 
 
 def formula_speed(task: Task, config: TrainConfig) -> float:
-    """Predict useful tokens/s on the reference GPU with the link of the device; 0 if unknown."""
+    """Predict useful tokens/s on the reference GPU with the target's interconnect; 0 if unknown."""
     link_gb_s = task.link_gb_s(Parallelism.of(config))
     reference = replace(
         task, device=replace(resolve_device(REFERENCE), link_gb_s=link_gb_s), calibration=None
@@ -87,7 +88,7 @@ def formula_speed(task: Task, config: TrainConfig) -> float:
 def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
     """The useful tokens/s of all GPUs; 0 without a prediction.
 
-    The prediction omits communication if the link is unknown.
+    If the interconnect's bandwidth is unknown, the prediction omits communication.
     """
     if prediction is None or prediction.single_gpu is None:
         return 0.0
