@@ -39,7 +39,7 @@ REAP_EVERY_S = 15.0
 WHOLE_SHARE = 0.1  # the most for whole models in the search
 BASELINE_SHARE = 0.2  # the most for all probes of baselines
 CONFIRMATION_SHARE = 0.15  # the most to reserve for confirmation
-LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation needs more than that
+LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation needs more than CONFIRMATION_SHARE
 
 # Numbers of candidates.
 MANY = 15  # a search should evaluate at least this number of candidates

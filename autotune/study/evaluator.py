@@ -84,7 +84,7 @@ class Prober(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The result for one candidate, whether it was known already, and the seconds of its probes."""
+    """One candidate's result, whether it was stored already, and the seconds of its probes."""
 
     result: ProbeResult
     reused: bool = False
@@ -216,7 +216,7 @@ class Evaluator:
                 self._learn_memory(config, predicted.measurement)
 
     def _learn_memory(self, config: TrainConfig, measurement: Measurement) -> None:
-        """Learn a measured memory need, for the longest row length of the measurement."""
+        """Learn how much memory a configuration needs with the longest rows of the measurement."""
         self._memory.learn(
             replace(config, seq_len=measurement.row_length or config.seq_len), measurement
         )
@@ -388,7 +388,7 @@ class Evaluator:
         return self._store_result(None, known).measurement
 
     def reject(self, config: TrainConfig, reason: str) -> ProbeResult:
-        """Store that a finalist's losses differ from its reference's losses."""
+        """Store the rejection of a finalist whose losses differ from its reference's losses."""
         return self._store_result(
             None, _decision(self.request(config), Outcome.NUMERICS, Rung.CONFIRM, reason)
         )
@@ -548,7 +548,7 @@ class Evaluator:
         return result
 
     def _measure(self, request: ProbeRequest, trial: int | None, log: Path) -> ProbeResult:
-        """Probe, repeat the probe if other work disturbed the times, and store the result.
+        """Probe once, or twice if other work disturbed the first probe's times; store the result.
 
         If the second probe is disturbed too, the result is marked as disturbed.
         """
@@ -599,7 +599,7 @@ class Evaluator:
         return seconds
 
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
-        """Add the host share and kernel times of truncated models to a whole model's result."""
+        """Add the host share and kernel times, predicted by truncated models, to a whole result."""
         predicted = self._depths.extrapolated(
             result.config, self.request(result.config).micro_steps
         )
@@ -641,7 +641,7 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
 
 
 def _ran_out_on_device(result: ProbeResult) -> bool:
-    """Whether the device ran out of memory, rather than the host that holds the checkpoints."""
+    """Whether the device ran out of memory, not the host, which holds offloaded activations."""
     oom = result.oom
     if oom is None or not result.config.offloads:
         return oom is not None

@@ -117,7 +117,7 @@ def summarize(
         notes.append(f"the budget was too short for {missed}")
     projections = project(selection, recipe, record.terms.headroom) if recipe else Projections()
 
-    # Workers other than the leader have GPUs of their own.
+    # The study's price includes the GPUs of the other workers, for the time that they worked.
     gpu_hours = (wall_seconds + record.others_seconds) / 3600
 
     return StudySummary(
@@ -145,7 +145,7 @@ def summarize(
 
 
 def _is_of(decomposition: Decomposition | None, recipe: Recipe) -> bool:
-    """Whether a decomposition belongs to this recipe, whose winner may have changed since."""
+    """Whether a decomposition is of this recipe's winner and baseline, which may be newer."""
     baseline = recipe.baseline and recipe.baseline.config
     return decomposition is not None and (decomposition.winner, decomposition.baseline) == (
         recipe.config,

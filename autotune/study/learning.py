@@ -15,14 +15,15 @@ from autotune.core.json_view import also_native
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # the ratio of neighbouring rates
-# The numbers of rates below and above the default. A high rate that diverges shows the limit; a low
-# rate that learns little takes as long and shows less.
+# The numbers of rates to try below and above the default. More are above it, because a rate that
+# diverges shows the upper limit, and a low rate that learns little shows less for the same time.
 BELOW = 3
 ABOVE = 5
 # For each round: the number of rates, and the steps relative to the first round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
 FEW = ((5, 1), (2, 3))  # for a small budget: every second rate
-BEYOND = 2  # the most rates that the first round may add below or above the others
+# The first round may add at most this number of rates, below or above the others.
+BEYOND = 2
 SEEDS = 2  # the number of seeds in the last round
 LEAST_STEPS = 5  # the fewest steps of the first round
 
@@ -31,9 +32,9 @@ LEAST_STEPS = 5  # the fewest steps of the first round
 class Attempt:
     """One training with one learning rate and one seed.
 
-    `loss` is the loss of the held-out examples afterwards, or None if the training diverged or
-    failed (`reason`). `curve` has pairs of a step and the mean training loss since the previous
-    pair.
+    `loss` is the loss of the held-out examples after the training, or None if the training diverged
+    or failed; `reason` then says why. `curve` has pairs of a step and the mean training loss since
+    the previous pair's step.
     """
 
     learning_rate: float
@@ -47,9 +48,10 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A configuration that can learn more or less than the winner, trained as in the last round.
+    """A configuration that may learn more or less than the winner, and its trainings.
 
-    The training uses the chosen learning rate.
+    The trainings use the learning rate that was chosen for the winner, and the steps and seeds of
+    the last round.
     """
 
     config: TrainConfig
@@ -63,11 +65,11 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The rates that were tried for a configuration, in the order of the trainings.
+    """The trainings of one configuration with different learning rates, in their order in time.
 
     `run_steps` is the number of optimizer steps of the full run, and `held_out` the number of
-    evaluated examples. `others` are configurations that were compared at the chosen rate. `default`
-    is the usual rate of the method, or None in a search by an older version.
+    evaluated examples. `others` are configurations that were trained with the best rate, for
+    comparison. `default` is the usual rate of the method, or None in a search by an older version.
     """
 
     JSON: ClassVar = also_native("learning_rate", "is_sure", "steps", "seconds", notes="notes()")
@@ -175,7 +177,7 @@ def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
 
 
 def least_budget() -> int:
-    """Return the steps of the smallest search."""
+    """Return the smallest number of optimizer steps that allows a search."""
     return LEAST_STEPS * steps_of(FEW)
 
 
@@ -204,7 +206,7 @@ def search(
     """Search the rates around a default by successive halving.
 
     `train` takes a rate, steps and a seed. If the lowest or highest rate wins the first round, the
-    round tries rates beyond it until a rate is worse.
+    round tries up to BEYOND further rates in that direction, until a rate is worse.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]

@@ -14,7 +14,7 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
 from autotune.study.ranking import more_capable
 
-MOST = 8  # the most requests at a time, because the next trial may redirect the search
+MOST = 8  # the most requests at a time; more would be wasted if the next trial redirects the search
 NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
 
 
@@ -22,7 +22,7 @@ NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_back
 class Lookahead:
     """Requests compilation of likely next configurations whenever a trial begins.
 
-    It covers configurations for one GPU.
+    Only code for configurations on one GPU is compiled in advance.
     """
 
     trials: SharedTrials
@@ -40,9 +40,10 @@ class Lookahead:
 def shallow_requests(
     evaluator: Evaluator, configs: Iterable[TrainConfig], known: Container[str] = ()
 ) -> dict[str, ProbeRequest]:
-    """Return the requests that compile these single-GPU configurations, by the key of their code.
+    """Return at most MOST requests that compile these configurations, by the key of their code.
 
-    Requests for `known` code are left out.
+    Configurations whose code's key is in `known`, and configurations for several GPUs, are left
+    out.
     """
     requests: dict[str, ProbeRequest] = {}
     for config in configs:
@@ -67,9 +68,9 @@ def code_key(config: TrainConfig) -> str:
 def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConfig]:
     """Yield configurations that compile and were not tried, the likeliest first.
 
-    A coordinate search continues from its current configuration, or from the running trial if that
-    is better. Configurations without compilation are replaced by their compiled variants. Next come
-    more capable variants of the best configuration, then its neighbours, ranked by formula.
+    Coordinate search will continue from its current configuration, or from the running trial if
+    that is better. So the compiled variants of these two come first, then the next moves from them.
+    More capable variants of the best configuration follow, then its neighbours, ranked by formula.
     """
     space = trials.task.space
     best = trials.best()

@@ -18,7 +18,7 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-STARTUP = 8  # helping workers try neighbours of the best until this number of trials has a speed
+STARTUP = 8  # helpers try neighbours of the best trial until this number of trials has a speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Study:
     trials: SharedTrials
 
     def run(self) -> None:
-        """Search until a limit is reached, then try more capable variants of the best one.
+        """Search until a limit is reached, and try more capable variants of the best configuration.
 
         Unfinished trials always go back to the queue.
         """
@@ -97,7 +97,7 @@ class Study:
         trials.kept_s = 0.0
 
     def _hold_rank(self) -> None:
-        """Propose only the most frequent LoRA rank, once there is one.
+        """As soon as a LoRA configuration was tried, propose only the most frequent LoRA rank.
 
         The code for this rank is compiled. Another rank changes the speed by 1 to 2 % and costs a
         compilation for each micro batch size. Higher ranks are tried at the end of the search.
@@ -115,7 +115,8 @@ class Study:
         self._hold_rank()
         while not trials.is_done():
             known = trials.digests()
-            # The sampler has little data yet, so untried neighbours come first.
+            # If time is short, the sampler would have too little data, so an untried neighbour of
+            # the best configuration is tried instead.
             wanted = trials.untried() if trials.lacks_plenty() else None
             row = trials.run_one(trials.selection.prune_reason, wanted)
 
@@ -143,7 +144,8 @@ class Study:
 
         First raise all knobs, then each knob alone. Other configurations about as fast as the best
         are tried too, with the learning values of the likely winner. Chance decides which of these
-        configurations is fastest, and the winner must not depend on chance.
+        nearly equal configurations is measured as the fastest, and the winner must not depend on
+        chance.
         """
         best = self.trials.best()
         if best is None:
@@ -159,8 +161,8 @@ class Study:
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
         """Return the best three of the configurations that tie with `best`.
 
-        They get the likely winner's values of the learning knobs. GPU-bound configurations come
-        first, then configurations with less memory.
+        In the returned configurations, the learning knobs have the likely winner's values.
+        GPU-bound configurations come first, then configurations with less memory.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
@@ -187,8 +189,8 @@ class Study:
     def _try_sizes(self, config: TrainConfig) -> None:
         """Try this configuration; while it does not fit, try smaller and smaller micro batches.
 
-        No pruner is used: the cost of more capability must be measured on whole models, and most
-        candidates are close.
+        No pruner is used. The cost of more capability must be measured on whole models, because
+        most of these candidates are close to the best.
         """
         trials = self.trials
         outcomes = {row.config: row.outcome for row in trials.rows}

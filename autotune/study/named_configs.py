@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A published number or outcome, and our own."""
+    """A published number or outcome (`theirs`), and the one found here (`ours`)."""
 
     theirs: float | str
     ours: float | str | None
@@ -42,11 +42,11 @@ class Pair:
 class ConfigResult:
     """The result of a case, which is a named configuration.
 
-    Speeds count full rows of `seq_len` tokens. `with_context_gib` is the reserved memory plus the
-    CUDA context. `interval` is the 80 % interval of an estimated `tokens_per_s`, or the range of
-    the measurements. `interval_gib` is the interval of an estimated `peak_reserved_gib`; it is None
-    for a measured peak. `tight` means that the configuration may not fit, or that less than a tenth
-    of the memory is free.
+    `tokens_per_s` counts `seq_len` tokens for each row, including padding. `with_context_gib` is
+    the reserved memory plus the CUDA context. `interval` is the 80 % interval of an estimated
+    `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval of an estimated
+    `peak_reserved_gib`; it is None for a measured peak. `tight` means that the configuration may
+    not fit, or that less than a tenth of the memory is free.
     """
 
     JSON: ClassVar = keys(name="case.name") | keys(
@@ -133,7 +133,7 @@ class ConfigResult:
         }
 
     def ratios(self, names: Collection[str]) -> list[float]:
-        """Return published / ours for each of these numbers if both are known."""
+        """Return published / ours for each number in `names` if both are known."""
         pairs = [pair for name, pair in self.against().items() if name in names]
         return [float(theirs) / float(ours) for theirs, ours in pairs]
 
@@ -162,7 +162,7 @@ class ConfigResult:
 
     @property
     def published(self) -> dict[str, Pair]:
-        """Every published number and our own."""
+        """Every published number, and the number found here."""
         return {
             name: Pair(theirs=theirs, ours=ours) for name, (theirs, ours) in self.compared().items()
         }
@@ -178,7 +178,8 @@ class SourcedResult:
     source: str | None
 
 
-SPEEDS = ("tokens/s", "samples/s")  # a case has one of them, or both with the same meaning
+# A case has one of these published speeds, or the same speed in both units.
+SPEEDS = ("tokens/s", "samples/s")
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
 SEVERAL = (
@@ -196,8 +197,8 @@ COLUMNS = {
 def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfig, Task]]:
     """Yield each case with its configuration and its own task.
 
-    The task has full rows, the case's accumulation and its model. Raises UsageError for invalid
-    knobs and values.
+    The task has the case's model and gradient accumulation. Its rows are all full. Raises
+    UsageError for invalid knobs and values.
     """
     for case in spec.configs:
         knobs = spec.pins | case.knobs

@@ -1,6 +1,6 @@
 """The configurations of a space that differ least from a given one.
 
-They are made by edits of knobs, so the size of the space does not matter.
+They are made by changing a few knobs of the given configuration, so a large space takes no longer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ def neighbours(
 ) -> list[dict[str, Any]]:
     """Return all choices at the smallest distance from `best` that has unseen configurations.
 
-    `seen` holds digests. If `rank` is given, configurations with another LoRA rank come last.
-    An empty list means that every configuration of the space is in `seen`. Without `best`,
-    distances count from the default configuration.
+    `seen` holds digests. If `rank` is given, choices with another LoRA rank are returned only if
+    all choices with this rank are in `seen`. An empty list means that every configuration of the
+    space is in `seen`. Without `best`, distances count from the default configuration.
     """
     centre = best or TrainConfig()
     if rank is not None:
@@ -64,8 +64,8 @@ def by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, A
 def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Iterator[dict[str, Any]]:
     """Yield the choices that differ from `centre` in exactly `distance` active knobs.
 
-    `centre` is clipped to the space. Each choice is made by `distance` edits, so nearer or farther
-    choices are never enumerated.
+    A value of `centre` outside the space counts as the nearest value in the space. Each choice is
+    made by `distance` edits, so nearer or farther choices are never enumerated.
     """
 
     def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MAX_SPEED_DIFFERENCE = 0.05
 MAX_MEMORY_DIFFERENCE = 0.02
 MAX_KELVIN = 10.0
-# A smaller memory difference never counts: torch reserves 20 MiB at a time, which is a large share
-# of a tiny model's memory.
+# A memory difference below this value never counts: torch reserves 20 MiB at a time, which is a
+# large share of a tiny model's memory.
 SEGMENT_GIB = 0.02
 CHECK_EVERY_S = 600.0
 
@@ -129,7 +129,8 @@ class NodeMonitor:
         measured = self.selection.record(baseline).measured if baseline else None
         if baseline is None or measured is None:
             return []
-        # The first reading comes from the leader, or from the first worker.
+        # The study's own measurement of the baseline counts as the first reading. The leader or a
+        # worker made it.
         others = [NodeReading.of(measured)]
         others += [
             NodeReading.of(row.result.measurement)

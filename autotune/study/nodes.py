@@ -1,4 +1,4 @@
-"""The nodes of a study side by side: the latest reading of the baseline of each process.
+"""The nodes of a study side by side: each process's latest measurement of the baseline.
 
 A node is compared with the others. Probes that older versions stored without a node's name count as
 one unnamed node.

@@ -1,8 +1,8 @@
 """The interface to Optuna: the next configuration to try, and the outcome of each.
 
-A trial that runs out of memory gets the state PRUNED and a signed margin. It never gets FAIL,
-because samplers ignore failed trials. FAIL marks trials that have to run again. The history is
-returned as plain data.
+A trial that runs out of memory gets the state PRUNED and its memory margin, which is positive. It
+never gets FAIL, because samplers ignore failed trials. FAIL marks trials that have to run again.
+The history is returned as plain data.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from autotune.study.storage.optuna_storage import opened_storage, optuna_errors,
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
 METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
-UNNAMED_S = 5.0  # the time that a running trial may be without its worker's name
+UNNAMED_S = 5.0  # a running trial without its worker's name is left alone for this time
 MAX_REASON = 500  # characters
 # The mark and the reason of a trial that was queued when its study ended.
 POSTPONED = "postponed"
@@ -75,7 +75,8 @@ class Optimizer:
         self._space = space
         self.outages = outages or Outages()
         self.outages.watch(storage.engine)
-        # A second Trial object of the same trial would sample again.
+        # The trials that this worker began. A second optuna.Trial object for such a trial would
+        # sample its values again.
         self._own_trials: dict[int, optuna.Trial] = {}
         self._is_asking = False  # stays True if a broken connection interrupted `ask`
         self._withdrawn: set[int] = set()
@@ -155,8 +156,8 @@ class Optimizer:
         unnamed_since = dict[int, float]()
         now = time.monotonic()
         running = self._in_state(TrialState.RUNNING)
-        # The live workers are read after the running trials, so each such trial's worker is
-        # registered.
+        # The live workers are read after the running trials. So if a running trial's worker is
+        # alive, `live` contains it.
         live = workers()
         for trial in running:
             worker = trial.user_attrs.get("worker")
@@ -205,7 +206,7 @@ class Optimizer:
             storage = self._study._storage  # Optuna has no public way to end a queued trial
             storage.set_trial_user_attr(trial_id, POSTPONED, True)
             storage.set_trial_user_attr(trial_id, "reason", TOO_LATE)
-            # Optuna copies no finished trial that never began.
+            # Optuna cannot copy a study with a finished trial that never ran.
             storage.set_trial_state_values(trial_id, TrialState.RUNNING)
             self._finish(number, TrialState.FAIL)
 
@@ -265,7 +266,7 @@ class Optimizer:
                 continue
             values = knob.possible(chosen)
             if len(values) == 1 < len(knob.choices()):
-                chosen[knob.name] = values[0]  # the knobs before it leave no choice
+                chosen[knob.name] = values[0]  # the earlier knobs' values leave only this value
             elif knob.low is not None and knob.high is not None:
                 chosen[knob.name] = trial.suggest_int(knob.name, knob.low, knob.high, log=knob.log)
             else:
@@ -313,7 +314,7 @@ class Optimizer:
         reused: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """Finish a trial. Margins are signed: above 0 is infeasible.
+        """Finish a trial. A positive margin marks the trial as infeasible.
 
         Returns False if another worker assumed that this worker was dead and gave the trial back.
         That decision stands.
@@ -323,7 +324,7 @@ class Optimizer:
             contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
         ):
             trial = self._own_trials.pop(number, None)
-            if trial is None:  # begun by a killed session; Optuna does not publish the id
+            if trial is None:  # begun by a killed session; Optuna has no public way to get its id
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
 
             state = self._trial(number).state
@@ -344,7 +345,7 @@ class Optimizer:
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)
-                # SLOW: the predicted value shows samplers how far off the trial is.
+                # SLOW: the predicted value shows the sampler how far the trial is from the best.
                 trial.report(value, step=0)
             return self._finish(number, TrialState.PRUNED)
         return False
@@ -352,7 +353,7 @@ class Optimizer:
     def _finish(self, number: int, state: TrialState, value: float | None = None) -> bool:
         """Finish a trial in Optuna and return True, or False if another worker was quicker.
 
-        Optuna reports a quicker worker in two ways.
+        If another worker was quicker, Optuna raises one of two exceptions.
         """
         try:
             self._study.tell(number, value, state)
@@ -363,7 +364,8 @@ class Optimizer:
     @retried
     def withdraw(self, number: int) -> bool:
         """Fail a trial, so that it does not count. Returns False if another worker was quicker."""
-        # After a broken connection, the quicker worker may be this one.
+        # After a broken connection, `retried` calls this method again. This worker's first call may
+        # then have failed the trial already.
         again = number in self._withdrawn
         self._withdrawn.add(number)
         with optuna_errors(self._url):

@@ -1,6 +1,6 @@
-"""The preparation of one session of a study. It finds all errors before GPU time is spent.
+"""The preparation of one session of a study. It finds invalid options before GPU time is spent.
 
-It does not import torch.
+This module does not import torch.
 """
 
 import itertools
@@ -81,7 +81,7 @@ def prepare_session(
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    # With named configurations, each of them applies the pins itself.
+    # If the spec names configurations, each named configuration applies the pins itself.
     searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)
@@ -124,7 +124,7 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
-    """Return the setup with a simulated rank, if the user wants one or has too few GPUs.
+    """Let one GPU simulate a rank of several, if the user wants that or has too few GPUs.
 
     Raises UsageError if the interconnect bandwidth is unknown.
     """

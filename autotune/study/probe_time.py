@@ -13,11 +13,12 @@ from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, Pro
 from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
-WHOLE = 0  # stands for the depth of a whole model
-# An evaluated micro batch is only a forward pass, at most this share of a training micro batch.
+WHOLE = 0  # stands for the depth of a whole model in dictionaries by depth
+# An evaluated micro batch is only a forward pass. It takes at most this share of the time of a
+# training micro batch.
 EVALUATED = 0.5
-# Lead and first round last at most this number of average micro batches; further time is
-# compilation.
+# The lead and the first round take at most the time of this number of average micro batches.
+# Further time counts as compilation.
 FIRST_MICROS = 12
 
 
@@ -26,7 +27,8 @@ class _ProbeTime:
     """The times of one probe, in seconds, with `micro_steps` micro batches in a step.
 
     `micro_s` is the mean time of a micro batch, `first_s` the time of the lead and the first round.
-    `new_length_s` is the extra time for a micro batch of a new length, or None if it was not tried.
+    `new_length_s` is the extra time for a micro batch of a new length, or None if no new length was
+    tried.
     """
 
     micro_s: float
@@ -41,7 +43,8 @@ class ProbeTimes:
 
     shape: ModelShape | None
     _times_of: dict[TrainConfig, dict[int, _ProbeTime]] = field(default_factory=dict)
-    # The longest load time by depth; it is shorter if the model was loaded already.
+    # The longest load time by depth. The longest is kept because loading is faster if the model was
+    # loaded before.
     _loads_s: dict[int, float] = field(default_factory=dict)
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
@@ -53,7 +56,8 @@ class ProbeTimes:
 
         micro_s = statistics.fmean(measurement.micro_step_s)
         first_s = seconds.get("first_step", seconds["total"])
-        if result.config.compile != "none":  # the next time, the compiled code exists
+        # The compilation is left out, because later probes reuse the compiled code.
+        if result.config.compile != "none":
             first_s = min(first_s, FIRST_MICROS * micro_s)
 
         probed = _ProbeTime(

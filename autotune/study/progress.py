@@ -1,4 +1,4 @@
-"""A study's progress reports: an interface, and an implementation that passes lines on."""
+"""A study's progress reports: an interface, and a class that passes them on as lines of text."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,16 +15,16 @@ class Progress(Protocol):
     """Receives the events of a study in order. The command line's display implements it too."""
 
     def say(self, text: str) -> None:
-        """A slow step begins."""
+        """A slow step begins; `text` describes it."""
 
     def note(self, text: str, style: str | None = None) -> None:
-        """A line for the user; `style` is a colour for terminals."""
+        """The study has a message for the user; `style` is its colour in a terminal."""
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
         """The search is about to begin; the device offers `fits_gib` GiB."""
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """The trials of earlier sessions; empty in a new study."""
+        """The session begins; `rows` are the trials of earlier sessions, empty in a new study."""
 
     def trying(self, number: int, config: TrainConfig) -> None:
         """A trial begins."""
@@ -40,7 +40,7 @@ class Progress(Protocol):
 
 
 class TextProgress:
-    """Passes every step and note on as a line; by default, discards the lines."""
+    """Passes each step and note to `write` as a line; the default `write` discards the lines."""
 
     def __init__(self, write: Callable[[str], Any] = lambda text: None) -> None:
         self._write = write

@@ -12,9 +12,9 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.problem.search_space import SearchSpace
 
-# A configuration is tight if less than this share of the memory limit is free. Above this share,
-# free memory is not worth a measurable loss of speed. It only decides between configurations whose
-# speeds are within the error.
+# A configuration is tight if less than this share of the memory limit is free. More free memory
+# than this is not worth a measurable loss of speed; it only decides between configurations whose
+# speeds tie.
 ROOMY = 0.1
 
 
@@ -23,7 +23,7 @@ class Scored:
     """A configuration that fits, with its score and the free share of the memory limit.
 
     `noise` is the relative difference to expect between two measurements. `spread` is the range of
-    the timed steps relative to the reported step (`Performance`); with the default, no
+    the timed steps relative to the reported step (`Performance`); with the default `spread`, no
     configuration beats another. `host_bound` marks a CPU-bound configuration.
     """
 
@@ -68,7 +68,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
 
 
 def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
-    """Return the score at which the candidate becomes the cheapest, or `choose` prefers it.
+    """Return the least score with which `choose` would prefer the candidate to the others.
 
     Raises ValueError without others.
     """
@@ -82,7 +82,7 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
 
 
 def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
-    """Return the candidates of the best class within the slack, the fastest first."""
+    """Return the candidates that are within the slack and of the best class, the fastest first."""
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
     best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
     return [
@@ -98,7 +98,7 @@ def _class(candidate: Scored) -> tuple[Any, ...]:
 
 
 def _tie_break(candidate: Scored) -> tuple[bool, float]:
-    """The criteria between equals in speed; larger is better.
+    """The criteria that decide between configurations whose scores tie; larger is better.
 
     Free memory counts in whole percent: smaller differences do not matter.
     """

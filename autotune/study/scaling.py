@@ -101,8 +101,8 @@ class RankPlan:
 class GpuPlan:
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
-    `how_sure` states the source of the numbers. A process needs `context_gib` in addition to
-    `limit_gib`.
+    `how_sure` states the source of the numbers. The CUDA context of a process takes `context_gib`
+    in addition to `limit_gib`.
     """
 
     JSON: ClassVar = keys(
@@ -215,7 +215,7 @@ def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
 def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
     """Return the row with the fewest GPU-hours among the rows that end in time.
 
-    All GPU-hours have the same price.
+    All GPU-hours have the same price, so this row is also the cheapest.
     """
     known = [
         (row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours

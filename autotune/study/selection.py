@@ -1,7 +1,7 @@
 """The selection of the winner from the measurements of all configurations.
 
-The result includes the winner's lead and the caveats for the reader. The module is pure: results go
-in, a Recipe comes out.
+The result includes the winner's speed-up and the caveats for the reader. The module does no input
+or output: results go in, a Recipe comes out.
 """
 
 import statistics
@@ -42,8 +42,10 @@ from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, re
 from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
 
-WORTH_SAYING = 0.005  # the smallest share of a step's time that is reported
-MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger gap is reported
+WORTH_SAYING = (
+    0.005  # a longer wait for other GPUs, relative to the time of a micro batch, is reported
+)
+MAX_STEP_TIME_GAP = 0.03  # between search and confirmation, relative; a larger gap is reported
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,10 +53,10 @@ class CandidateRecord:
     """The measurements of one configuration: search probes and confirmations.
 
     Confirmations outrank search probes. `extrapolated` comes from truncated models, and `undecided`
-    says that the configuration could win by this extrapolation. `late_s` is the difference in
-    seconds between the first step and later steps. A baseline that failed its confirmation
-    `cannot_win`, but the winner is still compared with it. The times of `disturbed` results count
-    only if no other result exists; their memory always counts.
+    says that the configuration could win by this extrapolation. `late_s` says by how many seconds
+    the first step takes longer than later steps. `cannot_win` marks a baseline that failed its
+    confirmation; the winner is still compared with it. The times of `disturbed` results count only
+    if no other result exists; their memory always counts.
     """
 
     config: TrainConfig
@@ -108,10 +110,11 @@ class CandidateRecord:
 class Selection:
     """The records of all configurations by digest.
 
-    A configuration that was extrapolated and pruned may be the best of a result cell
-    (configurations that agree in all knobs that separate results). It can win only if all
-    configurations were extrapolated and pruned. `references` holds the reference measurements for
-    losses, with None for a failed one. `tried` holds every configuration with a result.
+    A result cell is a group of configurations that agree in all knobs that separate results. A
+    configuration that was extrapolated and pruned may be the best of its cell, but it can win only
+    if all configurations were extrapolated and pruned. `references` holds the reference
+    measurements for losses, with None for a failed one. `tried` holds every configuration with a
+    result.
     """
 
     task: Task
@@ -125,7 +128,7 @@ class Selection:
     def add_confirmation(self, result: ProbeResult) -> bool:
         """Add the result of a confirmation and return whether it succeeded.
 
-        A configuration that failed is excluded.
+        A configuration whose confirmation failed can no longer win.
         """
         if result.outcome is Outcome.OK and result.measurement is not None:
             if result.disturbed is None:
@@ -187,8 +190,8 @@ class Selection:
     def startup_s(self, config: TrainConfig) -> float | None:
         """The seconds until a run first reaches its full speed.
 
-        They cover the worker, the model, and the first step with compilation. The result is
-        None if they were not measured, or were measured on other GPUs.
+        They cover starting the worker, loading the model, and the first step with its compilation.
+        The result is None if they were not measured, or were measured on other GPUs.
         """
         late_s = self.record(config).late_s
         if not self._worker_starts_s or late_s is None or self.task.is_projected(config):
@@ -204,8 +207,8 @@ class Selection:
     def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
         """Exclude a configuration that failed its confirmation.
 
-        The winner is still compared with a baseline that `fits`, because a slower baseline would
-        exaggerate the speed-up.
+        A baseline that `fits` cannot win, but the winner is still compared with it. Otherwise a
+        smaller and slower baseline would take its place and exaggerate the speed-up.
         """
         self.caveats.append(
             f"{config.label()} succeeded in the search but failed its confirmation: {reason}"
@@ -223,8 +226,8 @@ class Selection:
         """Return extrapolated configurations worth measuring as whole models, the best first.
 
         These include the best of each result cell within the slack of the fastest. They also
-        include configurations that can win by now, because the rival that pruned them may no longer
-        be within the slack.
+        include pruned configurations that could win now, because the rival for which they were
+        pruned may no longer be within the slack.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -258,9 +261,10 @@ class Selection:
         return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
-        """Whether a configuration wins by its confirmations, or would after a good next round.
+        """Whether a configuration may still win, given the noise of the confirmations.
 
-        Disturbed confirmations decide nothing.
+        It may if it wins with its own score raised, and all other scores lowered, by the noise. A
+        configuration whose confirmations were all disturbed may always still win.
         """
         record = self.record(config)
         if record.num_confirmations and not record.confirmed:
@@ -276,10 +280,11 @@ class Selection:
         return bool(tilted) and choose(tilted, self.task.floors.slack).config == config
 
     def rival(self) -> TrainConfig | None:
-        """Return the likely winner by all measurements if it is unconfirmed.
+        """Return the configuration that wins by all measurements, if it is unconfirmed.
 
-        Returns None if it equals the leader of the confirmed configurations, or before the first
-        confirmation. Also returns None with a deadline, because only confirmations measure pauses.
+        Returns None before the first confirmation, or if this configuration ties with the leader of
+        the confirmed ones. Also returns None if the run has a deadline: only confirmations measure
+        the run's pauses for evaluation and checkpoints.
         """
         confirmed = self._score_confirmed()
         if not confirmed or self.task.within_hours is not None:
@@ -345,7 +350,7 @@ class Selection:
         return next((config for config in self.task.baselines if config in known), None)
 
     def pool(self) -> list[Scored]:
-        """Return the search's results so far that may win."""
+        """Return the configurations that may win, scored by the search's measurements."""
         return self._score(
             (record, record.of_search) for record in self._contenders() if record.of_search
         )
@@ -439,10 +444,10 @@ class Selection:
         examples: int | None = None,
         of: list[Measurement] | None = None,
     ) -> CostProjection:
-        """The cost of the run, for `examples` examples if given.
+        """The cost of the full run, or of a run with `examples` examples if that is given.
 
-        `of` gives the measurements to use, by default the best known. Pauses are unknown if other
-        GPUs stood in for the target.
+        `of` gives the measurements to use, by default the best known. If other GPUs were probed in
+        place of the target, the run's pauses are unknown.
         """
         task = self.task
         return project(
@@ -460,7 +465,7 @@ class Selection:
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
         """The power of all devices in W, if each draws as much as the first.
 
-        It is None if other GPUs stood in for the target.
+        It is None if other GPUs were probed in place of the target.
         """
         telemetry = None if self.task.is_projected(config) else measurement.telemetry
         return telemetry.power_w and telemetry.power_w * config.num_gpus if telemetry else None
@@ -468,7 +473,8 @@ class Selection:
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
         """Return the winner with all facts about it, or None without any measurement."""
         likely = self.finalists(1)
-        # Without a confirmation of the likely winner, the study was cut short.
+        # If the likely winner is unconfirmed, the study was cut short, and unconfirmed
+        # configurations may win too.
         in_time = likely and self.record(likely[0]).confirmed
         pool = self._add_faster(self._score_confirmed() if in_time else self._known_contenders())
         if not pool:
@@ -542,8 +548,8 @@ class Selection:
     def disagreement(self, config: TrainConfig) -> float:
         """The relative range of the step times of a configuration's confirmations.
 
-        It is relative to the shortest. A single confirmation is compared with the search's
-        measurement.
+        The range is divided by the shortest step time. A single confirmation is compared with the
+        search's measurement.
         """
         accumulation = self.task.workload.run_shape(config).accumulation
         steps = [step_time_s(measurement, accumulation) for measurement in self._repeats(config)]
@@ -558,8 +564,8 @@ class Selection:
     def unsteady(self, *configs: TrainConfig) -> str | None:
         """The reason why the machine is too unsteady to compare the configurations, or None.
 
-        No measurement of a configuration was undisturbed, or its measurements differ by more than
-        their own intervals.
+        The machine is too unsteady if no measurement of a configuration was undisturbed, or if the
+        measurements of a configuration differ by more than their own intervals.
         """
         for config in configs:
             if self.record(config).evidence is Evidence.DISTURBED:
@@ -608,10 +614,10 @@ class Selection:
         """Return the pool plus the unconfirmed configurations that beat its winner.
 
         These are other contenders and the baseline, scored by all their measurements. The budget
-        may leave no time to confirm them, and a slower confirmed winner must not win over them. The
-        confirmed winner stays if it is more capable and within the slack of the faster
-        configuration's slowest steps. With a deadline only the baseline can be added, because
-        confirmations measure pauses.
+        may leave no time to confirm them, and a slower confirmed winner must not win over them. A
+        faster configuration is not added if the confirmed winner is more capable, and within the
+        slack of the speed of the faster configuration's slowest steps. With a deadline only the
+        baseline can be added, because confirmations measure pauses.
         """
         if not pool:
             return pool
@@ -641,9 +647,9 @@ class Selection:
     def is_host_bound(
         self, config: TrainConfig, measurements: list[Measurement] | None = None
     ) -> bool:
-        """Whether the configuration is CPU-bound by these or the best known measurements.
+        """Whether the configuration is CPU-bound by `measurements`, by default the best known.
 
-        False if other GPUs stood in for the target.
+        The result is False if other GPUs were probed in place of the target.
         """
         known = self.record(config).best_known if measurements is None else measurements
         return not self.task.is_projected(config) and any(
@@ -651,7 +657,7 @@ class Selection:
         )
 
     def _score(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
-        """Score by these measurements the records that can win."""
+        """Score each record that can win by the measurements that are given with it."""
         pool = []
         for record, measurements in known:
             if record.cannot_win:
@@ -712,7 +718,8 @@ class Selection:
             return [*doubts, "the winner was not measured a second time: the study was cut short"]
 
         if record.measured and record.confirmed:
-            # A confirmation that had less time has shorter steps.
+            # A confirmation that had little time has fewer micro batches per step, so the search's
+            # step time is computed for the same number.
             gap = statistics.median(
                 step_time_s(record.measured, one.micro_steps) / statistics.median(one.step_s) - 1.0
                 for one in record.confirmed

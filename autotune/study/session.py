@@ -1,4 +1,4 @@
-"""One process's session of a study: its prober, its database connections, and their users.
+"""One process's session of a study: its prober and database connections, and the uses of both.
 
 The session closes prober and connections at its end. `Leader` runs a study, `work` helps with a
 study that another process leads, `explain` probes a winner's knobs. A session first starts the
@@ -85,8 +85,8 @@ class Session:
 
     `folder` holds logs, and results that wait for the database. Probes end when the user asks to
     stop, or at `until` in seconds of time.monotonic(). `num_gpus` GPUs take part in each probe.
-    With `reached`, even the first connection waits for the database, because this process has read
-    from it before.
+    `reached` says that this process has reached the database before, so that even the session's
+    first connection waits through an outage.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Session:
         """Start the prober, then open the store."""
         with ExitStack() as undo:
             undo.enter_context(self.prober)
-            self.prober.launch()  # torch is imported meanwhile
+            self.prober.launch()  # its worker process imports torch meanwhile
 
             me = Worker.here("").name
             outbox = self.folder / "outbox.jsonl"
@@ -180,7 +180,8 @@ class Session:
 
         With `fresh`, the evaluator reuses no results of other studies.
         """
-        # The formula was measured with these trainers and objectives.
+        # The constants of the memory formula were measured only with these pairs of trainer and
+        # objective.
         measured = task.trainer == "transformers" or task.workload.objective is not Objective.SFT
         by_formula = task.device.kind != "cpu" and measured
         return Evaluator(
@@ -430,7 +431,8 @@ class Leader:
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
             except KeyboardInterrupt:
-                # The caller does not handle signals; it may be a notebook.
+                # This exception only arrives if the caller does not handle signals, for example in
+                # a notebook.
                 stop.request()
             finally:
                 self.update(
@@ -505,7 +507,8 @@ class Leader:
         shallow = (
             evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
         )
-        # The probes are stored under another name, as in `explain`. All are of one round.
+        # The probes are stored under another study's name, as in `explain`. No stored result is
+        # reused, so all speeds come from one round of probes.
         separate_evaluator = replace(
             evaluator, study=_explained(trials.task.study), shallow_only=shallow, reuses=False
         )
@@ -606,7 +609,8 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
 
     rows, selection = restore(task, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
-    # A running study recorded its wall time when its last trial ended.
+    # The record of a running study has the wall time at the end of its last trial. Without other
+    # workers, the wall time is at least the total time of the stored probes.
     wall_seconds = max(record.wall_seconds, 0.0 if record.others_seconds else probed)
     return summarize(record, rows, selection, stored, project=project, wall_seconds=wall_seconds)
 
@@ -812,7 +816,8 @@ def explain(
     shape = session.prober.describe(task.model.config)
     shallow = shape is not None and depths_of(shape, winner) is not None
 
-    # The probes are stored under another study's name, so that no lucky probe changes the winner.
+    # The probes are stored under another study's name, so that they cannot change this study's
+    # winner.
     study = _explained(task.study)
     evaluator = session.evaluator(
         task,

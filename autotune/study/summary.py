@@ -118,8 +118,9 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """The learning rate that was found for the winner, otherwise the usual rate."""
-        # In older records without a default, alpha was twice the rank. Today that is only true for
-        # rank 16.
+        # Records without a default come from older versions, in which LoRA's alpha was twice the
+        # rank. Today alpha is twice the rank only at rank 16, so the rates of older versions apply
+        # only to rank 16 and to full fine-tuning.
         is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
         return (
             self.learning.learning_rate
@@ -275,11 +276,13 @@ class Verification:
 
     - Errors are relative and signed: predicted / measured - 1.
     - A peak is None if the device does not report it.
-    - `file` is the program that ran. `probed` says whether the study measured this program;
-      otherwise it has no prediction.
-    - A `soak` is a run on the longest possible rows among short rows. Its speed is not predicted.
-      Its memory must not exceed the prediction, and must not grow between the quarters of the run
-      (`peaks_gib`, of allocated memory; empty if unknown).
+    - `file` is the program that ran. `probed` says whether the study probed this program. If not,
+      there is no prediction to compare with.
+    - `soak` marks a run that mixes the longest possible rows with short rows. Its speed is not
+      predicted. Its memory must not exceed the prediction, and must not grow between the second and
+      the last quarter of the run.
+    - `peaks_gib` has the peak of the allocated memory in each quarter of a soak. It is empty if
+      the peaks are unknown.
     """
 
     JSON: ClassVar = also_native("tokens_per_s", "speed_error", "memory_error", "holds", "better")
@@ -353,7 +356,7 @@ class Verification:
     @property
     def better(self) -> tuple[str, ...]:
         """The aspects better than predicted by more than the tolerance: "faster", "smaller"."""
-        # In a soak, short rows may need less memory.
+        # A soak also has short rows, so a smaller peak than predicted is no finding.
         opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}
         return tuple(
             opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance
@@ -462,7 +465,7 @@ class StudySummary:
     def counts(self) -> dict[str, int]:
         """Count the trials by outcome.
 
-        `judged` counts distinct configurations with a real probe. Refusals are counted separately.
+        `judged` counts the distinct configurations that were neither refused nor crashed.
         """
         judged = {
             row.config.digest

@@ -23,11 +23,13 @@ from autotune.study.storage.location import make_writable
 
 LEAVE_S = 20.0  # the time for a worker to finish its probe once the search is over
 RAY_START_S = 60.0
-# The resource that limits the workers on a node's processors, in a study that probes on CPUs.
+# In a study that probes on CPUs, each node gets one worker per unit of this Ray resource.
 RAY_RESOURCE = "autotune"
-# Ray sets this to 1 in its processes; a CPU worker must use the leader's number of threads.
+# Ray sets this variable to 1 in its processes, but a CPU worker must use the leader's number of
+# threads.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-# The URL may hold a password, which other users could read on a command line.
+# Workers get the database's URL in this variable. The URL may hold a password, which other users
+# could read on a command line.
 STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 WAITING = "waiting for the other workers to finish their probes"
 
@@ -126,7 +128,7 @@ def _start(study: str, url: str, folder: Path, card: int | str | None) -> subpro
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            process_group=0,  # Ctrl-C is for the leader, which ends the workers
+            process_group=0,  # Ctrl-C reaches only the leader, which then ends the workers
         )
 
 
@@ -281,7 +283,7 @@ class _WorkerActor:
     def begin(
         self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str
     ) -> None:
-        """Start the worker. On the leader's own GPU, only hold the GPU.
+        """Start the worker. On the leader's own GPU, start no worker and only hold the GPU.
 
         `leader` identifies the leader's GPU: (node id, CUDA_VISIBLE_DEVICES).
         """
