@@ -61,11 +61,11 @@ def plan(
     """Estimate memory, speed and cost on a GPU by formula; needs no GPU.
 
     If no formula covers the model, a dry probe counts memory and work within seconds. With `gpus`,
-    such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts on one host. `within` is its
-    deadline: "6h", or a number of hours. `nodes` gives numbers of hosts; `gpus` then counts the
-    GPUs of each host, and `network` is the link between hosts: GB/s out of a host, or a name such
-    as "ethernet-100". `options` are the options of `autotune plan`, with underscores. Raises
-    AutotuneError.
+    such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts on one host. `within` is the
+    deadline of the run: "6h", or a number of hours. `nodes` gives numbers of hosts; `gpus` then
+    counts the GPUs of each host, and `network` is the link between hosts: GB/s out of a host, or a
+    name such as "ethernet-100". `options` are the options of `autotune plan`, with underscores.
+    Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations

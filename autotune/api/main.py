@@ -41,7 +41,7 @@ def main(
     plan = steps.prepare(spec, say)
     display = open_progress(plan) if open_progress else nullcontext(TextProgress())
 
-    outcome = RunOutcome(plan=plan)  # in case a stop ends the study early
+    outcome = RunOutcome(plan=plan)  # the result if a stop request ends the `with` block early
     with display as progress, steps.session(plan, progress, stop) as study:
         if spec.configs:
             outcome = steps.probe_named(study, plan)

@@ -37,7 +37,8 @@ class RunOutcome:
     """The end of one session of a study.
 
     `data` is the content of summary.json or suite.json, or None if neither file was written.
-    `configs` are the results of named configurations. `error` is the reason if the session failed.
+    `configs` are the results of named configurations. `error` is set if the session failed or the
+    user stopped it.
     """
 
     plan: SessionPlan
@@ -50,7 +51,7 @@ class RunOutcome:
 
 
 def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> SessionPlan:
-    """Find every mistake in a study before GPU time is spent. Raises AutotuneError."""
+    """Prepare a study, and find invalid options before GPU time is spent. Raises AutotuneError."""
     return prepare_session(spec, say, partial(_adjust, spec, say))
 
 
@@ -80,7 +81,7 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
 
 @contextmanager
 def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator[Session]":
-    """Lock the study, start its workers and open its database.
+    """Lock the study's directory, start the process that probes, and open the database.
 
     A stop request ends the body of the `with` statement without an exception.
     """
@@ -127,7 +128,7 @@ def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
 def search(session: "Session", plan: SessionPlan) -> "Leader":
     """Search until the budget ends, and confirm the best configurations.
 
-    The leader stores a failure.
+    If an error ends the search early, the returned leader's `failure` holds the error.
     """
     from autotune.study.session import Leader
 
@@ -212,7 +213,7 @@ def _can_run_export(leader: "Leader", answer: StudySummary) -> bool:
 
 
 def finish(leader: "Leader", answer: StudySummary) -> RunOutcome:
-    """Show the answer, and say how the session ended."""
+    """Show the answer, and return the outcome of the session."""
     out = leader.plan.out
     leader.session.progress.result(answer, short_path(out))
     return RunOutcome(
@@ -245,7 +246,7 @@ def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | Non
 
 
 def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
-    """Add the error of a session that measured too little, or that the user stopped."""
+    """Add the error of a session that measured nothing in its budget, or that the user stopped."""
     plan = outcome.plan
     if stop.signal is None and outcome.data is None:
         missing = "the start of the worker and one probe that fits, so nothing was measured"

@@ -1,8 +1,8 @@
-"""Compiles decoder layers for a dry probe, up to torch's choice of recomputation, without kernels.
+"""Compiles decoder layers for a dry probe: torch chooses what to recompute, but makes no kernels.
 
-AOTAutograd partitions the graph of a layer as it does for Inductor. The partition decides which
-activations the layer keeps. The value of an element-wise operation takes no memory if Inductor
-computes it inside the kernels that use it.
+AOTAutograd partitions the graph of a layer into forward and backward pass, as it does for Inductor.
+The partition decides which activations the layer keeps. The value of an element-wise operation
+takes no memory if Inductor computes it inside the kernels that use it.
 """
 
 import functools
@@ -56,7 +56,8 @@ def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], 
     def run(arguments: list[Any]) -> Any:
         StorageCounter.fused = True
         try:
-            outputs = interpreter.boxed_run(arguments)  # it frees each argument after its last use
+            # `boxed_run` frees each argument after the last use of the argument.
+            outputs = interpreter.boxed_run(arguments)
         finally:
             StorageCounter.fused = False
         interpreter.env.clear()
@@ -84,8 +85,8 @@ def _backend(activation_budget: float) -> Callable[..., Any]:
 class _FusedInterpreter(fx.Interpreter):
     """Runs a graph without counting the values that Inductor never stores.
 
-    The inputs of such a value stay alive until its last use. A generated kernel reads each stored
-    input once and writes only the outputs that other kernels read.
+    The inputs of an unstored value stay alive until the value's last use. A generated kernel reads
+    each stored input once and writes only the outputs that other kernels read.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -105,7 +106,8 @@ class _FusedInterpreter(fx.Interpreter):
                 ]
                 read.update(sources)
 
-        # The inputs of an unstored value or of a view stay alive until its last use.
+        # The inputs of an unstored value stay alive until the last use of that value. The same
+        # holds for the inputs of a view.
         place = {node: index for index, node in enumerate(nodes)}
         last: dict[fx.Node, int] = {}
         for node in reversed(nodes):
@@ -167,16 +169,16 @@ def _is_generated(node: fx.Node) -> bool:
 
 
 def _view_source(node: fx.Node) -> fx.Node:
-    """The node that a view is taken of, or the node itself."""
+    """The node whose memory a view shares; a node that is no view is its own source."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether an operation other than an element-wise one or a reduction uses the value.
+    """Whether Inductor must store the value, because an operation that it cannot fuse uses it.
 
-    A use of a view of the value counts too.
+    Inductor fuses element-wise operations and reductions. A use of a view of the value counts too.
     """
     return any(
         _is_stored(user) if _is_view(user) else not (_is_elementwise(user) or _is_reduction(user))

@@ -1,8 +1,8 @@
 """Counts the memory and work of one training step on the meta device, without GPU or weights.
 
-Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. The meta device
-cannot see everything, such as the workspaces of CUDA's kernels. Constants for each kernel add the
-missing bytes. No constant depends on the model family.
+Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. Some memory does
+not exist on the meta device, such as the workspaces of CUDA's kernels. Formulas for each kernel add
+these bytes. No formula depends on the model family.
 """
 
 import math
@@ -42,7 +42,7 @@ from autotune.trainer.model_builder import (
 from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
-WORKSPACE = 64 * MIB  # on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
+WORKSPACE = 64 * MIB  # bytes: on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
 SIDE_WORKSPACE = WORKSPACE // 2  # for the stream that computes the gradients of joined adapters
 NF4_BLOCK = 64  # bitsandbytes has one scale for this many weights
 NESTED_BLOCK = 256  # bitsandbytes has one nested scale for this many scales
@@ -50,7 +50,7 @@ SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
 def dry_probe(request: ProbeRequest) -> DryCount:
-    """Count one training step of this request at its depth.
+    """Count one training step of this request, with as many layers as its depth says.
 
     Raises the same errors as building and training the model.
     """
@@ -182,7 +182,8 @@ class CountedStep:
                 self._model.eval()
             counter.begin()
 
-            # Trainer fetches all micro batches of a step at once.
+            # Trainer fetches all micro batches of a step at once, so the inputs of all of them
+            # exist.
             batches = [self._batch() for _ in range(max(self._request.micro_steps, 1))]
             self._enter("evaluate" if evaluates else "forward")
             with torch.no_grad() if evaluates else nullcontext():
@@ -231,7 +232,7 @@ class CountedStep:
         self._segment = segment
 
     def _divide_step(self) -> None:
-        """Divide the forward pass into layers and head, and backward into head, layers, inputs."""
+        """Add hooks that divide the step into segments, each with its own peak."""
 
         def begin_at(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
@@ -248,8 +249,9 @@ class CountedStep:
             lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")
         )
 
-        # TRL uses the head's weights and never calls the head. The head over labels has a different
-        # name in each model family.
+        # The output of the base model marks the end of the layers in two cases. TRL uses the head's
+        # weights and never calls the head. The head over labels has a different name in each model
+        # family.
         if self._trl_step is not None or self._request.objective.num_labels is not None:
             self._base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -391,12 +393,12 @@ def cuda_workspace(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> int:
-    """The product of gradient and output (ATen/native/cuda/SoftMax.cu)."""
+    """The bytes of the product of gradient and output (ATen/native/cuda/SoftMax.cu)."""
     return blocks(output.numel() * max(gradient.element_size(), output.element_size()))
 
 
 def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """The padded 32-bit gradients of queries, and the 32-bit row sums.
+    """The bytes of the padded 32-bit gradients of queries, and of the 32-bit row sums.
 
     With fewer key heads than query heads, the kernel also allocates gradients of keys and values
     for each query head.
@@ -408,7 +410,7 @@ def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tens
 
 
 def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
-    """The 32-bit gradients of queries and the row sums (mem_eff_attention/kernel_backward.h)."""
+    """The bytes of 32-bit query gradients and row sums (mem_eff_attention/kernel_backward.h)."""
     rows, heads, length, size = query.shape
     return blocks(4 * rows * heads * length * size) + blocks(4 * rows * heads * length)
 
@@ -416,16 +418,16 @@ def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) ->
 def _unpack_workspace(
     inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int:
-    """The weight, unpacked to the dtype of the inputs.
+    """The bytes of the weight, unpacked to the dtype of the inputs.
 
-    bitsandbytes unpacks it unless the inputs have only a few rows. A few rows are multiplied by the
-    packed weight directly.
+    If the inputs have only a few matrix rows, bitsandbytes multiplies by the packed weight
+    directly, which needs no such memory.
     """
     return blocks(inputs.element_size() * math.prod(shape))
 
 
 def _quantize_workspace(inputs: torch.Tensor, *_: Any) -> int:
-    """The absolute input values, and an outlier flag for each value.
+    """The bytes of the absolute input values, and of an outlier flag for each value.
 
     See bitsandbytes/backends/cuda/ops.py.
     """
@@ -440,7 +442,7 @@ def _scaled_product(
     bias: Any,
     dtype: torch.dtype,
 ) -> int:
-    """The product in 32 bits, and in fp16 if the output has another type."""
+    """The bytes of the product in 32 bits, and of its fp16 copy if the output has another type."""
     size = inputs.numel() // inputs.shape[-1] * weight.shape[0]
     return blocks(4 * size) + (0 if dtype is torch.float16 else blocks(2 * size))
 
@@ -502,7 +504,7 @@ def _moments(
     """The part of a parameter's optimizer state that is on the device."""
     if optimizer == "adamw_torch_fused":
         yield from (torch.zeros_like(parameter) for _ in range(2))
-        yield torch.zeros((), device=parameter.device)  # the number of steps
+        yield torch.zeros((), device=parameter.device)  # holds the number of steps
         return
 
     count = 1 if optimizer == "lion_8bit" else 2

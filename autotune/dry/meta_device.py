@@ -1,9 +1,9 @@
 """Makes torch's meta device act like CUDA in training: autocast, attention kernels, no data reads.
 
-Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. Torch has a
-dispatch key for the autocast of devices that are not part of torch. This module registers casts
-under that key, by CUDA's lists and rules. Attention calls the operators of CUDA's kernels, which
-have meta kernels too; torch itself would choose plain matrix products.
+Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. But torch has
+a dispatch key for the autocast of third-party devices. This module registers casts under that key,
+by CUDA's lists and rules. Attention calls the operators of CUDA's kernels, which have meta kernels
+too; for the meta device, torch itself would choose plain matrix products.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ PROMOTE = """
 # Trained parameters with their 16-bit copies, by the parameter's id. Keeping the parameter keeps
 # its id valid.
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-_libraries: list[Any] = []  # a registration ends when its Library object is collected
+_libraries: list[Any] = []  # keeps registrations, which end when their Library is collected
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Set the autocast state of CUDA and of the casting key instead of the meta device's."""
+    """Set the autocast state of CUDA and of the key that casts, instead of the meta device's."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):

@@ -105,7 +105,7 @@ def replace_fp16(config: TrainConfig) -> TrainConfig:
 def simulate_trl(*, padded: bool) -> Iterator[None]:
     """Within this context, TRL works on the meta device as it does on CUDA.
 
-    A mask hides the end of some `padded` rows.
+    `padded` says that a mask hides the end of some rows.
     """
     with ExitStack() as stack:
         stack.enter_context(
@@ -114,7 +114,8 @@ def simulate_trl(*, padded: bool) -> Iterator[None]:
         for name, function in (
             ("_use_triton", lambda device: False),
             ("_forward_tile", lambda tile, *_, **__: tile.amax(-1)),  # the kernel reads the tile
-            ("_backward_tile", lambda tile, *_, **__: tile.neg_()),  # the kernel writes it too
+            # The kernel reads the tile and writes it.
+            ("_backward_tile", lambda tile, *_, **__: tile.neg_()),
             ("_addmm_fp32", _add_product),
         ):
             stack.enter_context(replace_attribute(tiles, name, function))
@@ -134,8 +135,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class _ScalarMode(TorchDispatchMode):
     """Supplies a value when code reads a number from the meta device.
 
-    If code checks whether a mask is true everywhere, the value is true unless rows are padded. For
-    numbers that TRL reports, it is 1.
+    If code checks whether a mask is true everywhere, the value is True unless rows are padded. For
+    a number, which TRL only reports, the value is 1.
     """
 
     def __init__(self, padded: bool) -> None:

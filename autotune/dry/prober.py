@@ -1,4 +1,4 @@
-"""Asks a separate process for dry probes, so any model's peak is known without a GPU.
+"""Asks a separate process for dry probes, which predict any model's peak memory without a GPU.
 
 As with real probes, the counts of two truncated models are extrapolated to the whole model. The
 user's cache keeps the counts, which are valid only for the library versions used for counting. The
@@ -36,8 +36,8 @@ from autotune.prediction.depth_extrapolation import count_at_depth, counted_dept
 from autotune.trainer.cache_folders import user_cache
 
 DRY_VERSION = 7  # increased when dry probes count something different
-OFFLOAD_VERSION = 2  # the same for configurations that offload checkpoints to host memory
-FP8_VERSION = 2  # the same for bases in fp8
+OFFLOAD_VERSION = 2  # as DRY_VERSION, for configurations that offload activations to the host
+FP8_VERSION = 2  # as DRY_VERSION, for base weights in fp8
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # they do not change the count
@@ -58,7 +58,7 @@ class DryProber:
     def __init__(self, directory: Path | None = None, *, shipped: bool = True) -> None:
         """Keep answers in `directory`, by default in this user's cache.
 
-        With `shipped`, use the answers in the package too.
+        If `shipped` is True, also use the answers that the package contains.
         """
         self._directory = directory or user_cache() / "dry"
         self._with_shipped = shipped
@@ -120,7 +120,7 @@ class DryProber:
         )
 
     def _shape(self, model: dict[str, Any]) -> ModelShape | str:
-        """The repetition of a model's layers, or the reason why the model cannot be built."""
+        """How a model's layers repeat, or the reason why the model cannot be built."""
         key = digest_of(model)
         if key not in self._shapes:
             described = self._ask({"describe": model})
@@ -180,11 +180,11 @@ def library_versions() -> tuple[str, ...]:
 
 @cache
 def shipped_answers() -> dict[str, Any]:
-    """The answers in the package as data, by `key_of` without versions.
+    """The answers that the package contains, as data, by `key_of` without library versions.
 
-    After a new DRY_VERSION no key matches. If the installed transformers is older than the version
-    used for counting, the result is empty: with transformers 5.17, state-space models need five
-    times the memory that they need with 5.23.
+    After DRY_VERSION is increased, no request finds an answer here. If the installed transformers
+    is older than the version used for counting, the result is empty: with transformers 5.17,
+    state-space models need five times the memory that they need with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]

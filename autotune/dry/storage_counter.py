@@ -22,15 +22,15 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.core.probe_types import UNALIGNED, WIDE
 
-# Kinds of work. A thin product, such as one with an adapter, has so little arithmetic per byte that
-# its bytes decide the time. For a strided tensor, a kernel computes the address of each element.
-# `INDEXED` work gathers or scatters rows.
+# Kinds of work. A THIN product, such as one with an adapter, has so little arithmetic per byte that
+# its bytes decide the time. STRIDED work reads or writes a tensor that is not contiguous, so the
+# kernel computes the address of each element. INDEXED work gathers or scatters rows of a tensor.
 PRODUCT = "product"
 THIN = "thin product"
 OTHER = "other"
 STRIDED = "strided"
 INDEXED = "indexed"
-THIN_BELOW = 100  # FLOPs per byte
+THIN_BELOW = 100  # a product with fewer FLOPs per byte is thin
 # These operations move no elements, though torch does not call them views.
 UNMOVED = frozenset(
     {
@@ -46,7 +46,7 @@ UNMOVED = frozenset(
 LOOK_UPS = frozenset({"embedding", "index"})
 ROW_WRITES = frozenset({"index_put", "index_put_"})
 # cuBLAS's fast kernels load 16 bytes at a time, so each row must begin at a multiple of 16. An odd
-# vocabulary size breaks this alignment.
+# vocabulary size breaks this alignment; such slower products are counted under another name.
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 ALIGNMENT = 16  # bytes
 # Memory-efficient attention keeps its sums in registers for heads of up to this size, and in memory
@@ -88,7 +88,7 @@ class StorageCounter(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Let torch compile, which it does not do while a mode of another kind is active."""
+        """Return True: torch compiles nothing while a mode that is not an infra mode is active."""
         return True
 
     def __init__(
@@ -106,7 +106,7 @@ class StorageCounter(TorchDispatchMode):
         self.operations = 0
         self._peak = 0
         self._workspace = workspace
-        self._sizes: dict[int, int] = {}  # by storage
+        self._sizes: dict[int, int] = {}  # bytes, by the address of the storage
         self._least = _least_references()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -154,8 +154,9 @@ class StorageCounter(TorchDispatchMode):
             and not torch.is_grad_enabled()
             and self._is_last_reference(args)
         ):
-            # Autograd adds a gradient in place if it holds the only reference. This mode's
-            # references hide that from autograd.
+            # Autograd adds a gradient in place if it holds the only reference. This mode adds
+            # references, so autograd does not; the mode itself therefore chooses the addition in
+            # place.
             func = torch.ops.aten.add_.Tensor
 
         out = func(*args, **(kwargs or {}))
@@ -280,7 +281,7 @@ def num_bytes(values: Any) -> int:
 
 
 def _is_aligned(values: Any) -> bool:
-    """Whether all rows or columns of matrices begin at addresses from which fast kernels load."""
+    """Whether all rows or columns of the matrices begin at multiples of ALIGNMENT."""
     return all(
         step * tensor.element_size() % ALIGNMENT == 0
         for tensor in _tensors(values)

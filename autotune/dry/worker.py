@@ -21,7 +21,8 @@ from autotune.core.process import die_with_parent, loading
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
-MOST_GIB = 8  # for a model without weights; a downloaded config may have two billion layers
+# The most memory for a model without weights. A downloaded config may have two billion layers.
+MOST_GIB = 8
 EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception)\b|NoneType|not subscriptable|has no attribute")
 
 

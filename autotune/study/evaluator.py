@@ -437,7 +437,7 @@ class Evaluator:
         return need is None or need.ratio <= 1.0
 
     def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
-        """Refuse a request that exceeds the limit by more than the formula's error."""
+        """Refuse a request whose memory exceeds the limit by more than the prediction's error."""
         need = self._need(request)
         if need is None or need.ratio <= 1 + (GATE_BAND if need.corrected else FORMULA_BAND):
             return None

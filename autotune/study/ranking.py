@@ -50,7 +50,7 @@ class Scored:
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:
-        """Whether the two tie and neither is preferred for capability or memory."""
+        """Whether the scores tie, and neither is preferred for its capability or free memory."""
         return _class(self) == _class(other) and self.ties(other)
 
 

@@ -42,9 +42,7 @@ from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, re
 from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
 
-WORTH_SAYING = (
-    0.005  # a longer wait for other GPUs, relative to the time of a micro batch, is reported
-)
+WORTH_SAYING = 0.005  # a wait for other GPUs above this share of a micro batch's time is reported
 MAX_STEP_TIME_GAP = 0.03  # between search and confirmation, relative; a larger gap is reported
 
 
@@ -70,7 +68,7 @@ class CandidateRecord:
 
     @property
     def of_search(self) -> list[Measurement]:
-        """The search's measurement: whole model first, else extrapolated, else disturbed."""
+        """The search's measurement: the whole model's, else an extrapolated or a disturbed one."""
         measurement = self.measured or self.extrapolated
         if measurement is not None:
             return [measurement]

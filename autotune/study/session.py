@@ -366,7 +366,7 @@ class Leader:
         return adapt_to_layers(setup, shape), shape
 
     def _lead(self, task: Task, evaluator: Evaluator, tried_configs: list[TrainConfig]) -> None:
-        """Search and confirm as the one leader among the study's workers."""
+        """Search and confirm as the study's only leader. Raises UsageError if there is another."""
         session = self.session
         plan = self.plan
         spec = plan.spec
@@ -498,7 +498,7 @@ class Leader:
             )
 
     def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
-        """Decompose the speed-up, as far as truncated models can in the time that is left."""
+        """Decompose the speed-up with truncated models if possible, in the time that is left."""
         trials = self.trials
         recipe = trials.selection.recipe(self._fingerprint)
         if recipe is None or recipe.baseline is None or recipe.speedup is None:

@@ -35,16 +35,18 @@ WAIT_S = 300.0
 OTHER = "use the version of autotune that wrote it, or another database with --storage"
 RETRY_EVERY_S = 1.0
 TRIES = 4  # the attempts at an operation whose connection breaks
-TABLE_TRIES = 30  # more than the number of tables; another process may be creating each of them
+# The attempts to create the tables. Each attempt may fail because another process creates a table
+# at the same time, so this is more than the number of tables.
+TABLE_TRIES = 30
 TABLE_RETRY_S = 0.1
 P = ParamSpec("P")
 T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# After these times, PostgreSQL's client gives up on a host that does not respond. The times apply
-# to a connection attempt (s), to unacknowledged data (ms), and to waiting for an answer (s, s,
-# count).
+# After these times, PostgreSQL's client gives up on a host that does not respond. The first applies
+# to a connection attempt, the second to data without acknowledgement (in ms), and the last three to
+# waiting for an answer (in s, in s, and the number of keepalives).
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,
@@ -76,7 +78,7 @@ class Outages:
 
     The wait lasts at most `seconds`. Only the thread that created this object waits. `say` reports
     the outage and its end, and `should_stop` ends the wait. With `reached`, the session waits even
-    for the first connection. It never waits for SQLite files.
+    for its first connection. The session never waits for SQLite files.
     """
 
     def __init__(
@@ -240,9 +242,9 @@ def with_tables(make: Callable[[], T]) -> T:
 def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
     """Return the options of `create_engine`.
 
-    SQLite waits for its lock. A server's pooled connection is checked before use. PostgreSQL's
-    client gets timeouts for a vanished host, unless the URL sets them. With `pooled` set to False,
-    a connection closes after its use.
+    SQLite waits up to 60 s while another process locks the file. A server's pooled connection is
+    checked before use. PostgreSQL's client gets timeouts for a vanished host, unless the URL sets
+    them. With `pooled` set to False, a connection closes after its use.
     """
     parsed = _parsed(url)
     options: dict[str, Any] = {} if pooled else {"poolclass": sa.NullPool}
@@ -259,7 +261,7 @@ def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
 
 
 def one_at_a_time(engine: sa.Engine) -> None:
-    """Make SQLite lock when a transaction begins rather than at its first write.
+    """Make SQLite lock its file when a transaction begins, and not only at its first write.
 
     Otherwise two workers could both read that a trial is queued, and both take it.
     """
@@ -296,7 +298,7 @@ def _sqlite_file(url: str) -> Path | None:
 
 
 def require_database(url: str) -> None:
-    """Raise UsageError if the SQLite file does not exist, because opening would create it."""
+    """Raise UsageError if the SQLite file does not exist; otherwise, opening it would create it."""
     path = _sqlite_file(url)
     if url.startswith("sqlite") and (path is None or not path.exists()):
         raise UsageError(
@@ -333,7 +335,7 @@ def _parsed(url: str) -> URL:
         if parsed.get_backend_name() == "sqlite":  # its driver comes with Python
             parsed.get_dialect()().create_connect_args(parsed)
         return parsed
-    except ValueError:  # the text may be part of a password
+    except ValueError:  # its text may be part of a password
         raise ArgumentError("the port, or an option after '?', is not a number") from None
 
 

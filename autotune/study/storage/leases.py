@@ -24,7 +24,7 @@ from autotune.core.errors import StorageError
 from autotune.study.storage.database import Database, Outages, retried, storage_errors
 
 BEAT_S = 5.0
-LOST_S = 60.0  # a worker is lost if its count has not changed for this time
+LOST_S = 60.0  # a worker is lost if its heartbeat count has not changed for this time
 
 _metadata = sa.MetaData()
 _workers = sa.Table(
@@ -51,13 +51,14 @@ _leases = sa.Table(
 class Worker:
     """A process that works on a study.
 
-    `realm` names the boot and the process namespace that make its pid unique.
+    A pid is unique only within one boot of a machine and one process namespace; `realm` names the
+    two.
     """
 
     host: str
     realm: str
     pid: int
-    started: int  # ticks after the boot, which changes of the clock do not affect
+    started: int  # in ticks since the boot, because the system's clock may be changed
     device: str
     leads: bool = False
 
@@ -104,7 +105,7 @@ class Leases:
         self._me = me
         self._clock = clock
         self.name = me.name
-        self._seen: dict[str, tuple[int, float]] = {}  # beats, and the time of the last change
+        self._seen: dict[str, tuple[int, float]] = {}  # heartbeat count, and when it last changed
         self._beaten = clock()  # the time of this worker's last heartbeat
         self._was_paused = False
         self.outages = outages or Outages()
@@ -151,9 +152,10 @@ class Leases:
 
     @retried
     def _holds(self, config: str, trial: int) -> bool:
-        """Whether this worker has the lease.
+        """Whether this worker has this lease already.
 
-        The connection may have broken after the database stored the lease.
+        If the connection broke after the database stored the lease, `take` runs again and finds the
+        row.
         """
         same = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
         with self._database.begin() as connection:
@@ -213,7 +215,8 @@ class Leases:
             elif name != self.name:
                 self.forget(name)
 
-        # A removed worker may have taken another lease before it was killed.
+        # Delete the leases of workers that are no longer in the table. A worker that was removed
+        # during a pause may have taken another lease before it was killed.
         with self._database.begin() as connection:
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
@@ -225,7 +228,7 @@ class Leases:
 
         Their processes are on this machine, or their heartbeats continue.
 
-        This takes a few heartbeats if there are workers on other machines.
+        This takes 2.5 heartbeat intervals if there are workers on other machines.
         """
         others = {name: worker for name, worker in self.workers().items() if name != self.name}
         if any(worker.lives_here() is None for worker in others.values()):

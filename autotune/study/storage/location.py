@@ -86,8 +86,8 @@ def stored_out(out: Path, url: str) -> str:
 def opened_out(stored: str, url: str, study: str) -> Path:
     """Return the study's directory from the form that `stored_out` returns.
 
-    A relative path starts at the present directory of the database. If this host has no such
-    directory, return one under runs/.
+    A relative path is resolved from the directory that now contains the database. If this host
+    lacks the directory of an absolute path, return one under runs/.
     """
     from autotune.study.storage.database import sqlite_folder
 

@@ -17,8 +17,8 @@ _compatible: set[str] = set()  # URLs of databases whose tables suit this versio
 def optuna_storage(url: str) -> RDBStorage:
     """Open Optuna's storage on this database. The caller disposes of its engine.
 
-    To check the tables, Optuna reads all its migrations. The check happens once per process and
-    database.
+    Optuna's check of the tables is slow, because it reads all migrations. So the check happens once
+    per process and database.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url not in _compatible:
@@ -42,7 +42,7 @@ def opened_storage(url: str) -> Iterator[RDBStorage]:
 def optuna_errors(url: str) -> Iterator[None]:
     """Convert Optuna's errors to StorageError with the true cause.
 
-    Optuna wraps all causes in one message.
+    Optuna hides every cause behind the same message.
     """
     with storage_errors(url):
         try:

@@ -33,7 +33,7 @@ class Outbox:
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
-            sync_directory(self.path.parent)  # the file may be new
+            sync_directory(self.path.parent)  # so that a new file survives a power failure
 
     @contextmanager
     def drained(self) -> Iterator[list[dict[str, Any]]]:

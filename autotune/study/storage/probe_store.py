@@ -1,4 +1,4 @@
-"""Probe results in a table of our own: append-only, looked up by request and fingerprint.
+"""Probe results in a table beside Optuna's: append-only, looked up by request and fingerprint.
 
 A result that cannot be written waits in an outbox file, because it cost GPU time.
 """
@@ -37,8 +37,8 @@ _probes = sa.Table(
 )
 # Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
-# A row may become visible after rows with higher numbers, because transactions commit in any order.
-# So this number of earlier ids is always checked again.
+# A row may become visible after rows with higher ids, because transactions commit in any order. So
+# each look for new rows also checks this number of ids below the highest id that was read.
 LATE_ROWS = 1000
 
 
@@ -121,7 +121,7 @@ class ProbeStore:
         )
 
     def _empty_outbox(self) -> None:
-        """Write each waiting row once; after an error the database may contain a row already."""
+        """Write each waiting row that the database does not contain yet, and empty the outbox."""
         if self._outbox is None or self._outbox.is_empty():
             return
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune.core.errors import UsageError
 
-LOCK = ".lock"  # a file in the directory
+LOCK = ".lock"  # the name of the lock file in the study's directory
 
 
 @contextmanager

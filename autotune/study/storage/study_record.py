@@ -173,7 +173,7 @@ class StudyRecord:
         }
 
         carried = (values.get("task") or {}).get("carried")
-        if carried and "ratio" in carried:  # an earlier version's ratio of products and bytes
+        if carried and "ratio" in carried:  # older versions had one ratio for products and bytes
             ratio = carried.pop("ratio")
             carried |= {"products": ratio, "bytes": ratio}
 
