@@ -50,7 +50,7 @@ SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
 def dry_probe(request: ProbeRequest) -> DryCount:
-    """Count one training step of this request, with as many layers as its depth says.
+    """Count one training step of this request, with the number of layers in its `depth`.
 
     Raises the same errors as building and training the model.
     """

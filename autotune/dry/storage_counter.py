@@ -281,7 +281,7 @@ def num_bytes(values: Any) -> int:
 
 
 def _is_aligned(values: Any) -> bool:
-    """Whether all rows or columns of the matrices begin at multiples of ALIGNMENT."""
+    """Whether all rows or columns of the matrices begin at multiples of ALIGNMENT bytes."""
     return all(
         step * tensor.element_size() % ALIGNMENT == 0
         for tensor in _tensors(values)

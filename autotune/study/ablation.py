@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class AblatedKnob:
     """The winner with one knob set back to the baseline's value.
 
-    `error` is the relative error of `tokens_per_s`. `peak_gib` is the peak of the reserved memory,
-    or the memory needed after running out of memory.
+    `error` is the relative error of `tokens_per_s`. `peak_gib` is the peak of the reserved memory
+    or, if the probe ran out of memory, the memory that it needed.
     """
 
     knob: str
@@ -81,7 +81,7 @@ class Ablation:
 def ablated_configs(
     winner: TrainConfig, baseline: TrainConfig
 ) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield each knob in which the two differ, and the winner with this knob reset to the baseline.
+    """Yield each knob with different values, and the winner with the baseline's value of this knob.
 
     Double quantisation needs quantisation, so the two knobs are reset together.
     """
@@ -114,7 +114,7 @@ def ablate(
     """Probe the winner itself, then the winner with each knob reset, then the winner itself again.
 
     If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if a
-    probe of the winner itself fails, or if the two probes of the winner differ in speed.
+    probe of the winner itself fails, or if the winner's two speeds differ by more than their error.
     """
     evaluator = replace(evaluator, reuses=False)
     measured_winner = _ablated_winner(task, evaluator, winner)

@@ -2,9 +2,9 @@
 
 Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
 gain in a few probes. Optuna's sampler continues from there and finds gains that need several
-changes at once. Knobs that change what the model learns keep their values, with two exceptions:
-precision, because it changes speed as much as any knob, and matrix products in fp8 if the user
-allows them.
+changes at once. Learning knobs, which affect the trained model, keep their values, with two
+exceptions: precision, because it changes speed as much as any knob, and matrix products in fp8 if
+the user allows them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,9 @@ from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
-# The knobs in the order in which the search changes them. Compilation comes late because it costs
-# seconds for each configuration, and only the best values of the earlier knobs need it.
-# Quantisation, which may turn on matrix products in fp8, comes last because these are faster only
-# in compiled layers.
+# The order of the knobs in each pass of the search. Compilation comes late because it costs seconds
+# for each configuration, and only the best values of the earlier knobs need it. Quantisation, which
+# may turn on matrix products in fp8, comes last because these are faster only in compiled layers.
 ORDER = (
     "loss",
     "packing",
@@ -142,7 +141,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try the variants of the best configuration and the seeds that are compiled already.
+        """Try compiled variants of the best configuration and of the seeds, if their code exists.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -210,7 +209,8 @@ class CoordinateSearch:
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
         """Try one choice on truncated models; return its configuration and score.
 
-        If the truncated models do not end the trial, it waits for a measurement of the whole model.
+        If the truncated models do not end the trial, the trial waits for a probe of the whole
+        model.
         """
         trials = self.trials
         proposal = trials.ask(chosen)

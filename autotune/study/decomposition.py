@@ -83,7 +83,7 @@ def decompose(
 
 
 def way(winner: TrainConfig, baseline: TrainConfig) -> list[tuple[str, TrainConfig]]:
-    """Return each group in which the two differ, with the configuration after this group's change.
+    """Return each group of knobs that changes, with the configuration after this group's change.
 
     This configuration has the winner's values in this group and all earlier groups, and the
     baseline's values in all later groups.

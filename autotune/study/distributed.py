@@ -35,22 +35,26 @@ from autotune.study.summary import TrialRecord
 AWAIT_S = 0.2
 REAP_EVERY_S = 15.0
 
-# Shares of the budget.
-WHOLE_SHARE = 0.1  # the most for whole models in the search
-BASELINE_SHARE = 0.2  # the most for all probes of baselines
-CONFIRMATION_SHARE = 0.15  # the most to reserve for confirmation
-LEAST_SHARE = 1 / 3  # the most to reserve if one confirmation needs more than CONFIRMATION_SHARE
+WHOLE_SHARE = 0.1  # the most of the budget for probes of whole models in the search
+BASELINE_SHARE = 0.2  # the most of the budget for all probes of baselines
+CONFIRMATION_SHARE = 0.15  # the most of the budget to reserve for the confirmation
+# If a single confirmation needs more than CONFIRMATION_SHARE, up to this share of the budget is
+# reserved.
+LEAST_SHARE = 1 / 3
 
 # Numbers of candidates.
 MANY = 15  # a search should evaluate at least this number of candidates
-PLENTY = 40  # if time is short for this number, untried neighbours replace the sampler
-ENOUGH = 12  # no time is reserved for confirmation before this number is evaluated
+# If the time is too short for this number of candidates, untried neighbours of the best
+# configuration are tried in place of the sampler's proposals.
+PLENTY = 40
+ENOUGH = 12  # no time is reserved for the confirmation before this number is evaluated
 COMPILING_S = 5.0  # the assumed time to compile one candidate
 
-# If time is short, a candidate's score by formula must be at least this share of the best
-# configuration's score by formula.
-WORTH = 0.5  # to be tried at all
-ALIKE = 0.9  # to be tried early because the candidate's code is compiled already
+# If time is short, a candidate is tried only if its score by formula is at least this share of the
+# best configuration's score by formula.
+WORTH = 0.5
+# A candidate with at least this share is tried early if its code is compiled already.
+ALIKE = 0.9
 
 LATE = 1.2  # time is reserved for probes that take this many times their predicted time
 LEAST_NOISE = 0.005  # the smallest relative noise that a score is assumed to have
@@ -147,7 +151,7 @@ class SharedTrials:
     def begin(self, tried: list[TrainConfig]) -> None:
         """Queue the configurations that a new study has tried already; their results are stored.
 
-        A resumed study instead queues the trials again for which its earlier sessions had no time.
+        A resumed study instead queues the trials again that its earlier sessions had no time for.
         """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))
@@ -574,8 +578,8 @@ class SharedTrials:
         """The seconds to reserve for confirmation.
 
         The confirmation measures each finalist and the baseline once, and the winner in every
-        round. If the likely winner's confirmation would not end before the budget is over, nothing
-        is reserved and the search uses the time.
+        round. If the likely winner's confirmation would not end before the budget is over, no time
+        is reserved for it, and the search uses the time.
         """
         finalists = self.selection.finalists(self.limits.finalists)
         if not finalists or not self.can_end(finalists[0]):

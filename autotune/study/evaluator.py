@@ -198,9 +198,9 @@ class Evaluator:
             return
         is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
-            # The result is from a study with other dataset rows. Only the time of padded rows
-            # depends on the other rows' lengths, but the memory of packed rows may depend on them
-            # too.
+            # The result comes from a study of other data. Other row lengths change only the time of
+            # padded rows. They may also change the memory of packed rows, so these teach nothing
+            # here.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -561,7 +561,7 @@ class Evaluator:
             second = self._judged(self.prober.probe(request, log))
             doubt = f"measured twice, because the first time {first.disturbed}"
             result = of_two_tries(first, second, doubt)
-        except (Cancelled, EnvironmentProblem):  # the next probe will report it
+        except (Cancelled, EnvironmentProblem):  # the next probe raises it again
             result = first
         return self._store_result(trial, self._add_time_parts(result))
 

@@ -21,9 +21,9 @@ from autotune.study.evaluator import FAILED, Evaluator
 class Feasible:
     """The configurations that were tried before a search.
 
-    `tried` are the configurations with which the study begins; their results are stored. If
-    `opens_reserve` is True, no configuration of the normal space fits, so the search uses the
-    reserve space, which adds knob values of last resort. `problem` is set if no configuration fits.
+    `tried` are the first configurations of the study; their results are stored. If `opens_reserve`
+    is True, no configuration of the normal space fits, so the search uses the reserve space, which
+    adds knob values of last resort. `problem` is set if no configuration fits.
     """
 
     tried: list[TrainConfig]

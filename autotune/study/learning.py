@@ -130,7 +130,7 @@ class Learning:
         return (*self.attempts, *(attempt for other in self.others for attempt in other.attempts))
 
     def difference(self, other: Compared) -> str:
-        """Compare the held-out losses of another configuration, in words.
+        """Compare the held-out losses of another configuration with the winner's, in words.
 
         The words are "learned more" or "learned less" only if all seeds agree.
         """

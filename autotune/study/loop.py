@@ -201,7 +201,7 @@ class Study:
                 if trials.is_over():
                     return
                 row = trials.run_one(None, trials.task.space.clip(smaller))
-                # Without a row, another worker is trying the configuration.
+                # `run_one` returned no row because another worker is trying the configuration.
                 outcome = Outcome.OK if row is None else row.outcome
             if outcome not in TOO_LARGE:
                 return

@@ -170,7 +170,7 @@ class ConfigResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedResult:
-    """A result with the source of its suite."""
+    """A result, and the source of the published numbers in its suite."""
 
     JSON: ClassVar = under("result", ConfigResult.JSON) | keys("source")
 
@@ -354,7 +354,7 @@ def to_config_result(
 
 
 def agreement(results: list[ConfigResult]) -> str:
-    """Compare predictions or probes with published numbers in one line; empty without any."""
+    """Compare results with published numbers in one line; empty without published numbers."""
     judged_results = [
         one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)
     ]

@@ -34,7 +34,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
     The format is bf16 under autocast, or fp32 if the device has no bf16, with 32-bit optimizer
     state. Every layer is recomputed, so that the reference fits if possible. Returns None for an
     optimizer that exists only with 8-bit state: a comparison with another optimizer would compare
-    the algorithms.
+    the optimizers, not the formats.
     """
     optimizer = FULL_STATE.get(config.optimizer, config.optimizer)
     if optimizer.endswith("8bit"):

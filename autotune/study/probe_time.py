@@ -1,9 +1,9 @@
 """The predicted duration of a probe of a whole model.
 
-The prediction uses probes of a few of its layers, or an earlier probe. Loading and a micro batch
-are linear in the number of layers. A probe has a lead (warm-up steps) and rounds of steps
-(`probe.schedule`). The lead and the first round scale with the number of micro batches and their
-time. Timing covers whole rounds, sometimes including the first.
+The prediction uses probes of a few of its layers, or an earlier probe. The times of loading and of
+a micro batch are linear in the number of layers. A probe has a lead (warm-up steps) and rounds of
+steps (`probe.schedule`). The lead and the first round scale with the number of micro batches and
+their time. Timing covers whole rounds, sometimes including the first.
 """
 
 import statistics

@@ -68,7 +68,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
 
 
 def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
-    """Return the least score with which `choose` would prefer the candidate to the others.
+    """Return the least score that would make `choose` prefer the candidate to the others.
 
     Raises ValueError without others.
     """

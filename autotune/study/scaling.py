@@ -63,7 +63,7 @@ class RankPlan:
 
     @property
     def state(self) -> str | None:
-        """FITS, TIGHT or OOM of each GPU, or None if training is impossible."""
+        """Whether the run fits each GPU (FITS, TIGHT or OOM), or None if training is impossible."""
         return self.estimate.state if self.estimate else None
 
     @property

@@ -224,8 +224,8 @@ class Selection:
         """Return extrapolated configurations worth measuring as whole models, the best first.
 
         These include the best of each result cell within the slack of the fastest. They also
-        include pruned configurations that could win now, because the rival for which they were
-        pruned may no longer be within the slack.
+        include pruned configurations that could win now, because the rival that ruled them out may
+        no longer be within the slack.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -554,7 +554,7 @@ class Selection:
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
     def _repeats(self, config: TrainConfig) -> list[Measurement]:
-        """Return the confirmations, with the search's measurement if there is only one."""
+        """Return the confirmations, or the only confirmation and the search's measurement."""
         record = self.record(config)
         single = len(record.confirmed) == 1 and record.measured is not None
         return [*record.confirmed, *([record.measured] if single and record.measured else [])]

@@ -803,9 +803,9 @@ def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
 def explain(
     session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig
 ) -> Ablation:
-    """Probe the winner of a study without each of its knobs, and record the ablation.
+    """Probe a study's winner with each of its knobs reset in turn, and record the ablation.
 
-    Each probe sets one knob back to the baseline's value.
+    A reset knob has the baseline's value.
 
     Raises:
         EnvironmentProblem: the probe of the winner fails.

@@ -91,7 +91,7 @@ class Recipe:
 
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
     `learning` has the learning rates that were tried for the winner. `unsteady` says why the
-    measurements of winner and baseline allow no speed-up.
+    measurements of winner and baseline are too unsteady for a speed-up; it is None if they are not.
     """
 
     study: str
@@ -118,7 +118,7 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """The learning rate that was found for the winner, otherwise the usual rate."""
-        # Records without a default come from older versions, in which LoRA's alpha was twice the
+        # Records without a default come from older versions, which set LoRA's alpha to twice the
         # rank. Today alpha is twice the rank only at rank 16, so the rates of older versions apply
         # only to rank 16 and to full fine-tuning.
         is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
@@ -150,7 +150,7 @@ class Recipe:
 
     @property
     def speedup(self) -> float | None:
-        """The winner's useful tokens/s over the baseline's.
+        """The winner's useful tokens/s, divided by the baseline's.
 
         It is None without a baseline, and on an unsteady machine.
         """
@@ -356,7 +356,7 @@ class Verification:
     @property
     def better(self) -> tuple[str, ...]:
         """The aspects better than predicted by more than the tolerance: "faster", "smaller"."""
-        # A soak also has short rows, so a smaller peak than predicted is no finding.
+        # A soak also has short rows, so a smaller peak than predicted does not count as better.
         opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}
         return tuple(
             opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance

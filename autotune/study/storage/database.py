@@ -44,9 +44,10 @@ T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# After these times, PostgreSQL's client gives up on a host that does not respond. The first applies
-# to a connection attempt, the second to data without acknowledgement (in ms), and the last three to
-# waiting for an answer (in s, in s, and the number of keepalives).
+# After these times, PostgreSQL's client gives up on a host that does not respond. The first limits
+# a connection attempt (in s), and the second limits data without acknowledgement (in ms). The last
+# three limit the wait for an answer: seconds before the first keepalive, seconds between
+# keepalives, and their number.
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,
@@ -298,7 +299,7 @@ def _sqlite_file(url: str) -> Path | None:
 
 
 def require_database(url: str) -> None:
-    """Raise UsageError if the SQLite file does not exist; otherwise, opening it would create it."""
+    """Raise UsageError if the SQLite file is missing, because opening it would create it."""
     path = _sqlite_file(url)
     if url.startswith("sqlite") and (path is None or not path.exists()):
         raise UsageError(
@@ -332,10 +333,10 @@ def read_only(url: str) -> str:
 def _parsed(url: str) -> URL:
     try:
         parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite":  # its driver comes with Python
+        if parsed.get_backend_name() == "sqlite":  # SQLite's driver is always installed
             parsed.get_dialect()().create_connect_args(parsed)
         return parsed
-    except ValueError:  # its text may be part of a password
+    except ValueError:  # the error's text may contain part of a password
         raise ArgumentError("the port, or an option after '?', is not a number") from None
 
 

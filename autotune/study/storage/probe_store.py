@@ -144,9 +144,10 @@ class ProbeStore:
         *,
         studies: Sequence[str] = (),
     ) -> ProbeResult | None:
-        """Return the newest stored answer to a request, from these or all studies of this database.
+        """Return the newest stored answer to a request, by default from any study of the database.
 
-        The fingerprint must be the same. A result whose times were disturbed is no answer.
+        If `studies` is given, only their results count. The fingerprint must be the same. A result
+        whose times were disturbed is no answer.
         """
         query = (
             sa.select(_probes.c.result)

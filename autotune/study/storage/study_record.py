@@ -39,7 +39,8 @@ class Limits:
     """The limits of a search.
 
     `trials` is a total over all sessions. The search stops after `patience` trials without an
-    improvement.
+    improvement. The confirmation measures about `finalists` configurations in up to `rounds`
+    rounds.
     """
 
     budget_s: float
