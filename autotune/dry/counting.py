@@ -44,8 +44,8 @@ from autotune.trainer.settings import ModelSettings
 META = torch.device("meta")
 WORKSPACE = 64 * MIB  # bytes: on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
 SIDE_WORKSPACE = WORKSPACE // 2  # for the stream that computes the gradients of joined adapters
-NF4_BLOCK = 64  # bitsandbytes has one scale for this many weights
-NESTED_BLOCK = 256  # bitsandbytes has one nested scale for this many scales
+NF4_BLOCK = 64  # bitsandbytes stores one scale for each block of this number of weights
+NESTED_BLOCK = 256  # bitsandbytes stores one nested scale for each block of this number of scales
 SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
@@ -193,7 +193,7 @@ class CountedStep:
                 loss.backward()
             del loss
 
-            # The work is counted for a micro batch, without the optimizer's step.
+            # The reported work is the work of one micro batch, without the optimizer's step.
             flops = dict(counter.flops)
             moved_bytes = dict(counter.moved)
             operations = counter.operations
@@ -493,7 +493,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_and_free(step: Callable[[], None], parameter: nn.Parameter) -> None:
-    """Step and free the gradient, like `trainer.lean_trainer.step_in_backward`."""
+    """Run the optimizer's step, then free the gradient, as in `lean_trainer.step_in_backward`."""
     step()
     parameter.grad = None
 

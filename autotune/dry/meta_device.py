@@ -293,7 +293,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attend like torch on CUDA.
+    """Compute attention with the kernel that torch would choose on CUDA.
 
     Torch uses the flash kernel for 16 bits without a mask, else the memory-efficient kernel.
     """

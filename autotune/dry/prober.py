@@ -79,7 +79,7 @@ class DryProber:
         """Count this request at its depth, or as a whole model if it has no depth."""
         key = key_of(request, library_versions())
         path = self._directory / f"{key}.json"
-        with suppress(OSError, ValueError):  # the file is missing or has another form
+        with suppress(OSError, ValueError):  # the file is missing or invalid
             kept = from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
             if kept.count is not None:  # earlier versions kept refusals too
                 return kept
@@ -93,7 +93,7 @@ class DryProber:
         if answer.count is None:
             self._refusals[key] = answer
         else:
-            with suppress(StorageError):  # a failed write only costs another count
+            with suppress(StorageError):  # if the write fails, a later command counts again
                 write_atomic(path, json.dumps(to_data(answer)) + "\n")
         return answer
 

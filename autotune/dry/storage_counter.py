@@ -63,7 +63,7 @@ FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 # For each operation of joined adapters (`trainer.joined_lora`), the indices of the arguments that
 # the adapter's narrow products read in addition to the base's wide product.
 NARROW = {"joined_backward": (0, 0, 1)}
-BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple of this
+BLOCK = 512  # the CUDA allocator rounds each request up to a multiple of this number of bytes
 
 
 def blocks(num_bytes: int) -> int:

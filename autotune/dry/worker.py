@@ -33,7 +33,7 @@ def main() -> None:
     os.dup2(2, 1)  # libraries' prints must not mix with answers
     warnings.filterwarnings("ignore")
 
-    # A limit on data makes an oversized config fail with MemoryError.
+    # With a limit on this process's memory, building an oversized model fails with MemoryError.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = psutil.Process().memory_info().data + MOST_GIB * GIB
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))

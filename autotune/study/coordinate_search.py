@@ -64,7 +64,7 @@ class CoordinateSearch:
     _seeds: list[TrainConfig] = field(default_factory=list)  # the best configurations by formula
 
     def run(self) -> None:
-        """Try the formula seeds, then move until a pass over all knobs finds no improvement.
+        """Try the formula seeds, then change knobs until a pass over all knobs improves nothing.
 
         Compiling one candidate takes as long as evaluating several uncompiled candidates. If time
         is short, the search therefore tries only uncompiled configurations at first, until helper
@@ -109,7 +109,7 @@ class CoordinateSearch:
             self._end_waiting()
 
     def _try_without_compiling(self) -> None:
-        """Try seeds, moves and neighbours of the best configuration, all without compilation.
+        """Try seeds, then single-knob changes and neighbours of the best, all without compilation.
 
         Stop when only the time to compile the best configuration is left. Also stop as soon as a
         configuration that was compiled in advance is the best.

@@ -378,7 +378,8 @@ class SharedTrials:
             if self._unfinished_numbers
             else set[int]()
         )
-        # A trial that was given back does not count, even if its result came later.
+        # A trial that its worker lost by giving it back does not count, even if a result came
+        # later.
         for number in sorted(finished):
             self._unfinished_numbers.remove(number)
             self._by_others.add(number)
@@ -515,10 +516,10 @@ class SharedTrials:
         )
 
     def lasting(self) -> Callable[[TrainConfig], float]:
-        """Return a function that predicts the seconds of a candidate's truncated models.
+        """Return a function that predicts the seconds to probe a candidate's truncated models.
 
-        The prediction is linear in the time of a micro batch by formula; the line is fitted to the
-        candidates so far. The function returns 0 for a candidate that was probed already, or if it
+        A line is fitted to the candidates so far: their measured seconds, by the formula's time of
+        a micro batch. The function returns 0 for a candidate that was probed already, or if it
         cannot predict.
         """
 

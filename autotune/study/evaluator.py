@@ -57,8 +57,8 @@ HOST_BAND = 0.1
 # models decide instead of the gate. In `benchmarks/plan.py memory`, the formula's error is at most
 # 1.3 % after correction by a measurement of the same configuration with another micro batch size.
 GATE_BAND = 0.03
-# As GATE_BAND, for a prediction by formula without correction: four standard deviations of its
-# error.
+# The same share for predictions by formula that no measurement corrects. It is four standard
+# deviations of the formula's error.
 FORMULA_BAND = 2 * ERROR
 
 # Returns the reason why an extrapolated configuration cannot win, or None if it can.
@@ -229,7 +229,7 @@ class Evaluator:
         *,
         spare_s: float = math.inf,
     ) -> Evaluation:
-        """Pass a candidate through the stages until one decides.
+        """Pass a candidate through the stages until one of them decides.
 
         Without a pruner the whole model is measured, regardless of its predicted speed. If the
         whole model is certain to fit, the truncated models are skipped. If its probe would take
@@ -242,7 +242,7 @@ class Evaluator:
             return predicted
 
         request = self.request(config)
-        # Disturbed times may be too long, so they exclude no configuration.
+        # Times that other processes disturbed may be too long, so they exclude no configuration.
         if pruner is not None and predicted is not None and predicted.disturbed is None:
             reason = pruner(config, predicted)
             if reason is not None:
@@ -582,7 +582,7 @@ class Evaluator:
 
         A new worker loads libraries and kernels in its first step; this takes up to half a minute
         if files are not cached. Later candidates do not have this cost. So, without compilation,
-        the first steps of a new worker count only with the duration of later steps.
+        the first steps of a new worker are counted as if they were as short as later steps.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s

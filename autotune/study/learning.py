@@ -182,7 +182,7 @@ def least_budget() -> int:
 
 
 def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
-    """Return the largest number of steps that a search of these rounds takes."""
+    """Return the largest number of optimizer steps that a search with these rounds can take."""
     return sum(_max_trainings(rounds, place) * steps for place, (_, steps) in enumerate(rounds))
 
 
@@ -205,8 +205,9 @@ def search(
 ) -> tuple[Attempt, ...]:
     """Search the rates around a default by successive halving.
 
-    `train` takes a rate, steps and a seed. If the lowest or highest rate wins the first round, the
-    round tries up to BEYOND further rates in that direction, until a rate is worse.
+    `train` takes a learning rate, the number of steps and a seed. If the lowest or highest rate
+    wins the first round, the round tries up to BEYOND further rates in that direction, until a rate
+    is worse.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]

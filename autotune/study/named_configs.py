@@ -197,8 +197,8 @@ COLUMNS = {
 def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfig, Task]]:
     """Yield each case with its configuration and its own task.
 
-    The task has the case's model and gradient accumulation. Its rows are all full. Raises
-    UsageError for invalid knobs and values.
+    The task has the case's model and gradient accumulation. All rows of the task have full length.
+    Raises UsageError for invalid knobs and values.
     """
     for case in spec.configs:
         knobs = spec.pins | case.knobs

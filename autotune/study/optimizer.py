@@ -297,7 +297,8 @@ class Optimizer:
         )
 
         study = self._study
-        # `Study.ask` does the same; otherwise the sampler misses the latest trials.
+        # Clear the cache of trials, as `Study.ask` does. Otherwise the sampler misses the latest
+        # trials.
         study._thread_local.cached_all_trials = None
         return optuna.Trial(
             study, study._storage.create_new_trial(study._study_id, template_trial=template)

@@ -18,12 +18,13 @@ CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")  # the keys of a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The best configuration of one strategy, for GPUs that are split evenly over `hosts`.
+    """The best configuration of one parallel strategy, on GPUs split evenly over `hosts` hosts.
 
     `estimate` covers one GPU, except its cost, which covers all GPUs. It is None if training is
     impossible; `problem` then gives the reason. `step` and `accumulation` belong to each GPU.
     `num_without_speed` is the number of further configurations that fit without a predicted speed.
-    `efficiency` is the speed per GPU relative to the plan's smallest GPU count.
+    `efficiency` is the speed per GPU, relative to the speed per GPU at the plan's smallest GPU
+    count.
     """
 
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
@@ -182,7 +183,7 @@ class Scaling:
         return tuple(row for row in self.rows if row.tokens_per_s is not None)
 
     def waits(self, row: RankPlan) -> float | None:
-        """The share of a step that waits for other GPUs, by formula, or None if unknown."""
+        """The share of a step's time spent waiting for other GPUs, by formula; None if unknown."""
         return None if row.step is None else row.step.exposed_s / row.step.step_s
 
 

@@ -343,7 +343,7 @@ class Selection:
         )
 
     def baseline(self) -> TrainConfig | None:
-        """The largest baseline with a measurement or an extrapolation, or None."""
+        """The first of the task's baselines with a measurement or an extrapolation, or None."""
         known = {record.config for record in self.records.values() if record.best_known}
         return next((config for config in self.task.baselines if config in known), None)
 
@@ -595,7 +595,7 @@ class Selection:
         ] or known
 
     def _records_by_evidence(self) -> list[CandidateRecord]:
-        """Return the records with a search result, the extrapolated ones first."""
+        """Return the records with a search result; the extrapolated records come first."""
         known = [record for record in self.records.values() if record.of_search]
         return sorted(known, key=lambda record: record.extrapolated is None)
 
@@ -645,7 +645,7 @@ class Selection:
     def is_host_bound(
         self, config: TrainConfig, measurements: list[Measurement] | None = None
     ) -> bool:
-        """Whether the configuration is CPU-bound by `measurements`, by default the best known.
+        """Whether `measurements`, by default the best known ones, show a CPU-bound configuration.
 
         The result is False if other GPUs were probed in place of the target.
         """

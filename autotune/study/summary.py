@@ -105,9 +105,9 @@ class Recipe:
     trainer: str
     fingerprint: Fingerprint
     by_examples: tuple[CostProjection, ...]
-    cells: tuple[Candidate, ...] = ()  # the best for each setting of knobs that separate results
+    cells: tuple[Candidate, ...] = ()  # the best candidate of each result cell (`Selection`)
     by_gpus: tuple[Candidate, ...] = ()
-    within_hours: float | None = None  # the deadline of the run
+    within_hours: float | None = None  # the deadline of the full run, in hours from its start
     example_gib: float | None = None  # the memory of the example card that the CPU simulates
     numerics: str = ""  # the evidence on the winner's number formats
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
@@ -370,7 +370,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    """The winner's run on other GPUs, and on other numbers of the same GPU."""
+    """Projections of the winner's run to other GPU models, and to other numbers of the same GPU."""
 
     cards: tuple[Estimate, ...] = ()
     scaling: Scaling = Scaling()  # noqa: RUF009 (frozen)
@@ -430,7 +430,7 @@ class StudySummary:
 
     @property
     def cells(self) -> tuple[Candidate, ...]:
-        """The best candidate for each setting of the knobs that separate results."""
+        """The best candidate for each combination of values that reports list separately."""
         return self.recipe.cells if self.recipe else ()
 
     @property

@@ -105,7 +105,8 @@ class Leases:
         self._me = me
         self._clock = clock
         self.name = me.name
-        self._seen: dict[str, tuple[int, float]] = {}  # heartbeat count, and when it last changed
+        # For each worker, the heartbeat count and the time at which the count last changed.
+        self._seen: dict[str, tuple[int, float]] = {}
         self._beaten = clock()  # the time of this worker's last heartbeat
         self._was_paused = False
         self.outages = outages or Outages()

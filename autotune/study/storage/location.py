@@ -15,7 +15,7 @@ FREE_BYTES = 200 * 2**20
 
 
 def storage_url(storage: str | None) -> str:
-    """Return the database's URL: `storage`, else AUTOTUNE_STORAGE, else an SQLite file in runs/.
+    """Return the database's URL: `storage`, else $AUTOTUNE_STORAGE, else an SQLite file in runs/.
 
     The folder runs/ is created if necessary.
     """
@@ -40,7 +40,7 @@ def existing_url(storage: str | None) -> str:
 
 
 def named_url(storage: str | None) -> str | None:
-    """Return the URL that the user named: `storage`, else AUTOTUNE_STORAGE, else None."""
+    """Return the URL that the user named: `storage`, else $AUTOTUNE_STORAGE, else None."""
     return os.environ.get("AUTOTUNE_STORAGE") if storage is None else storage
 
 
@@ -70,10 +70,10 @@ def study_directory(out: str | None, study: str) -> Path:
 
 
 def stored_out(out: Path, url: str) -> str:
-    """Convert a study's directory to the form that a record stores.
+    """Convert a study's directory to the text that a record stores.
 
-    Inside the SQLite file's directory it is a relative path, so that the file and the study's
-    directory can be moved or copied together. Otherwise it is the full path.
+    Inside the SQLite file's directory, the text is a relative path, so that the file and the
+    study's directory can be moved or copied together. Otherwise the text is the full path.
     """
     from autotune.study.storage.database import sqlite_folder
 
@@ -84,7 +84,7 @@ def stored_out(out: Path, url: str) -> str:
 
 
 def opened_out(stored: str, url: str, study: str) -> Path:
-    """Return the study's directory from the form that `stored_out` returns.
+    """Return the study's directory from the text that `stored_out` returns.
 
     A relative path is resolved from the directory that now contains the database. If this host
     lacks the directory of an absolute path, return one under runs/.

@@ -38,7 +38,7 @@ _probes = sa.Table(
 # Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
 # A row may become visible after rows with higher ids, because transactions commit in any order. So
-# each look for new rows also checks this number of ids below the highest id that was read.
+# each query for new rows also covers this number of ids below the highest id that was read.
 LATE_ROWS = 1000
 
 
@@ -213,7 +213,7 @@ class ProbeStore:
 
 
 def _result(row: int, text: str) -> ProbeResult:
-    """Parse the result in a row. Raises StorageError for any other text."""
+    """Parse the result in a row. Raises StorageError if the text is not a result."""
     try:
         return from_data(ProbeResult, json.loads(text))
     except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
