@@ -188,7 +188,7 @@ def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
 def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
     """Run the exported script on the device of the probes if --verify asks for it.
 
-    Its speed and memory become part of the answer.
+    The script's speed and memory become part of the answer.
     """
     from autotune.export.run.verify import verify
 
@@ -205,7 +205,10 @@ def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
 
 
 def _can_run_export(leader: "Leader", answer: StudySummary) -> bool:
-    """Return whether there is a winner to run. If so, end the prober to free its memory."""
+    """Return whether there is a winner whose export can run.
+
+    If there is, end the prober to free its memory.
+    """
     if leader.failure is not None or answer.recipe is None or leader.session.stop():
         return False
     leader.session.prober.close()

@@ -89,7 +89,7 @@ class StudyResult:
 
     summary: StudySummary
     record: StudyRecord
-    url: str = ""  # of the database; it may contain a password
+    url: str = ""  # the database's URL, which may contain a password
 
     @property
     def task(self) -> Task:

@@ -43,7 +43,8 @@ from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
 WORKSPACE = 64 * MIB  # bytes: on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
-SIDE_WORKSPACE = WORKSPACE // 2  # for the stream that computes the gradients of joined adapters
+# bytes: the workspace of the second CUDA stream, which computes the gradients of joined adapters
+SIDE_WORKSPACE = WORKSPACE // 2
 NF4_BLOCK = 64  # bitsandbytes stores one scale for each block of this number of weights
 NESTED_BLOCK = 256  # bitsandbytes stores one nested scale for each block of this number of scales
 SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}

@@ -41,7 +41,7 @@ class DryTrlStep:
         if objective.has_reference and config.method == "full":
             self.reference = copy.deepcopy(base).requires_grad_(False).eval()
 
-        # The counted step sets up checkpointing and the optimizer itself.
+        # `CountedStep` sets up checkpointing and the optimizer, so TRL's trainer must not.
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=True)
         settings |= {
             "max_length": config.seq_len,

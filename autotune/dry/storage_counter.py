@@ -154,9 +154,9 @@ class StorageCounter(TorchDispatchMode):
             and not torch.is_grad_enabled()
             and self._is_last_reference(args)
         ):
-            # Autograd adds a gradient in place if it holds the only reference. This mode adds
-            # references, so autograd does not; the mode itself therefore chooses the addition in
-            # place.
+            # Autograd adds a gradient in place if it holds the only reference. This mode holds
+            # further references, so autograd would not add in place here. The mode therefore
+            # replaces the operation by the addition in place.
             func = torch.ops.aten.add_.Tensor
 
         out = func(*args, **(kwargs or {}))

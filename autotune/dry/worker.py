@@ -30,7 +30,7 @@ def main() -> None:
     """Answer until the input ends."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries' prints must not mix with answers
+    os.dup2(2, 1)  # text that libraries print must not mix with answers
     warnings.filterwarnings("ignore")
 
     # With a limit on this process's memory, building an oversized model fails with MemoryError.

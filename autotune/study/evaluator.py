@@ -141,7 +141,7 @@ class Evaluator:
     shallow_only: bool = False
     studies: tuple[str, ...] = ()
     reuses: bool = True
-    failures_in_a_row: int = 0  # probes that failed for reasons other than memory
+    failures_in_a_row: int = 0  # probes that failed in a row for reasons other than memory
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
     whole_s: dict[TrainConfig, float] = field(default_factory=dict)

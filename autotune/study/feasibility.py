@@ -90,8 +90,8 @@ def find_feasible(
 def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     """Return the configurations with the least memory.
 
-    Without a choice of sharding, this is one configuration. Otherwise it is one configuration per
-    sharding strategy, preceded by one for a single GPU if the space allows that.
+    If the space has no sharding knob, the list has one configuration. Otherwise the list has one
+    configuration per sharding strategy, preceded by one for a single GPU if the space allows that.
     """
     if space.knob("sharding") is None:
         return [space.config(space.leanest())]

@@ -21,11 +21,11 @@ BELOW = 3
 ABOVE = 5
 # For each round: the number of rates, and the steps relative to the first round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
-FEW = ((5, 1), (2, 3))  # for a small budget: every second rate
+FEW = ((5, 1), (2, 3))  # the rounds for a small budget, with every second rate
 # The first round may add at most this number of rates, below or above the others.
 BEYOND = 2
 SEEDS = 2  # the number of seeds in the last round
-LEAST_STEPS = 5  # the fewest steps of the first round
+LEAST_STEPS = 5  # the fewest optimizer steps of a training in the first round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ class Study:
                     return
                 continue
 
-            if not had_best and trials.best() is not None:  # no baseline succeeded at first
+            if not had_best and trials.best() is not None:  # no configuration had succeeded before
                 had_best = True
                 self._climb()
 
@@ -142,10 +142,10 @@ class Study:
     def _raise_capability(self) -> None:
         """Try the best configuration with its learning knobs at their most capable values.
 
-        First raise all knobs, then each knob alone. Other configurations about as fast as the best
-        are tried too, with the learning values of the likely winner. Chance decides which of these
-        nearly equal configurations is measured as the fastest, and the winner must not depend on
-        chance.
+        First all learning knobs are raised together, then each knob alone. Other configurations
+        about as fast as the best are tried too, with the learning values of the likely winner.
+        Chance decides which of these nearly equal configurations is measured as the fastest, and
+        the winner must not depend on chance.
         """
         best = self.trials.best()
         if best is None:

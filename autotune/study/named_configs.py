@@ -88,7 +88,7 @@ class ConfigResult:
 
     @property
     def verdict(self) -> str:
-        """The memory verdict in words, or the name of another outcome."""
+        """In words, whether the case fits in memory; for any other outcome, the outcome's name."""
         if self.case.excluded:
             return "not predicted"
         if self.outcome is Outcome.OK:

@@ -75,7 +75,7 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
     baseline = _baseline(task, [row.result for row in stored])
     latest = {name: _latest_result(results, baseline) for name, results in by_name.items()}
     readings = {name: _reading(one) for name, one in latest.items() if one is not None}
-    timed = task.device.kind != "cpu"  # the processes of a machine share its processors
+    timed = task.device.kind != "cpu"  # on a CPU, times depend on other processes
 
     nodes = []
     for name, results in by_name.items():

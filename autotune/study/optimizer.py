@@ -30,7 +30,8 @@ METRIC = "useful tokens/s"
 METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
 UNNAMED_S = 5.0  # a running trial without its worker's name is left alone for this time
 MAX_REASON = 500  # characters
-# The mark and the reason of a trial that was queued when its study ended.
+# The attribute that marks a trial which was still queued when its study ended, and the reason that
+# the trial gets.
 POSTPONED = "postponed"
 TOO_LATE = "the study ended before this trial began; a resumed study tries it"
 
@@ -104,7 +105,7 @@ class Optimizer:
                     multivariate=True,
                     group=True,
                     n_startup_trials=STARTUP_TRIALS,
-                    # A continued study must not draw the same numbers again.
+                    # A continued study must not draw the same random numbers again.
                     seed=seed + len(study.trials),
                 )
 

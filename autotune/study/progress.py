@@ -46,15 +46,15 @@ class TextProgress:
         self._write = write
 
     def say(self, text: str) -> None:
-        """Pass the text on."""
+        """Write the text as one line."""
         self._write(text)
 
     def note(self, text: str, style: str | None = None) -> None:
-        """Pass the text on."""
+        """Write the text as one line."""
         self._write(text)
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
-        """Pass on the warnings of the setup."""
+        """Write one line for each warning of the setup."""
         for warning in setup.warnings:
             self._write(f"warning: {warning}")
 
@@ -70,9 +70,9 @@ class TextProgress:
         self._write(f"trial {row.number}: {row.outcome.value}{speed}, {row.config.label()}")
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
-        """Write the directory of the files."""
+        """Write one line that names the directory of the files."""
         self._write(f"written: {out_dir}")
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """Write the directory of the files."""
+        """Write one line that names the directory of the files."""
         self._write(f"written: {out_dir}")

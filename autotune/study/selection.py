@@ -669,7 +669,7 @@ class Selection:
             noise = max(TIE, self.noise(record.config))
             largest = max(measurements, key=lambda measurement: measurement.peak_reserved_gib)
 
-            # The duration takes a while to compute and only matters for a deadline.
+            # The run's duration is slow to compute and matters only if the run has a deadline.
             hours = None
             if self.task.within_hours is not None:
                 hours = self._project(

@@ -21,7 +21,7 @@ from autotune.core.process import module_command
 from autotune.study.progress import Progress
 from autotune.study.storage.location import make_writable
 
-LEAVE_S = 20.0  # the time for a worker to finish its probe once the search is over
+LEAVE_S = 20.0  # after the search, workers have this time to finish their probes
 RAY_START_S = 60.0
 # In a study that probes on CPUs, each node gets one worker per unit of this Ray resource.
 RAY_RESOURCE = "autotune"
@@ -84,7 +84,7 @@ def local_workers(
     """While the block runs, run a worker process on each of these GPUs (None: the CPU).
 
     At the end of the block, the workers have LEAVE_S seconds to finish. After an error, or once
-    `is_over` returns True, they end at once. A failed worker is reported.
+    `is_over` returns True, the workers are ended at once. A failed worker is reported.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:

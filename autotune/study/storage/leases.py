@@ -38,7 +38,7 @@ _workers = sa.Table(
 _leases = sa.Table(
     "autotune_leases",
     _metadata,
-    sa.Column("id", sa.Integer, primary_key=True),  # the order of the leases
+    sa.Column("id", sa.Integer, primary_key=True),  # increases in the order of the leases
     sa.Column("study", sa.String(255), nullable=False),
     sa.Column("config", sa.String(16), nullable=False),
     sa.Column("trial", sa.Integer, nullable=False),
@@ -125,7 +125,7 @@ class Leases:
         finally:
             stop.set()
             heart.join()
-            with suppress(StorageError):  # the other workers will detect the loss
+            with suppress(StorageError):  # the other workers will find this worker lost
                 self.forget(self.name)
             self._database.close()
 

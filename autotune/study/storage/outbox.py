@@ -28,8 +28,8 @@ class Outbox:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, which is on disk when this method returns. Raises StorageError."""
         with self._locked() as file:
-            # A process that was killed while writing leaves half a line. The newline separates the
-            # next row from it.
+            # A process that was killed while writing leaves half a line. The leading newline
+            # separates this row from such a half line.
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -53,8 +53,8 @@ class StoredProbe:
 class ProbeStore:
     """The probe table of one database.
 
-    Results wait in the file `outbox` while the database is unreachable. New rows get the name of
-    this worker, `node`.
+    Results wait in the file `outbox` while the database is unreachable. Each new row is marked with
+    `node`, the name of this worker.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ProbeStore:
         """Return the newest stored answer to a request, by default from any study of the database.
 
         If `studies` is given, only their results count. The fingerprint must be the same. A result
-        whose times were disturbed is no answer.
+        whose times other processes disturbed does not count as an answer.
         """
         query = (
             sa.select(_probes.c.result)

@@ -22,7 +22,7 @@ from autotune.study.learning import Learning
 from autotune.study.summary import Quality, Verification
 
 SCHEMA_VERSION = 2  # 1 was a dictionary named "facts", without a version in it
-_VERSION = "schema_version"  # written last, so a record with a version is complete
+_VERSION = "schema_version"  # this key is written last, so a record with a version is complete
 _WORKER = "worker_seconds:"  # plus a worker's name: each worker writes its own attribute
 
 
@@ -38,9 +38,9 @@ class StudyPhase(StrEnum):
 class Limits:
     """The limits of a search.
 
-    `trials` is a total over all sessions. The search stops after `patience` trials without an
-    improvement. The confirmation measures about `finalists` configurations in up to `rounds`
-    rounds.
+    `trials` is the most trials in all sessions together, or None without a maximum. The search
+    stops after `patience` trials without an improvement. The confirmation measures about
+    `finalists` configurations in up to `rounds` rounds.
     """
 
     budget_s: float
