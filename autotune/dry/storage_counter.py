@@ -74,9 +74,10 @@ def blocks(num_bytes: int) -> int:
 class StorageCounter(TorchDispatchMode):
     """Counts the bytes of live storages, and their peak since the last `take_peak`.
 
-    `workspace` returns the bytes that a kernel allocates for itself, from the operation and its
-    arguments. `flops` counts the arithmetic of matrix products by operation. `moved` counts the
-    bytes that all operations read and write, by kind of work, and `operations` counts operations.
+    `workspace` takes an operation and its arguments, and returns the bytes that the operation's
+    kernel allocates for itself. `flops` counts the arithmetic of matrix products by operation.
+    `moved` counts the bytes that all operations read and write, by kind of work, and `operations`
+    counts operations.
 
     While `fusing` is set, new storages take no memory. While `fused` is set, a compiled graph
     reports the bytes of its generated kernels itself, and the operations inside do not count.

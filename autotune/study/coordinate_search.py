@@ -162,7 +162,7 @@ class CoordinateSearch:
         return best is not None and best.config.compile == COMPILED
 
     def _try_seeds(self, **changes: Any) -> None:
-        """Try the formula seeds, after setting the knobs named in `changes`.
+        """Try the formula seeds, each with the knob values in `changes`.
 
         If `changes` is given, only truncated models are measured.
         """

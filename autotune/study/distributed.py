@@ -378,8 +378,7 @@ class SharedTrials:
             if self._unfinished_numbers
             else set[int]()
         )
-        # A trial that its worker lost by giving it back does not count, even if a result came
-        # later.
+        # A trial that was given back is not in `finished`, even if its result was stored later.
         for number in sorted(finished):
             self._unfinished_numbers.remove(number)
             self._by_others.add(number)

@@ -181,10 +181,10 @@ class Evaluator:
                 self.learn(None, row.result)
 
     def learn(self, trial: int | None, result: ProbeResult) -> None:
-        """Learn from a probe's measurement, or from its OOM."""
+        """Learn from a probe's measurement, or from the fact that the probe ran out of memory."""
         config = result.config
         measurement = result.measurement
-        if result.rung is Rung.NODE:  # another node may have measured it
+        if result.rung is Rung.NODE:  # another node may have measured this result
             return
 
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):
@@ -599,7 +599,7 @@ class Evaluator:
         return seconds
 
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
-        """Add the host share and kernel times, predicted by truncated models, to a whole result."""
+        """Add the host share and kernel times from truncated models to the whole model's result."""
         predicted = self._depths.extrapolated(
             result.config, self.request(result.config).micro_steps
         )

@@ -58,7 +58,7 @@ class Study:
         """
         trials = self.trials
         with trials.giving_back():
-            repeated = False  # whether the last proposal was known already
+            repeated = False  # whether the last trial's configuration was known already
             while not trials.is_done() and not is_over():
                 self._hold_rank()
                 wanted = None

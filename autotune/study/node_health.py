@@ -67,8 +67,8 @@ def differences(
 ) -> list[str]:
     """Describe the differences of a node from the median of the others.
 
-    The list is empty without other nodes. Speed and temperature count only if `timed`: on shared
-    processors they depend on other processes.
+    The list is empty if there are no other nodes. Speed and temperature count only if `timed`: on
+    shared processors they depend on other processes.
     """
     if not others:
         return []
@@ -119,7 +119,7 @@ class NodeMonitor:
         return time.monotonic() >= self._next_s
 
     def check(self) -> list[str]:
-        """Measure the baseline and describe the differences of this node.
+        """Measure the baseline and describe how this node differs from the others.
 
         The list is empty if there is no measured baseline yet.
         """

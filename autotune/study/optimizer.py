@@ -231,7 +231,7 @@ class Optimizer:
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """Begin a trial: the `wanted` choice, else the queue's next, else the sampler's."""
         if self._is_asking:
-            # The last call was interrupted and may have left a trial behind.
+            # The last call of this method was interrupted and may have left a running trial behind.
             for trial in self._in_state(TrialState.RUNNING):
                 if (
                     worker
@@ -333,7 +333,8 @@ class Optimizer:
             if state.is_finished():
                 return state is not TrialState.FAIL
 
-            # A killed session may have set some constraints. Each read is a query: read them once.
+            # A killed session may have set some constraints. Each access to the constraints queries
+            # the database, so they are read once.
             known = trial.constraints
             for key, margin in margins.items():
                 if math.isfinite(margin) and key not in known:

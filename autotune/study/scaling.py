@@ -13,7 +13,8 @@ from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
-CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")  # the keys of a recommended row
+# The JSON keys of a recommended row.
+CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

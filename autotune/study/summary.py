@@ -162,7 +162,7 @@ class Recipe:
 
     @property
     def speedup_interval(self) -> tuple[float, float] | None:
-        """The interval of the speed-up, or None without one."""
+        """The interval of the speed-up, or None without a speed-up."""
         if self.baseline is None or self.speedup is None:
             return None
         return self.winner.performance.times(self.baseline.performance)
@@ -350,7 +350,7 @@ class Verification:
 
     @property
     def worse(self) -> tuple[str, ...]:
-        """The aspects that exceed the tolerance: "slower", "larger" or both."""
+        """The aspects worse than predicted by more than the tolerance: "slower", "larger"."""
         return tuple(what for what, excess in self._excess.items() if excess > self.tolerance)
 
     @property

@@ -63,7 +63,7 @@ def _worker_command(study: str, *arguments: str) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a worker, and kill it if it does not end in time."""
+    """Terminate a worker, and kill it if it does not end within LEAVE_S."""
     process.terminate()
     try:
         process.wait(LEAVE_S)
@@ -192,7 +192,7 @@ def ray_workers(
 
 
 def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> list[Any]:
-    """Create an actor for each worker. Raises EnvironmentProblem if there is none to create."""
+    """Create an actor for each worker. Raises EnvironmentProblem if no node can have a worker."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

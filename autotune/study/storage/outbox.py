@@ -52,7 +52,7 @@ class Outbox:
 
     @contextmanager
     def _locked(self) -> Iterator[IO[str]]:
-        """Open the file for this process alone, and remove it at the end if it is empty."""
+        """Open and lock the file, and remove it at the end if it is empty."""
         with write_errors(self.path), self._open() as file:
             try:
                 yield file
@@ -67,4 +67,4 @@ class Outbox:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
                     return file
-            file.close()  # another process has removed it meanwhile
+            file.close()  # another process removed the file before the lock was acquired
