@@ -70,6 +70,7 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
 
     Coordinate search will continue from its current configuration, or from the running trial if
     that is better. So the compiled variants of these two come first, then the next moves from them.
+    Outside coordinate search, the best configuration takes the place of the current configuration.
     More capable variants of the best configuration follow, then its neighbours, ranked by formula.
     """
     space = trials.task.space
