@@ -17,7 +17,7 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The GiB of a tensor's elements; of a sharded tensor, only this rank's elements count.
+    """The GiB of a tensor's elements. For a sharded tensor, only this rank's elements count.
 
     DeepSpeed's ZeRO stage 3 empties a parameter, and keeps its shard in `ds_tensor`.
     """
@@ -27,9 +27,9 @@ def tensor_gib(tensor: torch.Tensor) -> float:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a parameter before packing to 4 bits or emptying by DeepSpeed.
+    """The shape of a parameter before it was packed to 4 bits, or emptied by DeepSpeed.
 
-    Packed parameters hold two elements in a byte.
+    A packed parameter holds two elements in each byte, so its own shape is smaller.
     """
     quantised = getattr(parameter, "quant_state", None) or parameter
     return tuple(getattr(quantised, "ds_shape", quantised.shape))
@@ -94,7 +94,7 @@ def paged_state_gib(model: nn.Module) -> float:
 
 
 def free_paged_state() -> None:
-    """Free the managed memory of paged optimizers, which bitsandbytes would keep forever.
+    """Free the managed memory of paged optimizers, which bitsandbytes never frees.
 
     The caller must have stopped using these optimizers.
     """
@@ -117,7 +117,10 @@ def logical_params(model: nn.Module) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether device or host memory ran out; an illegal memory access is another error."""
+    """Whether the error says that device or host memory ran out.
+
+    An illegal memory access does not.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -165,9 +168,9 @@ def oom_detail(
 
 
 def tight_memory_detail(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
-    """The OOM detail and reason of a probe that fits only after the allocator returned its cache.
+    """The OOM detail and reason for a probe that fitted only because the allocator freed its cache.
 
-    The configuration of such a probe counts as one that does not fit.
+    The probe's configuration counts as one that does not fit.
     """
     detail = OomDetail(
         phase=phase,

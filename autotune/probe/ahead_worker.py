@@ -1,4 +1,4 @@
-"""The child process that compiles ahead of probes: it trains once on each wanted request.
+"""The child process that compiles code for later probes: it trains once for each wanted request.
 
 A file in the shared folder lists the wanted requests (`compile_ahead`, `turns`). This process runs
 the probe's own code on the same number of layers as a probe, so both have the same keys in the
@@ -147,7 +147,7 @@ class AheadCompiler:
         self._note_others()
 
     def _note_others(self) -> None:
-        """Tell the meter the growth of other processes' memory, which is not this context."""
+        """Tell the meter how far other processes' memory has grown; this growth is no context."""
         if self._meter is not None:
             self._meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
 

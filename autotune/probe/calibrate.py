@@ -45,16 +45,16 @@ NARROW: dict[str, Any] = {
     "vocab_size": 256,
 }
 NARROW_DEPTHS = (2, 10)
-# These probes are timed for long, because on a shared host only the shortest of many times is
-# reliable.
+# The seconds of timed steps in a probe of this model. On a shared host, only the shortest of many
+# step times is reliable.
 NARROW_TIMED_S = 2.0
 # The model of the short training: the formula of step time was fitted on it, and a few of its
 # layers fit any card.
 TRAINED = "mistral-7b"
 TRAINED_DEPTHS = (2, 6)
 ROWS = (1, 2, 4, 8, 16)  # micro batch sizes to try, in rows of 1,024 tokens
-# The device's time for a step must exceed the host's by this factor, so that the step time shows
-# the device's time.
+# The device's time for a step must exceed the host's by this factor, otherwise the step time would
+# show the host's time instead of the device's.
 DEVICE_LEADS = 2.0
 
 Say = Callable[[str], None]
@@ -63,7 +63,9 @@ Say = Callable[[str], None]
 def calibrate(
     target: Target, *, say: Say, should_stop: Callable[[], bool] = lambda: False
 ) -> Calibration:
-    """Measure the device of this machine and its host; `say` receives a line for each part.
+    """Measure the device of this machine and its host.
+
+    `say` receives a line of progress for each step.
 
     Raises EnvironmentProblem and TooManyFailures if no worker can probe here, and Cancelled if
     `should_stop` returns True.
@@ -120,7 +122,7 @@ def calibrate_worker(prober: WorkerProber, target: Target, *, say: Say) -> Calib
 
 
 class LayerProbes:
-    """Probes a few layers of two models within `memory_gib` of a device; logs go to `logs`."""
+    """Probes a few layers of NARROW and TRAINED within `memory_gib`; logs go to `logs`."""
 
     def __init__(
         self, prober: WorkerProber, device: DeviceSpec, memory_gib: float, logs: Path
@@ -148,15 +150,17 @@ class LayerProbes:
             # On a CPU, the time to issue an operation includes its computation.
             times.append(result.measurement.host_micro_s or min(result.measurement.micro_step_s))
 
-        # Other load on the host may distort the slope, so it is limited to 50 to 100 % of the
-        # deeper probe's time per layer.
+        # Other load on the host may distort `slope`, the time per layer from two probes. So it is
+        # limited to 50 to 100 % of the deeper probe's time divided by its layers.
         few, many = NARROW_DEPTHS
         low, high = times
         slope = (high - low) / (many - few)
         return 1000 * min(max(slope, 0.5 * high / many), high / many)
 
     def reference(self, calibration: Calibration) -> float | None:
-        """The speed of a short training, relative to the formula with the calibrated rates.
+        """The measured speed of a short training, divided by its speed by the formula.
+
+        The formula uses the calibrated rates.
 
         The result is None if no formula covers the card, or the training does not fit or is
         CPU-bound.
@@ -182,8 +186,8 @@ class LayerProbes:
     def _training(self, calibration: Calibration) -> tuple[TrainConfig, StepTimeEstimate] | None:
         """The configuration of the short training, and its expected time.
 
-        The configuration has the fewest rows that make the training GPU-bound, otherwise the most
-        rows that fit.
+        The configuration has the smallest micro batch that makes the training GPU-bound, otherwise
+        the largest micro batch that fits.
         """
         model = resolve_model(TRAINED)
         reference = resolve_device(REFERENCE)
@@ -207,7 +211,7 @@ class LayerProbes:
         return chosen
 
     def _fits(self, config: TrainConfig) -> bool:
-        """Whether the deeper truncated model trains within the memory."""
+        """Whether the deeper of the two truncated models fits into memory by the formula."""
         model = resolve_model(TRAINED)
         layers = replace(
             model, config=model.config | {"num_hidden_layers": TRAINED_DEPTHS[-1]}, params=None

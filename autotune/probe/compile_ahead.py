@@ -18,7 +18,8 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-MAX_STARTS = 4  # the most starts: processes that were ended to free memory start again
+# The most starts of the processes; they start again after they were ended to free memory.
+MAX_STARTS = 4
 LEAST_CORES = 4  # a host with at least this number of cores has one process
 MANY_CORES = 12  # a host with at least this number of cores has two processes
 
@@ -52,7 +53,7 @@ class CompileAhead:
 
     @property
     def is_running(self) -> bool:
-        """Whether any process may use the device."""
+        """Whether any of these processes runs and may use the device."""
         return bool(self._processes)
 
     def want(self, requests: Mapping[str, ProbeRequest]) -> None:
@@ -125,7 +126,8 @@ class CompileAhead:
             (self.folder / f"{process.pid}{HELD}").unlink(missing_ok=True)
         self._processes = [one for one in self._processes if one not in processes]
 
-        # An empty file of a claim belongs to a compilation that ended without a report.
+        # An empty claim belongs to a compilation that ended without a report. Another process may
+        # try it.
         for file in self.folder.glob(f"*{CLAIMED}") if not self._processes else ():
             if not file.stat().st_size:
                 file.unlink()

@@ -2,7 +2,8 @@
 
 This module runs in the worker's process, and measures one rate at a time. Operands are random,
 because a card at its power limit multiplies equal numbers faster. Times come from device events on
-a GPU and from the clock on a CPU. Otherwise GPUs and CPUs differ only in the sizes of operands.
+a GPU and from the clock on a CPU. Apart from the source of the times, only the sizes and dtypes of
+operands differ between GPUs and CPUs.
 """
 
 import math
@@ -20,7 +21,7 @@ from autotune.probe.meters import Meter
 ROUNDS = 5  # the result is the median of this number of rounds
 ROUND_S = 0.1  # each round lasts about this long, or has a single call
 AHEAD_S = 0.01  # a GPU stays busy this long before a round, while the host issues the round's calls
-MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand
+MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand calls
 TOO_LONG_S = 0.3  # after a product that takes this long, larger matrices are skipped
 LAUNCHES = 2000
 PEAK_SIDE = 1024  # rows and columns of the matrices that measure a CPU's peak
@@ -57,7 +58,7 @@ def measure_rates(meter: Meter) -> DeviceRates:
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _seconds(meter, lambda: target.copy_(source), lambda: None)
-    # A CPU finishes each call before the next is issued.
+    # A CPU finishes each call before the next is issued, so it needs no work in advance.
     num_copies = math.ceil(AHEAD_S / copy_s) if on_gpu else 0
 
     def get_ahead() -> None:
@@ -98,7 +99,7 @@ def measure_cpu_peak(*, bf16: bool) -> float:
 def _products(
     meter: Meter, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
 ) -> dict[int, float]:
-    """TFLOP/s of square matrix products by their side, within the limits of memory and time."""
+    """TFLOP/s of square matrix products by side. Ends where memory or TOO_LONG_S is exceeded."""
     rates = {}
     for side in sides:
         # Memory for two factors, the product, and a factor in fp32 before its conversion.

@@ -74,9 +74,10 @@ from autotune.trainer.patches import choose_attention
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger checkpoint, a probe saves only the weights
-# The number of graphs of one function that a probe may compile: torch's default in a fresh process.
+# The most graphs that a probe may compile for one function. A fresh process has the same limit.
 RECOMPILE_LIMIT = 8
-DIFFERENT_ROWS = 64  # approximate number; a longer probe repeats these rows
+# Approximate number of distinct rows; a probe that needs more rows repeats them.
+DIFFERENT_ROWS = 64
 # The micro batches that this process has trained on, as (precision, number of rows, row length).
 # Some libraries make a plan for each of these shapes.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
@@ -227,7 +228,8 @@ class Probe:
 
     micro_profile: MicroBatchProfile | None = None  # the detailed profile, on request
     trace: str | None = None  # the file for the profile's Chrome trace
-    _reference: nn.Module | None = None  # the untrained reference model, if it is a copy
+    # The untrained reference model of DPO or KTO, if it is a copy of the base.
+    _reference: nn.Module | None = None
 
     def __init__(
         self,
@@ -271,7 +273,8 @@ class Probe:
         self._checkpoint_s: float | None = None
 
         self._hooks: list[Any] = []
-        # The names are read now, because FSDP2 gives the model a class of another Python module.
+        # `module_names` is called now, because FSDP2 will give the model a class of another Python
+        # module.
         self._module_names = module_names(self.base)
         self._names = dict(self._module_names)
 
@@ -333,7 +336,7 @@ class Probe:
         return request.plans_by_length and request.new_lengths and not request.has_real_ranks
 
     def _profiles_kernels(self) -> bool:
-        """Whether to profile kernels: on request, for a truncated model on a GPU."""
+        """Whether to profile kernels: only on request, and only for a truncated model on a GPU."""
         request = self.request
         if not request.profile or request.depth is None:
             return False
@@ -443,8 +446,8 @@ class Probe:
             self.recorder.enter_segment("forward_head")
             begin_at(hidden, "backward_layers")
 
-        # TRL uses the head's weights and never calls the head. A classification head has no common
-        # name.
+        # TRL uses the head's weights and never calls the head. The name of the attribute that holds
+        # a classification head differs between models.
         if request.trainer == "trl" or request.objective.num_labels is not None:
             layers_end = self.base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -479,7 +482,8 @@ class Probe:
 
     def _check_autocast(self, *_: Any) -> None:
         """Raise WrongPrecision if an earlier probe of this process left autocast on or off."""
-        shards = self.request.parallelism.shards  # sharding casts weights, without autocast
+        # A sharded model casts its weights and does not use autocast.
+        shards = self.request.parallelism.shards
         wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
         if torch.is_autocast_enabled(self.meter.torch_device.type) is not wanted:
             raise WrongPrecision(
@@ -502,8 +506,8 @@ class Probe:
     def memory_terms(self) -> dict[str, float]:
         """The allocated memory by use.
 
-        The memory without another use belongs to logits and activations. A formula gives the size
-        of the logits.
+        Memory that has none of the other uses counts as logits and activations. A formula gives the
+        size of the logits.
         """
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
@@ -611,7 +615,7 @@ class Probe:
         return varlen.join_rows if self.request.config.packed_attention == varlen.VARLEN else None
 
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
-        """The rows of micro batches whose kinds `order` lists, with one micro batch for each rank.
+        """The rows of all micro batches: for each kind in `order`, one micro batch for each rank.
 
         Each kind has a few different micro batches, which repeat.
         """
@@ -747,7 +751,10 @@ class Probe:
         return kernel_times(kernels, micro_s)
 
     def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
-        """A step's micro batches, and time and kind of the last, which has about mean length."""
+        """A step's micro batches, and the last one's time and kind.
+
+        The last one has about mean length.
+        """
         schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
         timed = sorted({index for step in schedule.round for index in step})
         mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
@@ -831,7 +838,7 @@ class Probe:
             in_host = (adapters or weights) + state
             weights = adapters = gradients = state = 0.0
 
-        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # these are no phases of a single step
+        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # these phases last for several steps
         return Measurement(
             step_s=times.steps,
             micro_step_s=times.micro_batches,

@@ -1,8 +1,8 @@
 """Divides the device's time in a micro batch by kind of work, from a profile of one micro batch.
 
 The name of a kernel gives its kind of work, because a profile has no other description. A kernel
-that is neither a product nor fused attention counts as moving bytes: elementwise kernels,
-reductions, copies, and all kernels that Inductor fuses.
+that is neither a matrix product nor fused attention counts as `bytes`, because memory traffic sets
+its time: elementwise kernels, reductions, copies, and all kernels that Inductor fuses.
 """
 
 import re
@@ -24,7 +24,8 @@ ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
 # cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
-# A profile by class also needs these names: collectives, optimizers, copies, elementwise kernels.
+# The following patterns serve only `class_of`, which divides `bytes` further: collectives,
+# optimizers, copies, elementwise kernels.
 COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
 OPTIMIZER = re.compile(
     r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE
@@ -34,7 +35,7 @@ COPY = re.compile(
     re.IGNORECASE,
 )
 UNPACKING = re.compile(r"dequantize", re.IGNORECASE)
-# Names of operators on CPUs, where compiled layers are one operator.
+# A profile on a CPU has operators instead of kernels. These operators are matrix products.
 OPERATOR_PRODUCT = re.compile(
     r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$"
 )
@@ -60,7 +61,10 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel, copy or fill that the device ran. Times have a common origin."""
+    """One kernel, copy or fill that the device ran.
+
+    The times of all kernels count from one moment.
+    """
 
     name: str
     start_s: float
@@ -183,7 +187,10 @@ def _operator_names() -> frozenset[str]:
 
 
 def _known_operators(joined: str) -> Iterator[str]:
-    """Yield the operators whose names are joined by underscores; an unknown word is a name."""
+    """Yield the operators whose names are joined by underscores.
+
+    A word that begins no known name is yielded alone.
+    """
     words = joined.split("_")
     while words:
         ends = (

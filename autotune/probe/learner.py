@@ -52,7 +52,7 @@ class Training:
 class _Curve(TrainerCallback):
     """Keeps the training losses, and stops a training that diverges.
 
-    A training diverges if its loss is not finite or far above its first loss.
+    A training diverges if its loss is not finite or exceeds LOST times its first loss.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class _Curve(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Keep a logged loss, the mean since the previous log."""
+        """Keep a logged loss, which is the mean loss of the steps since the previous log."""
         loss = (logs or {}).get("loss")
         if loss is None:
             return
@@ -99,7 +99,8 @@ class Learner:
         if self._compiles and settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
 
-        # Each training makes new adapters; other trained parameters return to their first values.
+        # Each training resets the adapters with its seed. Other trained parameters return to these
+        # values.
         self._first = {
             name: parameter.detach().cpu().clone()
             for name, parameter in self._model.named_parameters()

@@ -27,11 +27,14 @@ from autotune.core.units import GIB, gib
 from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
-MAX_LOST_GIB = 0.5  # host memory that a process may fail to return over all its probes
-# Some GPU libraries keep 2 MiB after their first use of a large matrix.
+MAX_LOST_GIB = 0.5  # a worker is replaced once its probes together have kept this much host memory
+# Memory counts as returned if it differs from the baseline by less than this. Some GPU libraries
+# keep 2 MiB after their first use of a large matrix.
 WORKSPACE_GIB = 8 / 1024
-RETURNED_BYTES = 2**16  # on a CPU, blocks of this size return to the kernel while peaks are read
-IS_MAPPED = 2  # a bit in the word before a block that the kernel mapped for malloc
+# On a CPU, freed blocks of at least this size return to the kernel while peaks are read.
+RETURNED_BYTES = 2**16
+# The bit in malloc's header of a block that says: the kernel mapped this block on its own.
+IS_MAPPED = 2
 PACKAGES = (
     "torch",
     "transformers",
@@ -51,10 +54,10 @@ PACKAGES = (
 class CudaMeter:
     """The probe's view of an NVIDIA GPU, with memory in GiB and times in seconds.
 
-    Times come from device events, peaks from the caching allocator. `peaks_are_free` says whether
-    reading a peak does not disturb the times. `aside_gib` is the memory of cached models that this
-    probe does not use. This memory is neither counted nor capped. `others_gib` is the memory of
-    processes that compile ahead, which is no part of this process's context.
+    Times come from device events, peaks from the caching allocator. `peaks_are_free` is True if
+    reading a peak does not slow the timed steps. `aside_gib` is the memory of cached models that
+    this probe does not use. This memory is neither counted nor capped. `others_gib` is the memory
+    of other processes, which compile for later probes; it does not count as this process's context.
     """
 
     peaks_are_free = True
@@ -88,15 +91,21 @@ class CudaMeter:
         """
 
     def keep_freed(self) -> None:
-        """Keep freed memory from now on, like the full run, to time steps. torch always does."""
+        """Keep freed memory from now on, as the full run does, so that steps take the same time.
+
+        On CUDA, torch always keeps freed memory, so this method does nothing.
+        """
 
     def return_freed(self, resident_gib: float) -> None:
-        """Prepare to read peaks again; `resident_gib` is the present memory of tensors."""
+        """End `keep_freed`, so that peaks can be read; does nothing on CUDA.
+
+        `resident_gib` is the memory of the tensors that exist now.
+        """
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         """Make allocations fail beyond a limit, and return the limit.
 
-        The limit is `memory_gib` without the fraction `headroom`, the context, and managed memory.
+        The limit is `memory_gib` minus the fraction `headroom`, the context, and `managed_gib`.
         """
         total = self.memory_gib()
         taken = self.context_gib()
@@ -107,7 +116,7 @@ class CudaMeter:
         taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
 
-        # A few layers may be probed for a larger card than this one.
+        # A probe of a few layers may have the limit of a larger card than this one.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
         share = min(max(limit, 0.01) + self.aside_gib, room) / total
         torch.cuda.set_per_process_memory_fraction(share)
@@ -149,7 +158,7 @@ class CudaMeter:
 
     def peak_gib(self) -> tuple[float, float]:
         """The peaks of allocated and reserved memory since the last reset."""
-        # Nested statistics take a fifth of the time of flat ones.
+        # torch returns nested statistics in a fifth of the time of flat statistics.
         stats = torch.cuda.memory_stats_as_nested_dict()
         allocated = stats["allocated_bytes"]["all"]["peak"]
         reserved = stats["reserved_bytes"]["all"]["peak"]
@@ -169,7 +178,7 @@ class CudaMeter:
         return max(used - reserved, 0.0)
 
     def alloc_retries(self) -> int:
-        """The number of allocations that were retried after freeing the cache, since `release`."""
+        """The number of allocations that torch retried after freeing its cache, since `release`."""
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def hold_memory(self, allocator: str) -> None:
@@ -181,16 +190,17 @@ class CudaMeter:
         """Return all unused memory and reset the statistics; `collect` first collects garbage."""
         if collect:
             gc.collect()
-        # Workspaces of other streams are freed too, because they are not used again.
+        # This also frees cuBLAS's workspaces of streams that are not used again.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        # Offloaded checkpoints were in the host's cache, which newer versions of torch can empty.
+        # Offloaded checkpoints leave host memory in torch's cache. Only newer versions of torch can
+        # empty this cache.
         getattr(torch.accelerator, "empty_host_cache", lambda: None)()
         torch.cuda.reset_accumulated_memory_stats()
         self.reset_peak()
 
     def has_returned(self, baseline_gib: float) -> bool:
-        """Whether memory is back at the baseline, apart from small random changes of a process."""
+        """Whether memory is back at the baseline, apart from small random differences."""
         return abs(self.allocated_gib() - baseline_gib) < WORKSPACE_GIB
 
     def memory_gib(self) -> float:
@@ -213,16 +223,17 @@ class CudaMeter:
 class CpuMeter:
     """The host's processors, with the methods of CudaMeter.
 
-    The context is the memory of the loaded libraries. The process's growth from probe to probe does
-    not count as context, because a full run of one configuration does not grow. A limit that shrank
-    by this growth would differ between the trials of a study. Peaks exclude the growth too
-    (`rebase`).
+    The context is the memory of the loaded libraries. The process's memory grows from probe to
+    probe. The growth does not count as context, because a full run trains only one configuration.
+    If the growth lowered the limit, the trials of a study would have different limits. Peaks
+    exclude the growth too (`rebase`).
 
-    Peaks repeat to 1 % only if large blocks come directly from the kernel and return directly to
-    it, so the parent configures malloc in this way. The full run keeps freed blocks and can be
-    twice as fast, so this meter also keeps them while steps are timed. Linux sums a process's pages
-    in batches (the larger of 32 and twice the number of processors). A peak omits the pages that a
-    processor has not reported yet: at most 0.7 MiB with two processors, and about 0.4 GiB with 128.
+    Repeated peaks agree within 1 % only if malloc takes large blocks directly from the kernel and
+    returns them at once, so the parent configures malloc in this way. The full run keeps freed
+    blocks and can be twice as fast, so this meter also keeps them while steps are timed. A
+    processor reports a process's new pages to Linux's total in batches of 32 pages, or of twice the
+    number of processors if that is more. A peak omits pages that no processor has reported yet: at
+    most 0.7 MiB with two processors, and about 0.4 GiB with 128.
     """
 
     peaks_are_free = False
@@ -238,7 +249,7 @@ class CpuMeter:
         self._libc.free.argtypes = [ctypes.c_void_p]
         # Blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # The limit to restore when freed memory returns to the kernel again.
+        # The limit that `return_freed` restores; None unless malloc keeps freed blocks now.
         self._capped_at: int | None = None
         self.settle()
 
@@ -254,8 +265,8 @@ class CpuMeter:
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=self.context_gib() + managed_gib)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        # VmData counts address space that libraries reserve and never use, so the cap is added to
-        # its value at the start.
+        # VmData also counts address space that libraries reserve and never use, so the system's
+        # limit is VmData's value at the last `rebase` plus the cap.
         resource.setrlimit(resource.RLIMIT_DATA, (int(max(limit, 0.01) * GIB) + self._data, hard))
         return limit
 
@@ -267,7 +278,10 @@ class CpuMeter:
         """Do nothing, because a CPU has no choice of allocators."""
 
     def keep_freed(self) -> None:
-        """Let malloc keep freed blocks, as in the exported run; the cap is off meanwhile."""
+        """Let malloc keep freed blocks, as in the exported run.
+
+        There is no cap until `return_freed`.
+        """
         while self._held:
             self._libc.free(self._held.pop())
         set_release_threshold(KEPT_BYTES)
@@ -332,7 +346,7 @@ class CpuMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak_gib(self) -> tuple[float, float]:
-        """The peak twice, because a CPU has no allocator cache that outlives a tensor."""
+        """The same peak twice (allocated, reserved), because a CPU has no cache of freed memory."""
         file_backed = self._status("RssFile") + self._status("RssShmem")
         peak = gib(max(self._status("VmHWM") - file_backed - self._before, 0))
         return peak, peak
@@ -352,8 +366,8 @@ class CpuMeter:
         self._libc.malloc_trim(0)
 
     def has_returned(self, baseline_gib: float) -> bool:
-        # Python's own arenas vary by a few MiB. The memory that libraries load and reserve at their
-        # first use stops growing below 0.2 GiB. Memory that probes do not return keeps growing.
+        # Python's own arenas vary by a few MiB. Libraries keep memory at their first use, less than
+        # 0.2 GiB in total. Only memory that probes fail to return grows without end.
         lost = gib(self._status("RssAnon") - self._first) - self.aside_gib - baseline_gib
         return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < MAX_LOST_GIB
 

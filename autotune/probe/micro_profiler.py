@@ -29,10 +29,12 @@ from autotune.core.micro_profile import (
 from autotune.probe.kernels import class_of, fused_operators
 from autotune.probe.meters import Meter
 
-PREFIX = "autotune: "  # begins the names of ranges; a name without more text marks an unknown part
+# A range's name is this prefix and a part of the model; the prefix alone means that the part is
+# unknown.
+PREFIX = "autotune: "
 IN_BACKWARD = "autograd::engine::evaluate_function: "
 ADDS_GRADIENT = "AccumulateGrad"
-# Names of CUDA's own calls, whose numbers are not the numbers of operators.
+# Names of calls to the CUDA runtime. The profiler numbers these calls separately from operators.
 RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")
 NUM_LONGEST = 15
 LONGEST_NAME = 120
@@ -43,9 +45,9 @@ class Event:
     """An event of the profiler, in seconds.
 
     `ident` is an operator's number; `linked` is the number of the operator that issued a kernel.
-    `sequence` is the number of an autograd node, or -1. A forward operator makes the node. An
-    operator with `forward_thread` evaluates the node in the backward pass. A range of the profiler
-    is no operator.
+    `sequence` is the number of an autograd node, or -1. A forward operator makes the node. The
+    operator that evaluates the node in the backward pass has a `forward_thread`. `is_range` marks a
+    range of the profiler, which is no operator.
     """
 
     name: str
@@ -94,7 +96,10 @@ class PlacedWork:
 
     @property
     def part(self) -> Part | None:
-        """The part of the model; in compiled layers only names of attention kernels reveal it."""
+        """The part of the model, or None.
+
+        In compiled layers, only attention kernels reveal their part.
+        """
         hidden = self.place.part is None and self.kind is KernelClass.ATTENTION
         return Part.ATTENTION if hidden else self.place.part
 
@@ -117,7 +122,7 @@ def parts_of(
         if module not in inside and _is_norm(module):
             found[module] = Part.NORMS
 
-    if decoder is not base.base_model:  # image towers and projectors are its siblings
+    if decoder is not base.base_model:  # image towers and projectors are siblings of the decoder
         found |= dict.fromkeys(set(base.base_model.children()) - {decoder}, Part.OTHER)
     found[base.get_input_embeddings()] = Part.EMBEDDING
 
@@ -176,6 +181,7 @@ def ranges(parts: dict[nn.Module, Part | None]) -> Iterator[None]:
                 module.register_forward_pre_hook(begin(PREFIX + (part or "")), prepend=True)
             )
             # Checkpointing ends a recomputation by an exception once it has the needed tensors.
+            # `always_call` runs `end` then, too.
             handles.append(module.register_forward_hook(end, always_call=True))
         yield
     finally:
@@ -307,7 +313,7 @@ def _place(
 
 
 def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
-    """The device's work in order: the kernels of a GPU if it has any, else a CPU's operators."""
+    """The device's work in order: a GPU's kernels, or a CPU's operators if there are no kernels."""
     on_host = host_places(events, unknown, trained)
     ranges = {one.name for one in events if one.is_range}  # a GPU's timeline repeats these ranges
     kernels = [
@@ -360,7 +366,7 @@ def longest_kernels(placed: Iterable[PlacedWork]) -> tuple[KernelTotal, ...]:
 
 
 def busy_s(placed: list[PlacedWork], *, on_gpu: bool) -> float:
-    """The seconds of work on the device; a moment with several kernels of a GPU counts once."""
+    """The device's busy seconds. A moment in which a GPU runs several kernels counts once."""
     if not on_gpu:
         return sum(one.seconds for one in placed)
     total = 0.0
@@ -383,7 +389,7 @@ def profile_of(
     profiled_s: float,
     loader_rows_per_s: float | None,
 ) -> MicroBatchProfile | None:
-    """The sums of a micro batch's events, or None if a GPU's driver hides its kernels."""
+    """The profile of a micro batch from its events, or None if a GPU's driver hides its kernels."""
     placed = placed_work(events, None if compiled else Part.OTHER, trained)
     if on_gpu and not any(one.event.on_device for one in placed):
         return None

@@ -1,4 +1,7 @@
-"""Finds how a model's layers repeat, which decides its probed depths. No weight gets memory."""
+"""Finds the pattern in which a model's layers repeat; the pattern decides which depths are probed.
+
+The model is built without memory for its weights.
+"""
 
 import inspect
 import re
@@ -27,7 +30,7 @@ from autotune.trainer.model_builder import config_of, decoder_layers, from_confi
 
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
 # The Liger kernels that `resident` can remove from a model. Other Liger kernels replace names in
-# transformers or torch.
+# transformers or torch, which `resident` does not restore.
 REVERSIBLE_KERNELS = {
     "rope",
     "rms_norm",
@@ -135,7 +138,8 @@ def truncate(config: Any, depth: int) -> None:
     """
     config = config.get_text_config()
     lists = _lists_by_layer(config)
-    if sharing := getattr(config, "num_kv_shared_layers", 0):  # the last layers share them
+    # The last `sharing` layers share keys and values.
+    if sharing := getattr(config, "num_kv_shared_layers", 0):
         config.num_kv_shared_layers = max(0, depth - (config.num_hidden_layers - sharing))
     config.num_hidden_layers = depth
     for name, values in lists.items():
@@ -143,7 +147,7 @@ def truncate(config: Any, depth: int) -> None:
 
 
 def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
-    """The lists of a config with an entry for each layer.
+    """The lists in a config that have one entry for each layer.
 
     Examples are lists of attention types, of MoE layers, and of layers without positions.
     """
@@ -169,7 +173,7 @@ def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
 
 
 def _wrapped_parameters(built: nn.Module) -> set[int]:
-    """Ids of the parameters outside linear layers that adapters reach by wrapping them.
+    """Ids of parameters that are not in linear layers, and that PEFT adapts by wrapping them.
 
     Raises ValueError if PEFT refuses adapters on every linear layer.
     """

@@ -91,7 +91,8 @@ class Rank:
             backend = "cuda:nccl,cpu:gloo"
         self._store = dist.FileStore(self._meeting, self.size)
         dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
-        # NCCL allocates its memory at the first collective, which must precede the limit.
+        # NCCL allocates its memory at the first collective. So this collective runs before memory
+        # is limited.
         dist.all_reduce(torch.zeros(1, device=self._device))
 
     def _variables(self) -> dict[str, str]:
@@ -121,11 +122,11 @@ class Rank:
         )
 
     def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
-        """Prepare the `model` that the Trainer has distributed.
+        """Prepare the `model` that the Trainer has distributed among the ranks.
 
         DDP waits for the result of a reduction, which a fake process group does not give. DeepSpeed
-        steps the optimizer at the end of the last micro batch's backward pass, so that micro batch
-        is ended before the step.
+        steps the optimizer at the end of the last micro batch's backward pass, so the recorder must
+        end this micro batch before the step.
         """
         if self.is_fake and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, _skip_reduction)
@@ -139,7 +140,7 @@ class Rank:
             model.step = step_after_micro_batch
 
     def largest(self, value: float) -> float:
-        """The largest value of all ranks, which wait for each other.
+        """The largest of the ranks' values. All ranks call this, and wait for each other.
 
         The ranks exchange the values without a collective. A collective would make NCCL free the
         memory of the previous collective too early.

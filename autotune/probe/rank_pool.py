@@ -1,4 +1,4 @@
-"""Probes in a world of real ranks: a warm worker with its own device and socket for each rank.
+"""Runs probes on several real ranks: each rank is a warm worker with its own device and socket.
 
 This module does not use torch. A failed rank reports its failure first, because the other ranks
 wait in a collective. The parent then ends all workers and starts new ones for the next probe, which
@@ -41,7 +41,7 @@ Message = dict[str, Any] | None  # a worker's message, or None after the worker'
 
 
 class RankPool:
-    """Probes on several devices of this host: in a world of real ranks, or on the first device.
+    """Runs probes on several devices of this host, one rank on each, or on the first device only.
 
     `probe` returns a result for every outcome, and raises the errors of `WorkerProber.probe`.
     """
@@ -133,7 +133,7 @@ class RankPool:
         return self._ranks[0].with_retry(self._probe_once, request, log)
 
     def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Try once on all ranks; the sensors of the first device are read."""
+        """Run one probe once on all ranks, and read the sensors of the first device."""
         begin = time.monotonic()
         oom_kills = host_oom_kills()
         monitor = self._ranks[0].monitor(log)
@@ -173,7 +173,10 @@ class RankPool:
     def _send(
         self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path
     ) -> None:
-        """Send the request to all ranks. The wait for answers notices a worker that has ended."""
+        """Send the request to all ranks.
+
+        An ended worker is ignored here, and noticed by `_answers`.
+        """
         for number, worker in enumerate(workers):
             address = RankAddress(number=number, meeting=str(meeting))
             own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
@@ -240,7 +243,10 @@ class RankPool:
         return replace(result, seconds=result.seconds | {"stop": stopped - noticed})
 
     def collectives(self) -> tuple[CollectiveRates, ...]:
-        """Rates for 2, 4, ... and all devices; raises the errors of `WorkerProber.rates`."""
+        """Data rates between 2, 4, ... and all devices.
+
+        Raises the errors of `WorkerProber.rates`.
+        """
         self._ready_workers()
         try:
             with scratch_directory() as folder:
@@ -295,7 +301,7 @@ def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
     """One result of all ranks: the slowest rank's times and the highest peaks.
 
     If a rank's result is not OK, the first such result is returned. Losses are means over the
-    ranks, which share a batch.
+    ranks, because each rank trains on a part of the batch.
     """
     for result in results:
         if result.outcome is not Outcome.OK:

@@ -16,12 +16,12 @@ from autotune.probe.schedule import Schedule
 from autotune.trainer.graphs import MicroBatchGraphs
 
 MAX_WARMUP_ROUNDS = 4
-# The relative spread of the rounds' times. Below AGREE_SPREAD, timing ends early. Above
-# DISAGREE_SPREAD, the recorder adds rounds.
+# Limits for the relative spread of the rounds' times, (longest - shortest) / shortest. Below
+# AGREE_SPREAD, timing ends early. Above DISAGREE_SPREAD, the recorder adds a round.
 AGREE_SPREAD = 0.01
 DISAGREE_SPREAD = 0.02
-# Timing ends early only after this number of rounds, which take at least this number of seconds.
-# Two short rounds may agree by chance.
+# Timing ends early only after at least ENOUGH_ROUNDS rounds and ENOUGH_S seconds. Two short rounds
+# may agree by chance.
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3
 # The fewest timed rounds if the host waits for the device within a micro batch. The host's own
 # varying time is then part of every round.
@@ -58,9 +58,10 @@ class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
     The first steps of the schedule, its lead, warm up. The first round of steps then shows the
-    duration of a step, and its times count if the round is long. If code is still compiled in the
-    first round, a later round takes its place. Then complete rounds are timed for `min_timed_s`:
-    fewer if their times agree, more if the times disagree in a probe of a whole model.
+    duration of a step. The first round's times are used if its micro batches are long
+    (`Schedule.long_s`). If code is still compiled in the first round, a later round takes its
+    place. Then complete rounds are timed for `min_timed_s`: fewer if their times agree, more if the
+    times disagree in a probe of a whole model.
 
     A CPU's steps are timed for half the time, and no rounds are added: rounds on a CPU never agree,
     because every other process of the machine delays some of them. The timing of a CPU's steps
@@ -107,7 +108,8 @@ class Recorder:
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
         self.segment = ""  # the current part of a divided phase
-        # The host's seconds for each micro batch, up to the next micro batch of its step.
+        # The host's seconds from the start of each micro batch to the start of the next one in its
+        # step.
         self.issue_s: list[float] = []
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
@@ -122,7 +124,8 @@ class Recorder:
 
         on_cpu = not meter.peaks_are_free
         self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
-        # A single round of many lengths may already last for the wanted time.
+        # A single round of many lengths may already last for `min_timed_s`, so more time is
+        # allowed.
         most = 5 if self.schedule.uneven else 2
         self._max_timed_s = 0.0 if on_cpu else most * request.min_timed_s
         self._num_warm = 0  # number of steps before the timed steps are planned
@@ -254,7 +257,8 @@ class Recorder:
         assert self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        if inside or self._must_agree:  # several ranks could agree on an early stop only by waiting
+        # To agree on an early stop, ranks would have to wait for each other.
+        if inside or self._must_agree:
             return
 
         starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]

@@ -39,9 +39,9 @@ CONTEXT_GIB = 0.9  # approximate memory of a process's CUDA context
 class ResidentModel:
     """A base model on the device, and adapters that the next probe with the same settings reuses.
 
-    `family` identifies the requests that the model can serve, if the requests have its depth.
-    `model_gib` is the size of the base's weights and buffers, `base_gib` the device memory that
-    building the base took. Layers are `joined` only during a probe.
+    The model can serve requests of its own `family` (`family_of`) and its own depth. `model_gib` is
+    the size of the base's weights and buffers. `base_gib` is the device memory that building the
+    base took. `joined` is set only during a probe with joined adapters.
     """
 
     family: tuple[Any, ...]
@@ -68,15 +68,15 @@ class ResidentModel:
 
 
 def family_of(request: ProbeRequest) -> tuple[Any, ...]:
-    """The common properties of requests that share a base model, besides the depth.
+    """The properties that requests must have in common to share a base model, besides the depth.
 
-    Full fine-tuning changes the base, so its base is never shared.
+    Full fine-tuning changes the base, so the worker never reuses a base after it.
     """
     config = request.config
     return (
         repr(sorted(request.model.items(), key=str)),
         request.weights,
-        request.trainer,  # TRL changes adapters and configs
+        request.trainer,  # TRL changes the adapters and the model's config
         request.objective.num_labels,
         config.base_dtype,
         config.quantization,
@@ -89,8 +89,9 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
 def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel:
     """The base model for a request, on the device, without adapters and gradients.
 
-    Only a whole model loads real weights: truncated models are as fast with random weights. A model
-    that is sharded because it exceeds the limit gets random shards (`shard_outline`).
+    Real weights are loaded only for a model with all its layers, because a truncated model is as
+    fast with random weights. A model that is sharded because it exceeds the limit gets random
+    shards (`shard_outline`).
     """
     settings = model_settings(request.config, request.text_type, request.objective, request.vision)
     torch.manual_seed(request.seed)  # the weights do not depend on earlier work of this process
@@ -100,7 +101,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
 
     base = None
     if request.parallelism.strategy in FSDP2:
-        # All ranks must agree, so the decision uses only values that all ranks know.
+        # All ranks must make the same decision, so the limit depends only on the request.
         limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
         base = outline(config, settings, device, UNSHARDED_SHARE * limit_gib)
 
@@ -172,7 +173,7 @@ def _unload(base: PreTrainedModel, peft_model: PeftModel) -> None:
 
 
 def clean(resident: ResidentModel) -> None:
-    """Undo a Trainer's changes: checkpointing, hooks, compiled calls, gradients, autocast forward.
+    """Undo a Trainer's changes: checkpointing, hooks, compiled calls, gradients, replaced methods.
 
     accelerate marks a prepared model, and would not set up autocast on a marked model. In a
     benchmark, a probe of a marked model was 24 % slower than in a fresh process. So accelerate's

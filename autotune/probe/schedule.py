@@ -1,4 +1,4 @@
-"""Plans the micro batches of a probe: first short ones to warm up, then all kinds in turn."""
+"""Plans a probe's micro batches: short ones to warm up, then each kind (a row length) in turn."""
 
 import itertools
 import math
@@ -8,22 +8,23 @@ from dataclasses import dataclass
 
 from autotune.core.probe_types import ProbeRequest, Rung
 
-# If attention makes a plan for each new length, a probe times a few new lengths to measure the
-# cost: at most NEW_LENGTHS, and none after NEW_LENGTHS_S seconds.
+# cuDNN's attention makes an execution plan for each new row length. To measure the cost of a plan,
+# a probe times at most NEW_LENGTHS new lengths, and starts none after NEW_LENGTHS_S seconds.
 NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
 Step = tuple[int, ...]  # the index of the kind of each micro batch in an optimizer step
 
-# On a GPU, the first micro batch of a length takes up to this many seconds longer: libraries load
-# kernels.
+# On a GPU, the first micro batch of a length takes up to this many seconds longer, because
+# libraries load kernels.
 FIRST_S = 0.01
 # The first micro batch of the longest kind may take even longer, because the memory of its
 # activations is mapped then. If the longest kind makes up more than this fraction of the micro
 # batches, the warm-up steps contain a micro batch of the longest kind.
 OFTEN = 0.05
-# The first round counts if its times exceed later ones by at most this fraction: WHOLE_ERROR for a
-# whole model, TRUNCATED_ERROR for a few layers, whose times have an error of 2 % anyway. The real
-# errors are smaller, because warm-up steps or earlier probes have loaded most kernels.
+# The first round is timed if its times exceed later rounds' times by at most this fraction:
+# WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few layers, whose results have an error of 2
+# % anyway. The real errors are smaller, because warm-up steps or earlier probes have loaded most
+# kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 
@@ -31,19 +32,20 @@ WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 class Schedule:
     """The steps of a probe: the steps of `lead`, then the steps of `round` repeatedly.
 
-    The lead warms up and makes the optimizer state. The lead trains on the shortest kind of micro
-    batch, and ends with the longest kind if that kind is frequent or is not timed. A round has each
-    timed kind at least once. The longest micro batch of a step comes last, when the gradients of
-    the others exist.
+    The lead warms up and makes the optimizer state. It trains on the shortest kind of micro batch.
+    It ends with the longest kind if that kind is frequent or is not timed. A round has each timed
+    kind at least once. The longest micro batch of a step comes last, so that its peak includes the
+    gradients of the other micro batches.
 
-    `weights` are the weights of a round's micro batches in the mean over the run, in order; they
-    sum to 1. `uneven` says whether the kinds of a round have different lengths. The lead has as
-    many tokens as `lead_micros` average micro batches, and a round as many as `round_micros`.
+    `weights` has the weight of each micro batch of a round in the mean over the full run. The
+    weights sum to 1. `uneven` says whether the kinds of a round have different lengths. The lead
+    has as many tokens as `lead_micros` average micro batches, and a round as many as
+    `round_micros`.
 
-    The first round counts if its micro batches take over `long_s` on average, although they may be
-    the first of their length. The first round never counts if attention must still make a plan for
-    each length. An evaluation runs the kinds in `evaluation`: first the longest, to warm up, then
-    each timed kind (only two if all have the same length).
+    The first round is timed if its micro batches take more than `long_s` seconds on average,
+    although they may be the first of their length. The first round is never timed if attention must
+    still make a plan for each length. An evaluation runs the kinds in `evaluation`: first the
+    longest, to warm up, then each timed kind (only two if all have the same length).
     """
 
     lead: tuple[Step, ...]
@@ -60,7 +62,7 @@ class Schedule:
     def plan(cls, request: ProbeRequest, *, planned: bool = False) -> "Schedule":
         """The schedule of a request, with `micro_steps` micro batches in each step.
 
-        `planned` says that an earlier probe of the process has made attention's plan for each
+        `planned` is True if an earlier probe of this process has made attention's plan for each
         length.
         """
         kinds, each = request.kinds, request.micro_steps
@@ -120,7 +122,7 @@ class Schedule:
         return 0 if rest else max(rounds, 0)
 
     def first_counts(self, micro_s: float) -> bool:
-        """Whether a GPU's first round counts if its micro batches average `micro_s` seconds."""
+        """Whether a GPU's first round is timed if its micro batches average `micro_s` seconds."""
         return not self.uneven or micro_s > self.long_s
 
     def rounds_to_time(self, request: ProbeRequest, step_s: float, min_timed_s: float) -> int:
@@ -136,5 +138,5 @@ class Schedule:
         return len({index for step in self.round for index in step})
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean over the run, from a value for each micro batch of a round."""
+        """The full run's mean value; `values` has a value for each micro batch of a round."""
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))

@@ -82,9 +82,10 @@ class WorkerProber:
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         self._start_s: float | None = None  # start-up seconds that no result reports yet
-        # Whether the last try continued beside a process that did not end its turn.
+        # Whether the last try ran while a process that compiles ahead still used the device.
         self._missed_turn = False
-        self._was_slowed = False  # whether heat or hardware slowed the last probe with sensors
+        # Whether heat or hardware slowed the last probe whose sensors were read.
+        self._was_slowed = False
         self._crashed = set[TrainConfig]()
 
     def __enter__(self) -> "WorkerProber":
@@ -123,7 +124,7 @@ class WorkerProber:
 
     @property
     def peak_tflops(self) -> float | None:
-        """A CPU's speed in large matrix products, or None for a GPU, which has a data sheet."""
+        """A CPU's TFLOP/s in large matrix products, or None for a GPU, which has a data sheet."""
         _ = self.fingerprint
         return self._peak_tflops
 
@@ -164,7 +165,7 @@ class WorkerProber:
         first: ProbeResult,
         doubt: str,
     ) -> ProbeResult:
-        """The result of a second try because of a doubt about the first."""
+        """The result of a second try. `doubt` is the reason why the first try may not count."""
         try:
             second = once(request, log)
         except EnvironmentProblem:  # the next probe will report the problem
@@ -175,8 +176,8 @@ class WorkerProber:
         """The reason why the machine may be to blame, or None.
 
         The reason is other processes, a crash without a known cause, or a slowed card. A
-        configuration that has crashed in two tries is not doubted again, and neither is a card that
-        stays slow.
+        configuration that has crashed in two tries is not tried twice again. A card that stays slow
+        gets no second try either.
         """
         if self._lacked_room(result):
             return (
@@ -249,7 +250,10 @@ class WorkerProber:
     def _exchange(
         self, request: ProbeRequest, log: Path, **more: str
     ) -> tuple[ProbeResult, dict[str, Any]]:
-        """Try once, and return the result and the worker's message, or an empty message."""
+        """Try once.
+
+        Return the result and the worker's message, which is empty if no message came.
+        """
         oom_kills = host_oom_kills()
         self._missed_turn = False
         begin = time.monotonic()
@@ -259,7 +263,9 @@ class WorkerProber:
         try:
             process = self.ready_process()
             if self.ahead is not None:
-                self.ahead.reap()  # the worker reads the memory of these processes
+                # Drops ended processes, because the worker reads the memory of all listed
+                # processes.
+                self.ahead.reap()
             shared: dict[str, str] = {}
             if self.ahead is not None and self.ahead.is_running:
                 shared = {"turns": str(self.ahead.folder)}
@@ -320,10 +326,10 @@ class WorkerProber:
     # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """The repetition and abilities of a model's layers, or None if the worker hangs.
+        """How a model's layers repeat and which features they support, or None if the worker hangs.
 
         `model` is a transformers config. Raises the errors of `probe`, and UsageError for a model
-        that cannot be built or is not causal.
+        that cannot be built or is no causal language model.
         """
         process = self.ready_process()
         try:
@@ -343,7 +349,7 @@ class WorkerProber:
         return from_data(ModelShape, message["shape"])
 
     def rates(self) -> DeviceRates:
-        """The device's rates, measured one at a time. Raises the errors of `probe`."""
+        """The device's rates, measured one after another. Raises the errors of `probe`."""
         self.ask({"rates": True})
         return from_data(DeviceRates, self.answer())
 
@@ -380,7 +386,8 @@ class WorkerProber:
         if self._process is not None:
             return
         if self.ahead is not None:
-            self.ahead.make_room()  # a worker measures its context when it starts
+            # Other processes would falsify the context that a starting worker measures.
+            self.ahead.make_room()
         self.logs.mkdir(parents=True, exist_ok=True)
         self._process = WorkerProcess(self.device, self.logs / "worker.log", self._variables)
         self.starts += 1
@@ -449,7 +456,10 @@ class WorkerProber:
 
 
 def of_two_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeResult:
-    """The second try, or the first if only the first succeeded. The total time is of both."""
+    """The second try, or the first if only the first succeeded.
+
+    `total` is the time of both tries.
+    """
     only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
     result = first if only_first_worked else second
     total = {"total": first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)}
@@ -478,7 +488,7 @@ def check_worker(device: str) -> tuple[Fingerprint, str | None]:
 
 
 def _slowdowns(result: ProbeResult) -> tuple[str, ...] | None:
-    """The reasons that slowed the card, if a sensor was read."""
+    """The reasons that slowed the card, or None if no sensor was read."""
     telemetry = result.measurement.telemetry if result.measurement else None
     return None if telemetry is None else telemetry.slowed_by
 

@@ -1,11 +1,11 @@
 """Writes random weights with a tokenizer and rows of random tokens, for another tool's command.
 
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current
-directory. In the file, `model` has the keyword arguments of a transformers config, and `device` the
-device. `rows` is the number of training rows, `lengths` has their lengths in turn, and `held_out`
-the lengths of the rows in the test split. With an `objective` other than the next token, rows
-consist of letters, with one token each, and `trained_share` is the share of a row that is an
-answer.
+directory. In the file, `model` has the keyword arguments of a transformers config, and `device` is
+the device that makes the weights. `rows` is the number of training rows. `lengths` lists their
+lengths in tokens, and repeats until all rows have one. `held_out` lists the lengths of the rows in
+the test split. With an `objective` other than next-token training (`sft`), a row is a text of
+random letters, one token each, and the answer is the fraction `trained_share` of the row.
 """
 
 import gc
@@ -35,8 +35,8 @@ PAD = "<pad>"
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with the padding token that TRL requires, and one token for each letter.
 
-    A model's own tokenizer class may read these files, and first split a text into words. The texts
-    are single words, and without merges each letter stays a token.
+    A model's own tokenizer class may read these files, and splits a text into words first. Each
+    text is a single word, and without BPE merges each letter stays a token.
     """
     letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
     return PreTrainedTokenizerFast(
@@ -46,7 +46,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def main() -> None:
     """Write the model and the data; the weights are bf16, as in published models."""
-    gc.freeze()  # otherwise, collection at exit would take as long as all other work
+    gc.freeze()  # otherwise, garbage collection at exit would take as long as all other work
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
     random.seed(0)
@@ -85,7 +85,7 @@ def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:
 
 
 def _texts(objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:
-    """An example with this number of tokens; TRL adds the last one, the end of the text."""
+    """An example of `length` tokens. TRL adds the last of these tokens, the end of the text."""
 
     def text(number: int) -> str:
         return "".join(random.choices(string.ascii_letters, k=number))  # noqa: S311

@@ -2,7 +2,7 @@
 
 accelerate's launcher runs this module in place of the script that `trl sft` would run. The first
 argument is the name of the script: sft, dpo, kto or reward. The script trains in the current
-folder. The last line of output is the same line of JSON as train.py's last line.
+folder. The last line of output is JSON, like the last line of train.py.
 """
 
 import json
@@ -17,7 +17,8 @@ STEPS = "steps.jsonl"  # the progress file in the current folder
 def main() -> None:
     """Train according to the command line, and print the measurements."""
     die_with_parent()  # autotune ends the launcher, and the launcher's end ends this process
-    # torch is loaded here; before that, only `die_with_parent` ends this process with its launcher.
+    # torch is imported only here, so that the launcher's end also ends this process while torch
+    # loads.
     with loading():
         from transformers import trainer
 

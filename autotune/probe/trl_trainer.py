@@ -42,7 +42,8 @@ def trl_trainer(
     """TRL's trainer for the objective on these rows, with the class `mixin` mixed in.
 
     Most rows occur many times, already tokenised; TRL pads the rows itself. `settings` are keyword
-    arguments of TRL's config. `reference` is the untrained model if all weights are trained.
+    arguments of TRL's config. `reference` is the untrained model; it is given only if all weights
+    are trained.
     """
     config, kind = KINDS[objective]
     # SFTTrainer has an argument to keep the rows unchanged; other trainers need a method.
@@ -66,8 +67,8 @@ def trl_trainer(
         **({"ref_model": reference} if reference is not None else {}),
     )
     if "ref" in getattr(model, "peft_config", {}):
-        # TRL assumes that adapters from elsewhere are trained already, and keeps a copy of them.
-        # TRL's own script makes the adapters itself.
+        # TRL assumes that adapters that it did not make are trained already, and keeps a copy of
+        # them. A run of TRL's own script makes the adapters, so it has no such copy.
         model.delete_adapter("ref")
     return trainer
 
@@ -148,7 +149,7 @@ class TrlClock(Clock):
         self.tokens_per_step = num_rows * mean_tokens
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and mark the end of the last step here."""
+        """Report the step. After the last step, also mark its end."""
         super().on_step_end(args, state, control)
         self.num_steps = state.global_step
         if self.num_steps == state.max_steps:

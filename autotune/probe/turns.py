@@ -20,9 +20,11 @@ from typing import Any
 LOCK = "turn"
 NEXT = "next"
 WANTED = "wanted.json"
-HELD = ".held"  # suffix: the memory that a process holds
-CLAIMED = ".claimed"  # suffix: a request that a process has begun to compile
-PATIENCE_S = 30.0  # the longest turn: building a few layers or running them once
+HELD = ".held"  # suffix: a file with the GiB of device memory that a process holds
+CLAIMED = ".claimed"  # suffix: a file for each request that a process has begun to compile
+# The probing process's longest wait; a turn of another process builds a few layers or runs them
+# once.
+PATIENCE_S = 30.0
 POLL_S = 0.002
 # Functions of Inductor that time a product; the first exists in newer versions.
 TIMING_FUNCTIONS = ("_should_pad", "should_pad_bench")
@@ -41,10 +43,11 @@ class Turns:
     """This process's turns on the device. Without a `folder`, the process has the device alone.
 
     `on_give` is called before the device goes to other processes, `on_wait` with the start and end
-    of each wait. Only the probing process sets `patience_s`, its longest wait, and it gets the next
-    turn before all other processes. After the longest wait, the process continues without a turn,
-    and `is_stuck` is true. On a file system without locks, it also continues without turns.
-    `compile_s` is the compilation time of the last `take` block.
+    of each wait. Only the probing process sets `patience_s`, its longest wait in seconds. The
+    probing process gets the next turn before all other processes. After its longest wait, it
+    continues without a turn, and `is_stuck` is true. On a file system without locks, the probing
+    process also continues without turns. `compile_s` is the compilation time of the last `take`
+    block.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Turns:
 
     @contextmanager
     def take(self, *, compiles: bool) -> Iterator[None]:
-        """Use the device in this block, but with `compiles` not while torch compiles."""
+        """Hold the device in this block; with `compiles`, give it away while torch compiles."""
         self.compile_s = 0.0
         self._began = None
         self._take()

@@ -50,8 +50,10 @@ if TYPE_CHECKING:
 
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU
-LEAST_WAIT_S = 0.01  # in a shorter wait for a turn, no other process had a turn
-DESCRIBED_GIB = 8  # limit without weights; 100,000 linear layers with adapters take 3 GiB
+LEAST_WAIT_S = 0.01  # a shorter wait for a turn means that the device was free
+# Host memory limit for describing a model, without weights; 100,000 linear layers with adapters
+# take 3 GiB.
+DESCRIBED_GIB = 8
 
 
 def main() -> None:
@@ -136,12 +138,13 @@ def _probe(
 
 
 def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
-    """Send a model's shape, above all the repetition of its layers."""
+    """Send a model's shape: above all, in which pattern its layers repeat."""
     from autotune.probe.model_shape import describe
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     try:
-        # A stranger's config may have two billion layers or labels, so its memory is limited.
+        # A malicious config may have two billion layers or labels, so this process's memory is
+        # limited.
         most = psutil.Process().memory_info().data + int(DESCRIBED_GIB * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
         send(event="described", shape=to_data(describe(model)))
@@ -169,16 +172,18 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 
 
 class Worker:
-    """Serves probes on one device, and keeps a base model of one family for each probed depth."""
+    """Serves probes on one device. Keeps a base model for each probed depth, all of one family."""
 
     address: RankAddress | None = None  # of this process in a probe on several real ranks
     trace: str | None = None  # the file of the current probe's trace, for a detailed profile
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
-    shared: Path | None = None  # the folder of the processes that share the device by turns
-    others_are_stuck = False  # whether another process did not end its turn
+    shared: Path | None = None  # the folder through which processes take turns on the device
+    others_are_stuck = False  # whether a wait for another process's turn exceeded PATIENCE_S
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
-        """Check the device and load the libraries; failed imports also reach the parent.
+        """Check the device and load the libraries.
+
+        A failed import raises here, so the parent learns of it.
 
         `send` sends a message to the parent; `scratch` is a directory for temporary files.
         """
@@ -218,13 +223,16 @@ class Worker:
         self._empty_gib = self.meter.allocated_gib()
 
     def rates(self) -> DeviceRates:
-        """The device's rates, measured one at a time; drops all models."""
+        """The device's rates, measured one after another. Releases all cached models."""
         from autotune.probe.device_rates import measure_rates
 
         return self._measure(measure_rates)
 
     def collectives(self, address: RankAddress, num_ranks: int) -> tuple[CollectiveRates, ...]:
-        """The rates between the devices of all ranks, which measure together; drops all models."""
+        """The data rates between the devices.
+
+        All ranks call this together. Releases all cached models.
+        """
         from autotune.probe.collective_rates import measure_collectives
 
         return self._measure(lambda meter: measure_collectives(meter, address, num_ranks))
@@ -233,12 +241,12 @@ class Worker:
         self._drop(list(self._residents))
         rates = measure(self.meter)
         self.meter.release()
-        self.meter.settle()  # the libraries' remaining memory is context
+        self.meter.settle()  # memory that the libraries keep counts as context
         self._empty_gib = self.meter.allocated_gib()
         return rates
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
-        """The result of one probe, and whether this process is as good as new afterwards."""
+        """The result of one probe, and whether this process is as good as a new one afterwards."""
         self.micro_profile = None
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
@@ -251,8 +259,8 @@ class Worker:
             oom: OomDetail | None = fields.get("oom")
             below_limit = oom is not None and oom.need_gib <= oom.limit_gib
             if below_limit and self.meter.aside_gib and reusable:
-                # Memory ran out below the limit, so cached models of other depths may have taken
-                # it.
+                # The probe needed less than the limit, so cached models of other depths may have
+                # taken the missing memory. Try again without them.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
 
@@ -271,7 +279,10 @@ class Worker:
         return result, reusable
 
     def _take_turn(self, entered: list[tuple[str, float]], begin: float, end: float) -> None:
-        """Note a new turn on the device, in which other processes' memory may have changed."""
+        """Note a new turn on the device.
+
+        Other processes' memory may have changed since the last turn.
+        """
         assert self.shared is not None
         self.meter.others_gib = held_by_others_gib(self.shared)
         _note_wait(entered, begin, end)
@@ -279,7 +290,7 @@ class Worker:
     def _attempt(
         self, request: ProbeRequest, entered: list[tuple[str, float]]
     ) -> tuple[dict[str, Any], bool]:
-        """Try once, and return fields of the result and whether this process is as good as new.
+        """Try once. Return fields of the result, and whether this process is as good as a new one.
 
         Adds each phase and its start to `entered`.
         """
@@ -327,7 +338,8 @@ class Worker:
                 # wait too.
                 return fields, False
 
-        # Outside the except block, the frames of the failed step are no longer referenced.
+        # After the except block, nothing refers to the failed step's frames, so their tensors can
+        # be freed.
         emit(Phase.CLEANUP)
         if probe is not None:
             probe.close()
@@ -341,8 +353,8 @@ class Worker:
         Adds a note to `fields` if some memory was not released.
         """
         succeeded = fields["outcome"] in (Outcome.OK, Outcome.OOM)
-        # Full fine-tuning changes the weights; 8-bit layers grow their own buffers; a rank has a
-        # shard.
+        # A changed base cannot be reused. Full fine-tuning changes the weights, 8-bit layers grow
+        # their own buffers, and on several GPUs a rank has only a shard.
         config = request.config
         num_gpus = request.parallelism.num_gpus
         changed = config.method == "full" or config.quantization == "int8" or num_gpus > 1
@@ -354,8 +366,8 @@ class Worker:
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
 
-        # While the worker starts, garbage collection is off, so that no object of the tiny model is
-        # frozen.
+        # While the worker starts, garbage collection is off. Then `release` runs without
+        # `gc.freeze`, so no object of the tiny model is frozen.
         if not succeeded or not gc.isenabled():
             self.meter.release()
         elif not self._release_until(lambda: self.meter.has_returned(baseline_gib)):
@@ -371,7 +383,8 @@ class Worker:
         """Release all unused memory, and return whether `is_back` then confirms it.
 
         The remaining objects, above all compiled code, are frozen, so later collections skip them.
-        If some memory was not released, objects that were frozen earlier may refer to it.
+        If some memory was not released, objects that were frozen earlier may refer to it, so they
+        are unfrozen and collected once.
         """
         self.meter.release()
         succeeded = is_back()
@@ -425,7 +438,10 @@ class Worker:
         self._release_until(lambda: self.meter.allocated_gib() <= left_gib + CHANCE_GIB)
 
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
-        """The failure as fields of the result, without a reference to the error."""
+        """The failure as fields of the result.
+
+        The fields do not refer to the error, so it can be freed.
+        """
         from autotune.probe.accounting import is_out_of_memory, oom_detail
         from autotune.probe.harness import BadLoss
 
@@ -461,7 +477,10 @@ def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> No
 
 
 def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
-    """Wall seconds by phase until now, from the start of each phase; the first entry is `total`."""
+    """Wall seconds of each phase until now.
+
+    `entered` has each phase's start; its first entry is `total`.
+    """
     now = time.perf_counter()
     seconds: dict[str, float] = {}
     for (phase, begin), (_, end) in pairwise([*entered[1:], ("", now)]):

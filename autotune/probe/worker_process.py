@@ -56,7 +56,8 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment | {"TMPDIR": scratch},  # for compilers, too
+                # Compilers put their temporary files there, too.
+                env=environment | {"TMPDIR": scratch},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -129,7 +130,7 @@ class WorkerProcess:
         self._channel.close()  # an idle worker ends at the end of its input
         if not self._killed:
             self._signal_group(signal.SIGTERM)
-            self.wait_for_exit(END_WITHIN_S)  # the wait checks at least every 50 ms
+            self.wait_for_exit(END_WITHIN_S)  # returns at most 50 ms after the worker's end
         self._signal_group(signal.SIGKILL)  # also ends grandchildren that outlived the worker
         self._process.wait()
         self._scratch.close()
