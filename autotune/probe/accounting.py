@@ -119,7 +119,7 @@ def logical_params(model: nn.Module) -> int:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether the error says that device or host memory ran out.
 
-    An illegal memory access does not.
+    An illegal memory access is another kind of error.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

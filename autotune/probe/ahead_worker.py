@@ -147,7 +147,10 @@ class AheadCompiler:
         self._note_others()
 
     def _note_others(self) -> None:
-        """Tell the meter how far other processes' memory has grown; this growth is no context."""
+        """Tell the meter by how much other processes' memory has grown.
+
+        This growth is not part of this process's context.
+        """
         if self._meter is not None:
             self._meter.others_gib = self._used_gib - self._held_gib - (self._first_gib or 0.0)
 

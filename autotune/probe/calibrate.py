@@ -158,9 +158,9 @@ class LayerProbes:
         return 1000 * min(max(slope, 0.5 * high / many), high / many)
 
     def reference(self, calibration: Calibration) -> float | None:
-        """The measured speed of a short training, divided by its speed by the formula.
+        """The measured speed of a short training, divided by its predicted speed.
 
-        The formula uses the calibrated rates.
+        The prediction comes from the formula with the calibrated rates.
 
         The result is None if no formula covers the card, or the training does not fit or is
         CPU-bound.

@@ -18,7 +18,8 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-# The most starts of the processes; they start again after they were ended to free memory.
+# The most starts of all processes. They are ended when a probe needs their memory, and started
+# again later.
 MAX_STARTS = 4
 LEAST_CORES = 4  # a host with at least this number of cores has one process
 MANY_CORES = 12  # a host with at least this number of cores has two processes

@@ -2,8 +2,7 @@
 
 This module runs in the worker's process, and measures one rate at a time. Operands are random,
 because a card at its power limit multiplies equal numbers faster. Times come from device events on
-a GPU and from the clock on a CPU. Apart from the source of the times, only the sizes and dtypes of
-operands differ between GPUs and CPUs.
+a GPU and from the clock on a CPU. Operands on CPUs are smaller, and a CPU has no link to the host.
 """
 
 import math
@@ -99,7 +98,10 @@ def measure_cpu_peak(*, bf16: bool) -> float:
 def _products(
     meter: Meter, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
 ) -> dict[int, float]:
-    """TFLOP/s of square matrix products by side. Ends where memory or TOO_LONG_S is exceeded."""
+    """TFLOP/s of square matrix products, by the side of the matrices.
+
+    Larger sides are skipped if memory is too small, or after a product that takes TOO_LONG_S.
+    """
     rates = {}
     for side in sides:
         # Memory for two factors, the product, and a factor in fp32 before its conversion.

@@ -814,7 +814,7 @@ class Probe:
         trainer.optimizer.zero_grad()
 
     def _loader_rows_per_s(self) -> float:
-        """The rows per second that the loader makes without a training, measured for LOADER_S."""
+        """The rows per second that the loader makes on its own, measured for LOADER_S seconds."""
         micro_batches = iter(self.trainer.get_train_dataloader())
         next(micro_batches)  # starts its workers
         began = time.perf_counter()

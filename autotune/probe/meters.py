@@ -33,7 +33,8 @@ MAX_LOST_GIB = 0.5  # a worker is replaced once its probes together have kept th
 WORKSPACE_GIB = 8 / 1024
 # On a CPU, freed blocks of at least this size return to the kernel while peaks are read.
 RETURNED_BYTES = 2**16
-# The bit in malloc's header of a block that says: the kernel mapped this block on its own.
+# A bit in the word before each block of malloc. The bit is set if the block has its own mapping
+# from the kernel (mmap).
 IS_MAPPED = 2
 PACKAGES = (
     "torch",
@@ -249,7 +250,7 @@ class CpuMeter:
         self._libc.free.argtypes = [ctypes.c_void_p]
         # Blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # The limit that `return_freed` restores; None unless malloc keeps freed blocks now.
+        # The limit that `return_freed` restores. It is None unless malloc keeps freed blocks now.
         self._capped_at: int | None = None
         self.settle()
 

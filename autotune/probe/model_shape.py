@@ -1,4 +1,4 @@
-"""Finds the pattern in which a model's layers repeat; the pattern decides which depths are probed.
+"""Finds how a model's layers repeat; their repetition decides which depths are probed.
 
 The model is built without memory for its weights.
 """

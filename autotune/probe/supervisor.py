@@ -263,8 +263,8 @@ class WorkerProber:
         try:
             process = self.ready_process()
             if self.ahead is not None:
-                # Drops ended processes, because the worker reads the memory of all listed
-                # processes.
+                # Remove the records of ended processes, because the worker adds up the memory in
+                # these records.
                 self.ahead.reap()
             shared: dict[str, str] = {}
             if self.ahead is not None and self.ahead.is_running:

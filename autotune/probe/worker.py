@@ -138,7 +138,7 @@ def _probe(
 
 
 def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
-    """Send a model's shape: above all, in which pattern its layers repeat."""
+    """Send a model's shape, above all how its layers repeat."""
     from autotune.probe.model_shape import describe
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
@@ -338,7 +338,7 @@ class Worker:
                 # wait too.
                 return fields, False
 
-        # After the except block, nothing refers to the failed step's frames, so their tensors can
+        # After the except block, the failed step's frames have no references, so their tensors can
         # be freed.
         emit(Phase.CLEANUP)
         if probe is not None:

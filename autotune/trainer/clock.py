@@ -55,7 +55,8 @@ class Clock(TrainerCallback):
         self._peaks_allocated: list[float] = []  # GiB, in the step before this start
         self._peaks_reserved: list[float] = []
 
-        self._step_ended: float | None = None  # the time, if an evaluation or a save follows
+        # When the last step ended, if an evaluation or a save follows.
+        self._step_ended: float | None = None
         self._loss: float | None = None
         self._signal: int | None = None
         self._signal_time = 0.0
@@ -89,7 +90,8 @@ class Clock(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the last step, and report the pause after it."""
-        # A run that resumes from its last checkpoint may have no steps left.
+        # A run that resumes from its last checkpoint may have no steps left, and then has no
+        # pauses.
         if any(self._pauses[-1:]):
             self._report(state)
         self.mark()
@@ -132,7 +134,7 @@ class Clock(TrainerCallback):
         self._loss = (logs or {}).get("loss", self._loss)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and stop the run after a signal."""
+        """Report the step, and stop the run if a signal has arrived."""
         self._report(state)
 
         self._is_stopped = self._should_stop(state.global_step)
@@ -154,7 +156,8 @@ class Clock(TrainerCallback):
 
         store = dist.distributed_c10d._get_default_store()
         if self._signal is not None:
-            store.compare_set(STOP, "", str(step + 2))  # no rank is over one step ahead of another
+            # No rank is more than one step ahead of another.
+            store.compare_set(STOP, "", str(step + 2))
         if not store.check([STOP]) or step < int(store.get(STOP)):
             return False
         self._signal = self._signal or signal.SIGTERM

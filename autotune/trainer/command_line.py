@@ -1,6 +1,7 @@
 """The command line of train.py.
 
-torch and transformers are imported after the options are checked, so that an error comes at once.
+torch and transformers are imported after the options are checked, so that a wrong option is
+reported at once.
 """
 
 import argparse

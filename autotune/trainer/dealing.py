@@ -1,4 +1,4 @@
-"""Orders the rows of an optimizer step so that all ranks get equal work. It needs no torch."""
+"""Orders the rows of an optimizer step so that all ranks get equal work, without torch."""
 
 from collections.abc import Sequence
 

@@ -32,7 +32,7 @@ from .tables import size_of
 from .time_limit import time_limit
 
 BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
-BATCH_BYTES = 2**24  # the most bytes of rows to tokenise at once
+BATCH_BYTES = 2**24  # a batch ends once its rows take this number of bytes in memory
 RENDER_S = 10.0  # limit of the processor time to render a row, which usually takes milliseconds
 MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
 
@@ -45,7 +45,8 @@ DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
 EMPTY = "an answer is empty, so the model learns to answer with its end of turn alone"
 UNREAD = "{} is not read, so the model never sees it: use a known name if it should"
-MOST_NOTES = 20  # keys with random names would make more
+# The most different notes; without this limit, keys with random names would each add a note.
+MOST_NOTES = 20
 
 NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # notes by the kind of left-out text
 
@@ -122,7 +123,7 @@ class Encoder:
         examples: list[list[int]] = [[] for _ in batch]
         texts: dict[bool, list[tuple[int, str, Ranges | None]]] = {False: [], True: []}
 
-        # Rows without marks are rendered one by one, and tokenised together.
+        # Rows without marks of the template are rendered one by one, and tokenised together.
         for index, (where, row) in enumerate(batch):
             form = self._adapt(where, parse_row(where, row, has_template=bool(self._template)))
             if self._uses_marks(form):
@@ -151,7 +152,7 @@ class Encoder:
             )
         if not self._arguments.keys().isdisjoint(form.options):
             self.notes[DROPPED] += 1
-        with _row_errors(where):  # this property runs the template
+        with _row_errors(where):  # `_reads_parts` runs the template
             reads_parts = self._reads_parts
         try:
             messages = adapt(form.messages, self._template)
@@ -184,7 +185,10 @@ class Encoder:
         return not keeps(MARK) and keeps([{"type": "text", "text": MARK}])
 
     def _check_text(self, form: Chat, text: str) -> None:
-        """Note thoughts and tools that a template leaves out. Raises BadExample for other text."""
+        """Note thoughts and tools that a template leaves out.
+
+        Raises BadExample if it leaves out other text.
+        """
         lost = self._lost_text.find(form, text, lambda chat: self._render(chat, chat.messages))
         for index, kind in lost:
             role = form.messages[index]["role"]
@@ -283,7 +287,8 @@ class Encoder:
         if target == "completion":
             first = answers[0]
             prompt = self._render(form, messages[:first], add_generation_prompt=True)
-            # Some templates end a prompt with text that a whole conversation does not have.
+            # Some templates end a prompt with text that is missing in the whole conversation. The
+            # completion therefore begins at the first difference of the two texts.
             ranges = [(_common_length(prompt, text), len(text))]
         else:
             ranges = [self._find_answer(form, text, index) for index in answers]
@@ -430,7 +435,7 @@ class Encoder:
 
 
 def note_unread(notes: Counter[str], form: Plain | Chat, text: str) -> None:
-    """Count answers without a text, and the columns and keys whose text nothing reads."""
+    """Count empty answers, and the columns and keys whose text does not reach the model."""
     found = [UNREAD.format(name) for name in find_unread(form, text)]
     if has_empty_answer(form):
         found.append(EMPTY)
@@ -450,7 +455,8 @@ def _refusal(error: Exception) -> str:
     The errors of Jinja and Python speak of the template's code instead of the row.
     """
     text = str(error).strip().partition("\n")[0]
-    kinds = {one.__name__ for one in type(error).__mro__}  # compared by name, without jinja2
+    # Classes are compared by name, so that jinja2 is not imported.
+    kinds = {one.__name__ for one in type(error).__mro__}
     if "UndefinedError" in kinds and (key := re.search(r"attribute '(\w+)'", text)):
         if "'str object'" in text:
             return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
@@ -468,8 +474,8 @@ def _with_marks(message: Message) -> Message:
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
         return message | {"content": MARK}
-    # The name of a function appears twice: in the call, and in the message with the result. MARK
-    # replaces it only in a message that has no other text.
+    # The name of a function appears twice: in the call, and in the message with the result. So MARK
+    # replaces the name only if the message has no other text.
     kept = "name" if kinds != {"name"} else ""
 
     def change(kind: str, text: str) -> str:
@@ -493,7 +499,10 @@ def _common_length(left: str, right: str) -> int:
 
 
 def label_of(row: dict[str, Any]) -> int | str:
-    """Return the label of a row, a number or text. Raises ValueError for a row without a label."""
+    """Return the label of a row: a number or text.
+
+    Raises ValueError for a row without a valid label.
+    """
     for name in ("text", "label"):
         if row.get(name) is None:
             columns = ", ".join(map(str, row)) or "none"

@@ -12,7 +12,7 @@ from torch import nn
 MULTIPLE = 16  # fp8 products need weights whose two dimensions are multiples of 16
 VALUE_DTYPE = torch.float8_e4m3fn  # of weights and inputs
 GRADIENT_DTYPE = torch.float8_e5m2  # gradients need a wider range
-LEAST = 1e-12  # a scale divides by at least this, so that a tensor of zeros stays zero
+LEAST = 1e-12  # the least divisor in a cast, so that a tensor of zeros is not divided by zero
 
 
 def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:

@@ -29,7 +29,7 @@ COLUMNS = (
     "text",
 )
 CHATS = ("messages", "conversations")  # columns of conversations
-BESIDE = ("system", "tools", "chat_template_kwargs")  # columns beside messages
+BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that may stand beside messages
 OF_PROMPT = ("instruction", "input", "history")  # the columns of Alpaca's prompt
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
@@ -46,8 +46,9 @@ ROLES = {
 CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content is a tool call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
 FLAGS = ("loss", "train", "training", "weight")  # keys that exclude a message from the training
-FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # in the names of other tools' flags
-CALL_KEYS = ("name", "id", "type", "index", "description")  # of a tool call without arguments
+FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # matches the names of flags of other tools
+# Keys that a tool call without arguments may have.
+CALL_KEYS = ("name", "id", "type", "index", "description")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS, *FLAGS)
 
 # Stanford Alpaca's own prompts, for tokenizers without a chat template
@@ -113,7 +114,7 @@ def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
 def _parse_columns(
     columns: dict[str, Any], *, has_template: bool
 ) -> tuple[Plain | Chat, tuple[str, ...]] | None:
-    """Return the form of a row and its columns, or None if the form is unknown."""
+    """Return the form of a row and the columns that it reads, or None if the form is unknown."""
     beside = {
         "tools": _parse_tools(columns.get("tools")),
         "options": _check(dict, columns.get("chat_template_kwargs", {}), "chat_template_kwargs"),
@@ -242,7 +243,7 @@ def serialize_arguments(message: Message) -> Message:
 
 
 def _check_flags(message: Message, name: str) -> None:
-    """Raises ValueError for a flag that the training cannot follow."""
+    """Raise ValueError for a flag that the training cannot follow."""
     for key in FLAGS:
         value = message.get(key)
         if value is None:
@@ -251,7 +252,7 @@ def _check_flags(message: Message, name: str) -> None:
             raise ValueError(
                 f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are known"
             )
-        # Some files give every message a weight of 1.
+        # Some files give every message a weight of 1, so this weight is accepted for all roles.
         if value and message["role"] != "assistant" and key != "weight":
             raise ValueError(f"{name} has {key}: true, and only the assistant's text is trained on")
     if "train_detail" in message:
@@ -455,7 +456,8 @@ def _adapt(message: Message, number: int, template: str) -> Message:
     if role == "developer" and not _names(template, role):
         message = message | {"role": "system"}
 
-    # A template may read a thought under only one of several keys, so store the thought under it.
+    # A template may read a thought under only one of several keys, so store the thought under that
+    # key.
     if not any(key in template for key in THOUGHTS):
         return message
     wanted = next(key for key in THOUGHTS if key in template)

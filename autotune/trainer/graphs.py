@@ -23,11 +23,11 @@ class MicroBatchGraphs:
     The first micro batch of a shape runs without a graph, so that libraries load their kernels and
     layers are compiled. Then the graph of this shape is captured, and later micro batches of the
     shape replay it. A graph stores memory addresses, so gradients are added up in permanent
-    buffers. If a parameter has no gradient, its buffer is filled with zeros and used again. All
-    graphs share one memory pool.
+    buffers. Before each micro batch, a parameter without a gradient gets its buffer, filled with
+    zeros. All graphs share one memory pool.
     """
 
-    captured = 0  # number of graphs in this process
+    captured = 0  # number of graphs that this process has captured
 
     def __init__(
         self, step: Callable[[Batch], torch.Tensor], parameters: Iterable[nn.Parameter]

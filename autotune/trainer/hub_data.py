@@ -9,7 +9,8 @@ from pathlib import Path
 
 # A name and a configuration of a dataset, for example org/name or org/name:config
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
-CLASS_NAME = re.compile(r" \(\w+(Error|Exception|IsEnabled)\)")  # in the library's messages
+# The name of an exception, in the library's messages.
+CLASS_NAME = re.compile(r" \(\w+(Error|Exception|IsEnabled)\)")
 SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 
 
@@ -33,7 +34,8 @@ def load_files(dataset: str, split: str) -> tuple[Path, ...]:
 
     Raises CannotLoad, or ImportError without the library.
     """
-    if not SPLIT_NAME.fullmatch(split):  # no slices: a file holds a whole split
+    # A part of a split such as train[:10%] is refused, because the files hold whole splits.
+    if not SPLIT_NAME.fullmatch(split):
         raise CannotLoad(f"{split} is not the name of a split: give --split NAME, such as train")
     try:
         import datasets

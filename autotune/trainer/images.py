@@ -58,7 +58,7 @@ def random_example(
 def random_values(
     pictures: Sequence[Any], model_type: str, generator: torch.Generator | None
 ) -> Tensors:
-    """Return the values of a row's pictures in fp32 and with full masks, like a real run."""
+    """Return random values for a row's pictures, in fp32 and with full masks as in a real run."""
     if not pictures:
         return {}
     values = torch.cat([torch.randn(picture.pixels, generator=generator) for picture in pictures])

@@ -45,8 +45,8 @@ class JoinedLayers:
     """The joined layers of a model. PEFT's modules and parameters stay in the model.
 
     Until `undo`, the weights of the base are views of the wide matrices. A and sB are copied into
-    these matrices in the base's dtype. A and sB are copied again before a forward pass if A or B
-    have changed. torch notices only changes by its own operations, so call `watch` for an optimizer
+    these matrices in the base's dtype. Before a forward pass, A and sB are copied again if A or B
+    has changed. torch notices only changes by its own operations, so call `watch` for an optimizer
     of another library.
     """
 
@@ -73,7 +73,7 @@ class JoinedLayers:
         self._hooks.append(base.base_model.register_forward_pre_hook(lambda *_: self.follow()))
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the copies again after each step of this optimizer."""
+        """After each step of this optimizer, let the next forward pass copy A and sB again."""
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._forget()))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -97,7 +97,7 @@ class JoinedLayers:
             self._groups.pop().undo()
 
     def follow(self) -> None:
-        """Make the copies of A and sB again if A or B have changed."""
+        """Copy A and sB again if A or B has changed."""
         changes = sum(weight._version for weight in self._trained)
         if changes != self._changes:
             self._refresh()
@@ -336,7 +336,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         padded, hidden, wide, a, b = ctx.saved_tensors
         pad = padded.new_zeros(padded.shape[0], wide.shape[0] - b.shape[0])
-        # The compiler computes each part directly in the joined tensor.
+        # Compiled code computes each gradient directly in its columns of this tensor.
         gradient = torch.cat([*gradients, pad], 1)
         of_inputs, of_a, of_b = torch.ops.lora.joined_backward(
             gradient, padded, hidden, wide, a, b, ctx.sizes

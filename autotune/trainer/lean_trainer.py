@@ -163,21 +163,24 @@ class _BalancedSampler(Sampler[int]):
             yield from step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass whose rows are drawn. A resumed run may begin in the middle of a pass."""
+        """Choose the pass, whose number seeds the order of the rows.
+
+        A resumed run thus draws the same rows.
+        """
         self._sampler.set_epoch(epoch)
 
 
 class LeanTrainer(Trainer):
     """A Trainer that visits modules only to switch between training and evaluation.
 
-    The Trainer does not count FLOPs either, so `total_flos` stays 0. On a 7B model with adapters,
+    This Trainer also does not count FLOPs, so `total_flos` stays 0. On a 7B model with adapters,
     visiting all modules and counting FLOPs would each take the host milliseconds in each micro
     batch. With a small micro batch, the device would idle meanwhile.
 
     `row_lengths` are the numbers of tokens of the rows to train on. With `row_lengths`, rows of
-    similar length share a micro batch. With `dealt`, only rows of the same step are grouped. For
-    `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see `graphs`. The
-    `joined` layers copy their adapters again after each step of the optimizer.
+    similar length share a micro batch. With `dealt`, rows are grouped only with rows of the same
+    optimizer step. For `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see
+    `graphs`. The `joined` layers copy their adapters again after each step of the optimizer.
     """
 
     def __init__(
@@ -302,7 +305,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
 
 
 def visit_modules_on_change(model: nn.Module) -> None:
-    """Make `model.train()` return at once if the model is in the wanted mode."""
+    """Make `model.train()` return at once if the model is already in the wanted mode."""
     model.train()
 
     # A model that refers to itself would stay in memory after its last use.
@@ -334,17 +337,19 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
 
 
 def budget_options(activation_budget: float) -> dict[str, Any]:
-    """Return torch's settings for a partitioner that keeps a share of the activations.
+    """Return torch's settings that make the partitioner keep this fraction of the activations.
 
-    Otherwise the partitioner treats operations from outside torch, for example joined adapters, as
-    cheap element-wise operations.
+    Without the second setting, the partitioner treats operations from outside torch, for example
+    joined adapters, as cheap element-wise operations.
     """
     return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
 
 
-@functools.cache  # Dynamo distinguishes the compiled code of several budgets by their backends
+# One backend for each budget, because Dynamo tells the code of several budgets apart by its
+# backend.
+@functools.cache
 def _budgeted_inductor(activation_budget: float) -> Callable[..., Any]:
-    """Return Inductor for layers that keep a share of their activations."""
+    """Return an Inductor backend for layers that keep this fraction of their activations."""
     from torch._dynamo import lookup_backend
 
     def compile_graph(graph: Any, inputs: Any) -> Any:

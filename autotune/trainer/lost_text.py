@@ -12,7 +12,8 @@ from typing import Any
 
 from .forms import MESSAGE_KEYS, Chat, Message, Plain, map_texts, texts_of
 
-# A text of several words, or in a script without spaces, and not a name or an identifier
+# Matches a text of several words, or in a script without spaces. A name or an identifier does not
+# match.
 WORDS = re.compile(r"\S\s+\S|[^\x00-\x7f]")
 # Names of columns and keys whose text counts even if it is a single word
 TEXT_NAME = re.compile(
@@ -39,7 +40,10 @@ class LostText:
         self._of_structure: dict[Any, Lost] = {}
 
     def find(self, form: Chat, text: str, render: Render) -> Lost:
-        """Return the index of each message whose text `text` lacks, and the kind of that text."""
+        """Return the messages with a text that is not in the rendered `text`.
+
+        For each such text, the result has the message's index and the kind of the text.
+        """
         texts = [texts_of(message) for message in form.messages]
         structure = (
             tuple(
@@ -87,14 +91,15 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
     try:
         rendered = render(marked)
         shows_tools = not form.tools or render(replace(marked, tools=None)) != rendered
-    except Exception:  # a template may refuse the marks: then the own texts decide
+    # A template may refuse the marks: then only the conversation's own texts are searched.
+    except Exception:
         return []
     lost = [where for mark, where in marks.items() if mark not in rendered]
     return lost if shows_tools else [*lost, (0, "tools")]
 
 
 def find_unread(form: Plain | Chat, text: str) -> list[str]:
-    """Return the columns and the keys of messages that nothing reads, and whose text is lost.
+    """Return the unknown columns and keys of messages whose text is not in the rendered example.
 
     `text` is the rendered example.
     """
@@ -112,7 +117,7 @@ def find_unread(form: Plain | Chat, text: str) -> list[str]:
 def _is_lost(name: str, value: Any, text: str) -> bool:
     """Return whether a value has text that is not in the rendered `text`.
 
-    A single word of a column such as `source` is no text, but a name.
+    A single word in a column such as `source` counts as a name, not as text.
     """
     if isinstance(value, str) and not WORDS.search(value):
         is_named = TEXT_NAME.search(name) and not name.endswith("id")

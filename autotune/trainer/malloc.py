@@ -2,9 +2,9 @@
 
 import ctypes
 
-# On a CPU, blocks below this size are kept from step to step. By default glibc keeps blocks below
-# 32 MiB at most. The logits of a small model are larger than 32 MiB, and clearing their pages took
-# 30 % of a step.
+# On a CPU, malloc keeps freed blocks that are smaller than this from step to step. By default glibc
+# keeps blocks below 32 MiB at most. The logits of a small model are larger than 32 MiB, and
+# clearing their pages took 30 % of a step.
 KEPT_BYTES = 2**30
 # glibc's own constants
 M_TRIM_THRESHOLD = -1

@@ -99,7 +99,7 @@ def load(
 
 
 def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) -> dict[str, Any]:
-    """Return a checkpoint's quantization_config with which transformers trains the checkpoint.
+    """Return the quantization_config that lets transformers train this quantised checkpoint.
 
     Raises ValueError if bitsandbytes would have to quantise a checkpoint that is quantised already.
     """
@@ -131,7 +131,7 @@ def outline(
 
     Returns None in three cases. The unsharded base fits into `room_gib` of the device (in fp32 if
     the base itself is trained). The head and the embedding are one weight, which sharding would
-    turn into two. The base is for bitsandbytes.
+    turn into two. The base is quantised by bitsandbytes.
     """
     if settings.bitsandbytes_arguments() is not None:
         return None
@@ -165,7 +165,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 tensor.copy_(known[name])
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if ".lora_B." in name:  # new adapters do not change the model
+            # B is zero in new adapters, so that they do not change the model's output.
+            if ".lora_B." in name:
                 local.zero_()
             else:
                 local.normal_(0.0, 0.02)
@@ -254,7 +255,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
         attend_windows_at_once(model)
     _mark_text(model)
     model.requires_grad_(False)
-    # Like peft's prepare_model_for_kbit_training, which would also set checkpointing
+    # This repeats PEFT's prepare_model_for_kbit_training, which would also switch on checkpointing.
     if settings.kbit_preparation:
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -309,7 +310,8 @@ def trainable_model(
     if settings.quantization == "fp8":
         _exclude_from_ddp(model)
 
-    # PEFT's copy of a classification head has the dtype of the base.
+    # PEFT's copy of a classification head has the dtype of the base, so it is converted to fp32
+    # like the adapters.
     wrappers = {
         name: module
         for name, module in model.named_modules()
@@ -337,7 +339,7 @@ def _exclude_from_ddp(model: nn.Module) -> None:
 
 
 def find_head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the head over the vocabulary or over labels."""
+    """Return the output head, over the vocabulary or over labels, or None."""
     head: nn.Module | None = model.get_output_embeddings()
     linear = (module for module in model.children() if isinstance(module, nn.Linear))
     return head or next(linear, None)
@@ -352,7 +354,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside
     ]
 
-    # Some models keep other towers inside the language model, or layers inside layers.
+    # Some models keep other towers inside the language model, or layers inside layers. Then the
+    # list that has the config's number of layers is returned.
     base = _base_of(model)
     number = getattr(base.config.get_text_config(), "num_hidden_layers", None) if base else None
     if len(layers) != number:

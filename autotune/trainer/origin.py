@@ -1,8 +1,8 @@
 """Describes the origin of a run: its data, tokenizer, weights and settings.
 
 Checkpoints store the origin, and a run continues only from a checkpoint with the same origin.
-Datasets are compared by the content of the files with rows, without the content of images. Weights
-in a directory are compared by their config and the sizes of their files.
+Datasets are compared by the content of the files that hold the rows. Image files are not compared.
+Weights in a directory are compared by their config and the sizes of their files.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ from .reading import find_files
 from .settings import Options, RunSettings
 from .token_cache import tokenizer_facts
 
-# Settings that do not change the trained weights, or that other facts describe
+# Settings that are not compared, because they do not change the trained weights, or because other
+# facts include them
 FREE = {"about", "versions", "method", "model", "has_published_weights", "report_to", "run_name"}
 FREE |= {"save_steps", "save_total_limit", "checkpoints_gib", "loader_workers", "allocator"}
 ROWS = ("examples", "lengths", "images")  # settings of random rows
@@ -109,7 +110,10 @@ def _contents(files: Iterable[Path]) -> list[str]:
 
 
 def _weights(model: Path) -> Any:
-    """Return the facts about weights in a directory, or a name of the Hub."""
+    """Return the facts about the weights in a directory.
+
+    If there is no directory, return the Hub name.
+    """
     if not model.is_dir():
         return str(model)
     sizes = sorted((file.name, file.stat().st_size) for file in model.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Reads the sizes in a Parquet file's footer, in Thrift's compact protocol.
+"""Reads the sizes in a Parquet file's footer, which is written in Thrift's compact protocol.
 
 pyarrow ends the process if it is asked for the columns of a damaged footer (pyarrow 26).
 """
@@ -36,7 +36,10 @@ def _group_bytes(group: dict[int, Any]) -> int:
 
 
 def _read_footer(path: Path) -> dict[int, Any]:
-    """Return the file's metadata, which stands before the last 8 bytes: its size and a constant."""
+    """Return the file's metadata.
+
+    The 8 bytes after it end the file: the metadata's size and a constant.
+    """
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - 8
         file.seek(max(end, 0))

@@ -59,7 +59,7 @@ def load_attention(model: Any, device: torch.device) -> None:
     """Compute attention once for masked rows of each alignment, so that cuDNN builds its kernels.
 
     cuDNN builds a kernel at its first use. This takes up to 4 s on an H100, and would slow one of
-    the steps. A model without heads has no attention.
+    the steps. A model without attention heads is skipped.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)

@@ -30,7 +30,8 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
     if not isinstance(path, str):
         raise BadPicture("it is not the path of a file")
 
-    # Symbolic links in the folder are the user's own, for example in the cache of the Hub.
+    # Symbolic links in the folder are followed, because the user made them, for example in the
+    # cache of the Hub.
     root = os.path.abspath(folder)
     full = os.path.normpath(os.path.join(root, path))
     if os.path.commonpath([root, full]) != root:

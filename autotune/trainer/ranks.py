@@ -27,7 +27,7 @@ CLEAN_EXITS = (
     130,
 )  # exit codes of a complete rank, and of a rank that SIGTERM or SIGINT stopped
 GRACE_S = 5.0  # the time for other ranks to print their errors, after one has failed
-# A scheduler signals each process of a job. Signals within this time count as one.
+# A scheduler signals each process of a job, so signals within this number of seconds count as one.
 AGAIN_S = 1.0
 ALONE_S = 600.0  # the time for ranks to save after the launcher's death; then they are killed
 CAUSES = {"SIGKILL": ": the host may have run out of memory"}
@@ -152,7 +152,7 @@ def _wait(
             for rank in running:
                 rank.send_signal(signals[0][1])
         is_repeated = bool(signals) and signals[-1][0] - signals[0][0] > AGAIN_S
-        # After the launcher's death, a second signal cannot come.
+        # After the launcher's death, no second signal can end the ranks, so a deadline does.
         if deadline == float("inf") and os.getppid() != launcher:
             deadline = time.monotonic() + ALONE_S
         if time.monotonic() > deadline or is_repeated:
@@ -196,8 +196,8 @@ def begin_rank() -> None:
     """Have Linux send SIGTERM to this rank when its parent dies, and let SIGINT end it.
 
     Ranks have their own sessions, so that signals of a terminal do not reach them. Until the
-    training handles signals, a rank has nothing to save, and may wait for the other ranks in C++,
-    where Python handles no signal.
+    training handles signals, SIGINT ends a rank at once. The rank has nothing to save yet, and may
+    wait for the other ranks in C++, where Python handles no signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(int(os.environ.get(SUPERVISOR, os.getppid())))

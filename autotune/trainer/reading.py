@@ -116,7 +116,7 @@ def _saved_files(path: Path) -> list[Path]:
 def _may_have_rows(file: Path) -> bool:
     """Return whether a file may have rows, by its name.
 
-    Hidden files and folders belong to editors, notebooks and downloads.
+    Hidden files and folders have no rows: they belong to editors, notebooks and downloads.
     """
     is_hidden = any(part.startswith(".") for part in file.parts)
     return file.suffix.lower() in READERS and file.name not in NOT_ROWS and not is_hidden

@@ -112,10 +112,11 @@ def split(
 def hold_out(
     examples: Sequence[torch.Tensor], share: float, seq_len: int
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return the examples to train on, and the share to hold out, truncated to `seq_len` tokens.
+    """Return the examples to train on, and the held-out examples, truncated to `seq_len` tokens.
 
-    The held-out examples are drawn at random with a fixed seed. The number of held-out examples is
-    rounded up, as in `datasets`. Held-out examples without a token to predict are left out.
+    The fraction `share` of the examples is held out, drawn at random with a fixed seed. The number
+    of held-out examples is rounded up, as in `datasets`. Only held-out examples are truncated.
+    Held-out examples without a token to predict are left out.
     """
     number = min(math.ceil(share * len(examples)), len(examples) - 1)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The settings of a training, and their file: train_config.json. It needs no torch."""
+"""The settings of a training, and their file: train_config.json. This module needs no torch."""
 
 import json
 import os
@@ -16,8 +16,9 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
-# The largest fraction of a GPU's memory limit that an unsharded model may take before this GPU
-# shards it. The shards need memory beside the unsharded model.
+# A model of up to this fraction of a GPU's memory limit is built unsharded on the GPU, and then
+# sharded. A larger model is built as shards. The rest of the memory is for the shards, which exist
+# beside the unsharded model for a while.
 UNSHARDED_SHARE = 0.9
 
 
@@ -34,16 +35,17 @@ class ModelSettings:
     lora_alpha: int | None  # the numerator of the adapters' scale
     # Names of the modules with adapters, or None for every linear layer but the head
     lora_targets: list[str] | None
-    # Modules whose path ends in one of these names are trained whole
+    # Modules whose path ends in one of these names are trained without adapters, with all their
+    # weights
     modules_to_save: list[str] | None
     dora: bool  # use DoRA adapters
     rslora: bool  # use rank-stabilised LoRA
-    lora_dropout: float  # the share of the inputs that adapters drop
+    lora_dropout: float  # the fraction of their inputs that adapters drop
     adapters_in_fp32: bool  # keep adapters in fp32, even if the base has fewer bits
     # Recompute every n-th layer in the backward pass; None recomputes no layer
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
-    # The share of their activations that compiled layers keep for the backward pass
+    # The fraction of their activations that compiled layers keep for the backward pass
     activation_budget: float = 1.0
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
     joined: bool = False  # join the products of adapters with the products of the base
@@ -105,7 +107,7 @@ class RunSettings:
     objective: str  # sft (the next token) or classification
     # The tokens to train on (see `examples.Encoder`), or None if each row decides
     loss_on: str | None
-    trained_share: float  # the share of the random tokens to train on
+    trained_share: float  # the fraction of each random row's tokens to train on
     padding: str  # the name of the rule that pads rows
     # Rows are padded to the next of these lengths. If the list is empty, rows are padded to the
     # longest row of their micro batch.
@@ -121,13 +123,13 @@ class RunSettings:
     allocator: str  # expandable or fixed: how torch's allocator grows
     num_gpus: int  # number of processes that share the training
     sharding: str  # how the processes share the training, for example fsdp2
-    copies: int  # number of groups of processes that each hold all shards
+    copies: int  # number of groups of processes; each group holds all shards
     sync_each_batch: bool  # reduce gradients after each micro batch
     offload: bool  # keep the model and the optimizer in the host's memory
     is_larger_than_gpu: bool  # the whole model exceeds each GPU, so that it is built as shards
     epochs: int  # passes over the examples
     learning_rate: float  # a common default, which was not tuned for this dataset
-    warmup_steps: int  # steps until the learning rate is reached
+    warmup_steps: int  # steps until the full learning rate is reached
     save_steps: int  # steps between two checkpoints
     save_total_limit: int  # number of checkpoints to keep
     checkpoints_gib: float | None  # the disk space of these checkpoints, if it is known
@@ -136,7 +138,7 @@ class RunSettings:
     report_to: str  # a tracker, or none
     run_name: str  # the name of this run in the tracker
     examples: int  # number of random rows in a run that only measures speed
-    lengths: list[int]  # lengths of the random rows in tokens, repeated in turn
+    lengths: list[int]  # lengths of the random rows in tokens; more rows repeat the list
     # The images of the random rows, one list for each of `lengths`; empty for a model that takes
     # text only
     images: list[list[dict[str, Any]]]

@@ -1,7 +1,7 @@
 """Reads the rows of Parquet and Arrow files with pyarrow, in small parts, up to a memory limit.
 
-pyarrow trusts the offsets in an Arrow file, so a corrupt file would end the process. A few hundred
-bytes of Parquet may expand to gigabytes.
+pyarrow trusts the offsets in an Arrow file, so a corrupt file would crash the process if it were
+not validated. A few hundred bytes of Parquet may expand to gigabytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,9 @@ from .parquet_footer import ROW_BYTES, VALUE_BYTES, least_bytes
 
 PART_ROWS = 64  # rows to convert at once; converting 1,000 at once is not faster
 READ_BYTES = 2**20  # bytes of a column to read at once
-# A file's rows may take FREE_BYTES in memory, and GROWTH bytes for each byte of the file. A column
-# that repeats a long text in each row grows a hundredfold.
+# All rows of a file may take at most FREE_BYTES in memory, plus GROWTH bytes for each byte of the
+# file. Larger rows raise TableError. A column that repeats a long text in each row grows a
+# hundredfold.
 FREE_BYTES = 2**28
 GROWTH = 1000
 

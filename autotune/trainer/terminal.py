@@ -8,13 +8,13 @@ from contextlib import suppress
 def leave_terminal(*, if_closed: bool = False) -> None:
     """Discard all later output to a terminal.
 
-    A closed terminal sends SIGHUP, and refuses each later line with an error. With `if_closed`, a
-    terminal that is still open is kept.
+    A closed terminal sends SIGHUP, and refuses each later line with an error. With `if_closed`,
+    output to a terminal that is still open is kept.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for handle in (1, 2):
-        # Output to a file or a pipe is kept. A closed terminal is still a device, but no longer a
-        # terminal.
+        # Output to a file or a pipe is kept. The descriptor of a closed terminal is still a device,
+        # but `isatty` is false.
         with suppress(OSError):  # the program was started without this descriptor
             is_device = stat.S_ISCHR(os.fstat(handle).st_mode)
             if is_device and not (if_closed and os.isatty(handle)):

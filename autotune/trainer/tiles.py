@@ -1,4 +1,4 @@
-"""Computes norms, projections and the MLP of a layer over tiles of tokens, to bound their memory.
+"""Computes a layer's norms, projections and MLP in tiles of tokens, which limits their memory.
 
 Norms, projections and MLPs compute each token independently, so only their input has to be kept.
 The backward pass recomputes one tile, takes its gradients, and frees it before the next tile. The

@@ -9,7 +9,10 @@ from typing import Any
 
 
 class _TimeUp(BaseException):
-    """Ends the block. As a BaseException, it passes code that catches every Exception."""
+    """Ends the block.
+
+    It is a BaseException, so code in the block that catches every Exception does not catch it.
+    """
 
 
 def _end(number: int, frame: Any) -> None:

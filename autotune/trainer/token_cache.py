@@ -1,8 +1,8 @@
 """Stores a dataset as tokens in files, once for each tokenizer. A run maps the files into memory.
 
 `tokens` has the tokens of all examples as 32-bit integers; a token that is not trained on is stored
-as its complement. `ends` has the end of each example as a 64-bit integer. `about.json` has the
-counts, and notes on what the chat template leaves out.
+as -1 - token. `ends` has the end of each example as a 64-bit integer. `about.json` has the numbers
+of examples and tokens, and notes on text that the chat template leaves out.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def tokenise(
         if not _is_whole(folder):
             _make(folder, path, files, encoder, split, say)
     except OSError as error:
-        if not _is_whole(folder):  # another process may have been faster
+        if not _is_whole(folder):  # another process may have made the folder meanwhile
             reason = f"{error.strerror or error} (XDG_CACHE_HOME can name another folder)"
             raise CannotKeep(
                 f"the dataset's tokens cannot be kept in {folder.parent}: {reason}"
@@ -168,7 +168,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def read_ends(folder: Path) -> "array[int]":
-    """Return the end of each example among the tokens."""
+    """Return the end of each example, as an index into the tokens."""
     ends = array("q")
     ends.frombytes((folder / "ends").read_bytes())
     return ends

@@ -53,10 +53,11 @@ from .varlen import VARLEN
 
 CLASSIFICATION = "classification"  # an objective
 SEED = 0
-# The limit of compiled shapes of a layer, high enough for all shapes that the measurement compiled.
-# No shape then falls back to eager.
+# torch compiles a layer for at most this number of input shapes. Further shapes would run without
+# compilation. The limit covers all shapes that the measurement compiled.
 RECOMPILE_LIMIT = 64
-COUNTED_ROWS = 64  # rows with images whose tokens are counted; they represent all rows
+# The number of rows with images whose tokens are counted, as a sample of all rows.
+COUNTED_ROWS = 64
 RANDOM_EXAMPLES = 64  # the least number of different random examples; a longer run repeats them
 
 
@@ -197,8 +198,8 @@ def train(
     if model_builder.is_outline(model) and not is_loaded_in_first_rank:
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
 
-    # A model is sharded only once, when the training begins. A sharded model is therefore not
-    # evaluated before the training.
+    # A model is sharded only once, when the training begins. A model that will be sharded is
+    # therefore not evaluated before the training.
     losses = []
     if evaluates and settings.sharding in ("none", "ddp"):
         losses.append(trainer.evaluate()["eval_loss"])
@@ -290,9 +291,9 @@ def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) ->
 
 
 def held_out_share(settings: RunSettings, options: Options) -> float:
-    """Return the share of the examples to evaluate during the training.
+    """Return the fraction of the examples to hold out and evaluate during the training.
 
-    The share is 0 with --held-out, and for random examples.
+    The result is 0 with --held-out, and for random examples.
     """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
@@ -396,7 +397,8 @@ def add_adapters(base: PreTrainedModel, settings: RunSettings, device: torch.dev
     """Return the model to train: the base with adapters, or the base itself in full fine-tuning."""
     model = model_builder.trainable_model(base, settings.model_settings, device)
     if settings.model_settings.lora_rank is not None:
-        # The Trainer loads adapters with this method when it resumes. Adapters keep their dtype.
+        # The Trainer loads adapters with this method when it resumes. With this argument, loaded
+        # adapters keep their dtype.
         in_fp32 = settings.model_settings.adapters_in_fp32
         model.load_adapter = functools.partial(model.load_adapter, autocast_adapter_dtype=in_fp32)
     return model
@@ -430,7 +432,8 @@ def make_trainer(
     return LeanTrainer(
         model,
         TrainingArguments(
-            # Without a directory, nothing is saved, but the Trainer needs one that exists.
+            # Without a directory, the run saves no files, but the Trainer still needs an existing
+            # directory.
             output_dir=options.output_dir or tempfile.gettempdir(),
             max_steps=options.max_steps,
             num_train_epochs=settings.epochs,
@@ -490,7 +493,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return the clock's measurements, the number of steps, and tokens per second without padding.
 
-    `trained_share` is the share of the tokens without padding that was trained on.
+    `trained_share` is the fraction of the tokens that was trained on. Padding does not count.
     """
     measurements = clock.measurements()
     seconds = measurements["seconds_per_step"]

@@ -162,8 +162,8 @@ def _attend_segments(
     return attended.view(rows, length, heads, size)
 
 
-# --- The kernel and its gradients. As operators of torch, they hide values that change with each
-# micro batch from compiled code.
+# --- The kernel and its gradients. Both are operators of torch, so compiled code does not depend on
+# the values in them that change with each micro batch.
 
 
 def _attend_on_gpu(
