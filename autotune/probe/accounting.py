@@ -36,12 +36,12 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require gradients."""
+    """The model's parameters that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def parameter_gib(model: nn.Module) -> float:
-    """The size of weights and buffers, including quantisation statistics."""
+    """The GiB of a model's weights and buffers, including the constants of quantisation."""
     tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
@@ -52,7 +52,7 @@ def parameter_gib(model: nn.Module) -> float:
 
 
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
-    """The GiB of a Trainer's optimizer state: (on the device, in CUDA's managed memory).
+    """The GiB of a Trainer's optimizer state: a pair of device memory and CUDA's managed memory.
 
     With DeepSpeed, the sizes include this rank's master weights, which the optimizer state refers
     to.
@@ -75,10 +75,11 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
 
 
 def paged_state_gib(model: nn.Module) -> float:
-    """The managed memory that a paged 8-bit optimizer will use.
+    """The GiB of CUDA's managed memory that a paged 8-bit optimizer will use.
 
-    Each parameter of at least 100,000 elements has two moments of one byte for each element. For
-    embeddings, the Trainer makes bitsandbytes keep the moments in 32 bits.
+    The optimizer pages the state of parameters with at least 100,000 elements: two moments of one
+    byte for each element. For embeddings, the Trainer makes bitsandbytes keep the moments in 32
+    bits.
     """
     # bitsandbytes pages the state of parameters with at least 1e5 elements
     # (Optimizer2State.get_state_buffer).
@@ -102,9 +103,9 @@ def free_paged_state() -> None:
         return
     pages = functional.GlobalPageManager.get_instance().paged_tensors
     while pages:
-        # The library of bitsandbytes links CUDA's runtime and so gives access to cudaFree. The
-        # result of cudaFree is ignored: after an error the process cannot use the GPU any more, and
-        # is replaced anyway.
+        # The library of bitsandbytes links CUDA's runtime, so cudaFree can be called through it.
+        # The result of cudaFree is ignored: after an error the process cannot use the GPU any more,
+        # and is replaced anyway.
         functional.lib.cudaFree(ctypes.c_void_p(pages.pop().data_ptr()))
 
 
@@ -148,10 +149,10 @@ def oom_detail(
     reserved_gib: float,
     limit_gib: float,
 ) -> OomDetail:
-    """The memory by use when an allocation failed.
+    """Describes an OOM: how much memory each use took when an allocation failed.
 
     `terms` are read after the failed step has begun to unwind. The memory that was freed between
-    the peak and the reading of `terms` held activations, or weights if only weights existed.
+    the peak and this reading counts as activations, or as weights if only weights existed.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}

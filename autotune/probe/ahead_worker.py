@@ -1,8 +1,8 @@
 """The child process that compiles code for later probes: it trains once for each wanted request.
 
 A file in the shared folder lists the wanted requests (`compile_ahead`, `turns`). This process runs
-the probe's own code on the same number of layers as a probe, so both have the same keys in the
-compiler's disk cache. The process only fills this cache, and keeps no result.
+the probe's own code on the same number of layers as the later probe, so the probe finds the
+compiled code in the compiler's disk cache. The process only fills this cache, and keeps no result.
 """
 
 import gc
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autotune.probe.meters import Meter
 
 POLL_S = 0.05
-NICE = 10  # the probing process has priority on the host's processors
+NICE = 10  # Linux's nice value: the probing process has priority on the host's processors
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ class AheadCompiler:
     """Compiles the requests of the shared folder that no other process has begun to compile."""
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
-        """Load the libraries; the device stays unused until the first request."""
+        """Load the libraries. The device is first used for the first request."""
         with loading():
             from autotune.probe.harness import Probe  # noqa: F401
         self._device = device
@@ -69,7 +69,10 @@ class AheadCompiler:
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
 
     def compile_next(self) -> bool:
-        """Compile the first request that no process has claimed; False if all are claimed."""
+        """Compile the first request that no process has claimed.
+
+        Return False if all are claimed.
+        """
         with suppress(FileNotFoundError):
             for wanted in json.loads((self._folder / WANTED).read_text(encoding="utf-8")):
                 if self._claim(wanted["key"]):
@@ -93,7 +96,7 @@ class AheadCompiler:
         began = time.monotonic()
         reason = ""
         if self._meter is None:
-            with suppress(Exception):  # `_run` will raise the same error
+            with suppress(Exception):  # `_run` raises the same error later
                 # This loads the model's code before the device is needed.
                 describe(request.model)
 
@@ -103,9 +106,10 @@ class AheadCompiler:
             except Exception as error:
                 traceback.print_exc()
                 reason = str(error) or type(error).__name__
-            # The frames of the failure are unreferenced now, so their memory can be returned.
+            # After the except block, the failure's frames have no references, so their memory can
+            # be returned.
             gc.collect()
-        gc.freeze()  # later collections skip the compiled code
+        gc.freeze()  # later garbage collections skip the compiled code
 
         if "CUDA error" in reason:
             raise RuntimeError(reason)

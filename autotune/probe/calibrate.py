@@ -1,7 +1,7 @@
 """Measures this machine for the formulas: device rates, host speed, and one short training.
 
 This module runs in the parent process. The worker measures the device's rates. Probes of a few
-layers give the host's speed and the training's speed. A calibration takes about 30 s.
+layers give the speed of the host and of a short training. A calibration takes about 30 s.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,8 @@ def calibrate(
         try:
             with RankPool(kind, number, Path(folder), should_stop=should_stop) as pool:
                 return replace(made, collectives=pool.collectives())
-        except EnvironmentProblem as problem:  # the measurements of one GPU stay valid
+        # Without data rates between GPUs, the measurements of one GPU stay valid.
+        except EnvironmentProblem as problem:
             say(f"warning: {problem}")
             return made
 
@@ -115,7 +116,8 @@ def calibrate_worker(prober: WorkerProber, target: Target, *, say: Say) -> Calib
         disk_mb_s=disk,
         day=date.today(),
     )
-    if device.kind == "cpu":  # the formula does not cover CPUs
+    # The formula of step time does not cover CPUs, so there is no short training.
+    if device.kind == "cpu":
         return made
     say("a short training")
     return replace(made, reference=probes.reference(made))
@@ -134,7 +136,7 @@ class LayerProbes:
         self._precision = device.usual_precision
 
     def layer_ms(self) -> float:
-        """The host's milliseconds to issue a layer, from the difference between two depths.
+        """The host's milliseconds to issue one layer's kernels, from probes of two depths.
 
         Raises EnvironmentProblem.
         """
@@ -184,7 +186,7 @@ class LayerProbes:
         return expected.device_s / divide_step_time(whole, expected).device_s
 
     def _training(self, calibration: Calibration) -> tuple[TrainConfig, StepTimeEstimate] | None:
-        """The configuration of the short training, and its expected time.
+        """The configuration of the short training, and its predicted step time.
 
         The configuration has the smallest micro batch that makes the training GPU-bound, otherwise
         the largest micro batch that fits.

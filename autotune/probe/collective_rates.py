@@ -1,7 +1,7 @@
-"""Measures the data rates between the GPUs of a host, for the collectives of DDP and FSDP2.
+"""Measures the data rates between a host's GPUs in the collectives that DDP and FSDP2 use.
 
-This module runs in the workers' processes. All ranks issue the same number of collectives, however
-long each takes, because a rank that issued more collectives would wait forever.
+This module runs in the workers' processes. The number of collectives is fixed and does not depend
+on their times: a rank that issued more than the others would wait forever.
 """
 
 import statistics
@@ -28,7 +28,9 @@ ON_CPU = 32  # on a CPU, which is used only for trial runs, buffers are smaller 
 def measure_collectives(
     meter: Meter, address: RankAddress, num_ranks: int
 ) -> tuple[CollectiveRates, ...]:
-    """The rates for 2, 4, ... GPUs, up to all ranks. Each number of GPUs takes about a second.
+    """The rates for 2, 4, ...
+
+    GPUs, up to all ranks. The measurement takes about a second for each number of GPUs.
 
     This process joins the process group of all ranks, and leaves it at the end. Raises the errors
     of torch.distributed.
@@ -40,7 +42,8 @@ def measure_collectives(
     try:
         found = []
         for number in sorted({*(size for size in NUMBERS if size < num_ranks), num_ranks}):
-            # Every rank must create the group, even a rank outside it.
+            # torch requires that every rank creates the group, even a rank that is not in the
+            # group.
             group = dist.new_group(list(range(number)))
             if address.number < number:
                 found.append(_measure(meter, group, number))

@@ -1,8 +1,8 @@
-"""The parent's side of compiling ahead: processes compile the likely next probes during a probe.
+"""Starts processes that compile the code of likely next probes while a probe runs.
 
-The disk caches of Inductor and Triton hold the compiled code, where the probe's worker finds it.
-The processes and the worker take turns on the device (`turns`). A study continues without a process
-that fails.
+The compiled code goes to the disk caches of Inductor and Triton, and the probe's worker reads it
+from there. The processes and the worker take turns on the device (`turns`). If a process fails, the
+study continues without it.
 """
 
 import json
@@ -21,8 +21,9 @@ from autotune.probe.worker_process import WorkerProcess
 # The most starts of all processes. They are ended when a probe needs their memory, and started
 # again later.
 MAX_STARTS = 4
-LEAST_CORES = 4  # a host with at least this number of cores has one process
-MANY_CORES = 12  # a host with at least this number of cores has two processes
+# A host with fewer cores compiles nothing ahead; from this number on, one process compiles.
+LEAST_CORES = 4
+MANY_CORES = 12  # from this number of cores on, two processes compile
 
 
 def num_helpers(cores: float) -> int:
@@ -31,7 +32,7 @@ def num_helpers(cores: float) -> int:
 
 
 class CompileAhead:
-    """Processes that compile ahead on one device. The caller closes it."""
+    """The processes that compile ahead on one device. The caller must call `close`."""
 
     def __init__(self, device: str, logs: Path, number: int, cores: float) -> None:
         """Start no process yet.

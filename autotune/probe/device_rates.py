@@ -18,17 +18,18 @@ from autotune.core.units import GIB, MIB
 from autotune.probe.meters import Meter
 
 ROUNDS = 5  # the result is the median of this number of rounds
-ROUND_S = 0.1  # each round lasts about this long, or has a single call
-AHEAD_S = 0.01  # a GPU stays busy this long before a round, while the host issues the round's calls
+ROUND_S = 0.1  # seconds of a round; a round has a single call if one call takes longer
+# Seconds that earlier work keeps a GPU busy, while the host issues the calls of a round.
+AHEAD_S = 0.01
 MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand calls
-TOO_LONG_S = 0.3  # after a product that takes this long, larger matrices are skipped
+TOO_LONG_S = 0.3  # seconds; after a product that takes longer, larger matrices are skipped
 LAUNCHES = 2000
 PEAK_SIDE = 1024  # rows and columns of the matrices that measure a CPU's peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes for a kind of device: sides of square matrices, dtypes by name, bytes to copy."""
+    """The sizes to measure on a kind of device: sides of square matrices, dtypes, bytes to copy."""
 
     sides: tuple[int, ...]
     dtypes: dict[str, torch.dtype]
@@ -36,7 +37,7 @@ class Sizes:
 
 
 ON_CPU = Sizes(sides=(256, 512, 1024), dtypes={"fp32": torch.float32}, copied_bytes=64 * MIB)
-# Copies are larger than any cache.
+# Copies on a GPU are larger than any cache of a GPU, so that they show the speed of its memory.
 ON_GPU = Sizes(
     sides=(1024, 2048, 4096, 8192),
     dtypes={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
@@ -104,7 +105,8 @@ def _products(
     """
     rates = {}
     for side in sides:
-        # Memory for two factors, the product, and a factor in fp32 before its conversion.
+        # The product needs memory for four fp32 matrices at most: two factors, the result, and a
+        # factor before its conversion.
         if meter.torch_device.type != "cpu" and 4 * side * side * 4 > torch.cuda.mem_get_info()[0]:
             break
         seconds = _product_s(meter, dtype, side, get_ahead)

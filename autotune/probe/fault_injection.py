@@ -28,7 +28,7 @@ CRASHES = {
     "crash": "CUDA error: an illegal memory access was encountered",
     "ecc": "CUDA error: uncorrectable ECC error encountered",
 }
-# THROTTLE acts in the parent: the parent's sensors then report a hot card.
+# THROTTLE has its effect in the parent process, whose sensors then report a hot card.
 FAULTS = ("oom", "host-oom", "nan", *CRASHES, THROTTLE, "slow", "hang", "exit", *SIGNALS)
 
 

@@ -73,13 +73,14 @@ from autotune.trainer.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
-LARGEST_CHECKPOINT_GIB = 4.0  # of a larger checkpoint, a probe saves only the weights
+# A probe saves only the weights of a larger checkpoint, without the optimizer.
+LARGEST_CHECKPOINT_GIB = 4.0
 # The most graphs that a probe may compile for one function. A fresh process has the same limit.
 RECOMPILE_LIMIT = 8
 # Approximate number of distinct rows; a probe that needs more rows repeats them.
 DIFFERENT_ROWS = 64
 # The micro batches that this process has trained on, as (precision, number of rows, row length).
-# Some libraries make a plan for each of these shapes.
+# cuDNN, for example, makes an execution plan for each of these shapes.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
 
 Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
@@ -224,9 +225,9 @@ class ProbeTrainer(RecordingMixin, LeanTrainer):
 
 
 class Probe:
-    """One probe in progress, which can report its memory and its phase even after a failure."""
+    """One running probe. It can report its memory and its phase even after a failure."""
 
-    micro_profile: MicroBatchProfile | None = None  # the detailed profile, on request
+    micro_profile: MicroBatchProfile | None = None  # the detailed profile, if `trace` is given
     trace: str | None = None  # the file for the profile's Chrome trace
     # The untrained reference model of DPO or KTO, if it is a copy of the base.
     _reference: nn.Module | None = None
@@ -266,7 +267,8 @@ class Probe:
         self.managed_gib = 0.0
         self.limit_gib = 0.0
         self.context_gib: float | None = None
-        self._loss: Callable[..., torch.Tensor] | None = None  # None for the model's own loss
+        # None if the model computes its own loss.
+        self._loss: Callable[..., torch.Tensor] | None = None
         self._new_length_s: float | None = None
         self._has_random_weights = False
         self._evaluation_s: float | None = None
@@ -319,7 +321,7 @@ class Probe:
         return measurement
 
     def _check_losses(self) -> list[float]:
-        """The recorded losses; raises BadLoss unless all are usable or the rank is simulated."""
+        """The recorded losses. Raises BadLoss if one is unusable, unless the rank is simulated."""
         losses = [float(loss) for loss in self.recorder.losses]
         usable = all(math.isfinite(loss) and loss != 0.0 for loss in losses)
         if not usable and not self.request.simulates_rank:
@@ -344,7 +346,7 @@ class Probe:
         return on_gpu
 
     def run_once(self) -> None:
-        """Train on a micro batch of each length, which compiles the code for it.
+        """Train on a micro batch of each length, so that the code for each length is compiled.
 
         Raises the errors of training.
         """
@@ -366,7 +368,7 @@ class Probe:
         meter.hold_memory(config.allocator)
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
 
-        # TRL and its users leave the choice of the attention kernel to torch.
+        # TRL does not restrict torch's choice of the attention kernel, so its probes do not either.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
 
@@ -381,7 +383,8 @@ class Probe:
             self.resident.joined = JoinedLayers(self.base, decoder_layers(self.base))
         self._reserve_paged_state()
 
-        if config.loss == "chunked" and request.trainer == "transformers":  # TRL has its own chunks
+        # TRL computes its loss in chunks by itself.
+        if config.loss == "chunked" and request.trainer == "transformers":
             self._loss = chunked_loss(self.base)
         if request.objective is Objective.CLASSIFICATION:
             self._loss = label_loss
@@ -422,7 +425,7 @@ class Probe:
         compile_layers(decoder_layers(self.model), self.request.config.activation_budget)
 
     def _begin_training(self) -> None:
-        """Exclude the memory and time that the Trainer took to distribute the model among ranks."""
+        """Begin the measurement after the Trainer has distributed the model among the ranks."""
         assert self.rank is not None
         self.rank.adopt(self.trainer.model_wrapped, self.recorder.end_micro_batch)
         self.resident.model_gib = parameter_gib(self.base) - self.resident.adapters_gib()
@@ -467,9 +470,10 @@ class Probe:
         ]
 
     def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
-        """Hooks at the end of a vision tower and the start of the language model.
+        """Hooks between the vision tower and the language model.
 
-        The hooks separate the tower's peaks, which do not depend on the depth.
+        The hooks separate the tower's memory peaks, which do not depend on the number of decoder
+        layers.
         """
         if not self.request.has_images:
             return []
@@ -506,8 +510,8 @@ class Probe:
     def memory_terms(self) -> dict[str, float]:
         """The allocated memory by use.
 
-        Memory that has none of the other uses counts as logits and activations. A formula gives the
-        size of the logits.
+        The rest of the allocated memory counts as logits and activations. A formula gives the size
+        of the logits.
         """
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
@@ -526,7 +530,7 @@ class Probe:
         return terms | {"logits": logits, "activations": rest - logits}
 
     def _logits_gib(self) -> float:
-        """The logits and their fp32 copy, as transformers' causal-LM loss holds them.
+        """The GiB of the logits and their fp32 copy, which transformers' causal-LM loss holds.
 
         The logits have the compute dtype. Both tensors exist in the backward pass. In a forward
         pass they are assumed to exist once more memory is allocated than the model and the logits
@@ -534,7 +538,9 @@ class Probe:
         """
         config, phase = self.request.config, self.recorder.phase
         if self.request.objective is not Objective.SFT:
-            return 0.0  # the objective has no logits, or TRL makes them for a few rows at a time
+            # The objective has no logits over the vocabulary, or TRL computes them for a few rows
+            # at a time.
+            return 0.0
 
         element_bytes = 4 if config.precision == "fp32" else 2
         tokens = config.micro_batch_size * self.request.longest.length
@@ -562,7 +568,8 @@ class Probe:
             "per_device_eval_batch_size": config.micro_batch_size,
             "save_strategy": "no",
             "disable_tqdm": True,
-            "gradient_checkpointing": False,  # the probe has set it for every k-th layer
+            # `set_checkpointing` has already set it for every k-th layer.
+            "gradient_checkpointing": False,
             "prediction_loss_only": True,
             "seed": request.seed,
         }
@@ -617,7 +624,7 @@ class Probe:
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
         """The rows of all micro batches: for each kind in `order`, one micro batch for each rank.
 
-        Each kind has a few different micro batches, which repeat.
+        There are a few different micro batches of each kind, which are used again and again.
         """
         request, kinds = self.request, self.request.kinds
         num_ranks = request.parallelism.num_gpus
@@ -662,15 +669,15 @@ class Probe:
     def _time_new_lengths(self) -> float | None:
         """The extra seconds of a micro batch whose length is new to this process.
 
-        The result is the median over a few lengths, or None if there is no new length. The lengths
-        are a little shorter than the most frequent kind, whose time is known. The lengths are odd,
-        because the first plan of each alignment (`trainer.patches`) also builds kernels, which
-        takes seconds.
+        The result is the median over a few lengths, or None if there is no new length. The new
+        lengths are a little shorter than the most frequent kind, whose time without a new plan is
+        known. The lengths are odd, because the first plan of each alignment (`trainer.patches`)
+        also builds kernels, which takes seconds.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
-        times = self.recorder.times()  # `kinds` is empty if a single kind is timed
+        times = self.recorder.times()  # `times.kinds` is empty if only one kind is timed
         if times.kinds:
             known_s = times.kinds[timed.index(frequent)][1]
         else:
@@ -710,7 +717,7 @@ class Probe:
         self.trainer.optimizer.zero_grad()
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate a micro batch of each kind, and save adapters like the full run.
+        """Evaluate a micro batch of each kind, and save the adapters as the full run does.
 
         A small checkpoint is saved completely; of a larger checkpoint, only the weights are saved.
         A probe of full fine-tuning saves no checkpoint.
@@ -739,8 +746,8 @@ class Probe:
     def _profile(self, measurement: Measurement) -> KernelTimes | None:
         """The kernel times of one micro batch of about mean length. They are also printed.
 
-        The micro batch is the last of its step, so that the gradients of the others exist. The
-        recorder does not count this micro batch.
+        The micro batch is the last of its step, so that the gradients of the step's earlier micro
+        batches exist. The recorder does not record it.
         """
         (*before, last), micro_s, _ = self._mean_step(measurement)
         for inputs in before:
@@ -759,10 +766,11 @@ class Probe:
         timed = sorted({index for step in schedule.round for index in step})
         mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
 
-        # The step whose last micro batch is nearest the mean length.
+        # `place` is the index of the step whose last micro batch is nearest the mean length.
         lasts = [step[-1] for step in schedule.round]
         place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
-        by_kind = dict(zip(timed, measurement.kind_s, strict=False))  # empty for a single kind
+        # Empty if only one kind is timed.
+        by_kind = dict(zip(timed, measurement.kind_s, strict=False))
         if by_kind:
             micro_s = by_kind[lasts[place]][1]
         else:
@@ -778,7 +786,7 @@ class Probe:
         batches, micro_s, kind = self._mean_step(measurement)
         for inputs in batches[:-1]:
             self.trainer.train_unrecorded(self.model, inputs)
-        self.meter.keep_freed()  # as in timed steps
+        self.meter.keep_freed()  # as in the timed steps
 
         layers = decoder_layers(self.model)
         decoder = language_model(self.base)
@@ -805,7 +813,7 @@ class Probe:
 
     def _optimizer_step(self) -> None:
         """Clip gradients, step the optimizer and clear gradients, like the Trainer in each step."""
-        self.recorder.phase = Phase.PROFILE  # the backward pass has entered another phase
+        self.recorder.phase = Phase.PROFILE  # the recorded backward pass has entered another phase
         trainer = self.trainer
         most = trainer.args.max_grad_norm
         if most:
@@ -816,7 +824,7 @@ class Probe:
     def _loader_rows_per_s(self) -> float:
         """The rows per second that the loader makes on its own, measured for LOADER_S seconds."""
         micro_batches = iter(self.trainer.get_train_dataloader())
-        next(micro_batches)  # starts its workers
+        next(micro_batches)  # starts the loader's worker processes
         began = time.perf_counter()
         within = itertools.takewhile(
             lambda _: time.perf_counter() - began < LOADER_S, micro_batches
@@ -882,9 +890,10 @@ class Probe:
         )
 
     def _gradients_gib(self, trained: list[nn.Parameter]) -> float:
-        """The size of the gradients that exist at the same time."""
+        """The GiB of the gradients that exist at the same time."""
         if self.request.config.sharding in ("zero2", "zero3"):
-            # DeepSpeed holds gradients of its own, which belong to no parameter.
+            # DeepSpeed holds this rank's part of the gradients in tensors of its own, not in
+            # `parameter.grad`.
             whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
             return whole / self.request.parallelism.num_gpus
         sizes = map(tensor_gib, trained)
@@ -897,7 +906,7 @@ class Probe:
         for hook in (*self._hooks, *getattr(self.trainer, "step_hooks", ())):
             hook.remove()
         self._module_names.update(self._names)
-        vars(self.model).pop("train", None)  # LeanTrainer has set it
+        vars(self.model).pop("train", None)  # LeanTrainer has replaced this method
         self._reference = None
 
         if self.trainer is not None:

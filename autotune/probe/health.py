@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 ROUNDS = 4
-INNER = 256  # terms in each sum, each of them -1, 0 or 1, so that fp16 represents all sums exactly
+# The number of terms in each sum; each term is -1, 0 or 1, so fp16 represents all sums exactly.
+INNER = 256
 
 
 class Miscalculated(RuntimeError):
@@ -20,8 +21,8 @@ def check_products(
 
     Raises Miscalculated.
     """
-    # Cards below compute capability 8.0 multiply only in fp16; newer ones use the same units for
-    # bf16.
+    # fp16 tests every card: cards below compute capability 8.0 have no bf16, and newer cards use
+    # the same units for both.
     size, dtype = (8192, torch.float16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -24,7 +24,7 @@ ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
 # cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
-# The following patterns serve only `class_of`, which divides `bytes` further: collectives,
+# The next patterns serve `class_of`, which divides the kernels of `bytes` further: collectives,
 # optimizers, copies, elementwise kernels.
 COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
 OPTIMIZER = re.compile(
@@ -35,7 +35,8 @@ COPY = re.compile(
     re.IGNORECASE,
 )
 UNPACKING = re.compile(r"dequantize", re.IGNORECASE)
-# A profile on a CPU has operators instead of kernels. These operators are matrix products.
+# A profile on a CPU has operators instead of kernels. This pattern matches the operators that are
+# matrix products.
 OPERATOR_PRODUCT = re.compile(
     r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$"
 )
@@ -47,7 +48,7 @@ ELEMENTWISE = re.compile(
     re.IGNORECASE,
 )
 INDUCTOR = re.compile(r"^triton_[a-z]+_fused_(?P<operators>.*?)_?\d*$")
-LONGEST_NAME = 160  # characters of a name in the log
+LONGEST_NAME = 160  # the most characters of a kernel's name in the log
 
 
 class Work(StrEnum):
@@ -119,8 +120,8 @@ def fused_operators(name: str) -> tuple[str, ...]:
 def run_profiled(run: Callable[[], object]) -> list[Kernel]:
     """Call `run` and return the kernels that the GPU ran; empty if the driver hides them.
 
-    Only the device is profiled: recording the host's operators would take longer than the
-    operators.
+    Only the device is profiled, because recording the host's operators would take longer than the
+    operators themselves.
     """
     with torch.autograd.profiler.profile(
         use_cpu=False, use_device="cuda", use_kineto=True
@@ -187,7 +188,7 @@ def _operator_names() -> frozenset[str]:
 
 
 def _known_operators(joined: str) -> Iterator[str]:
-    """Yield the operators whose names are joined by underscores.
+    """Yield the operators in a text that joins their names by underscores.
 
     A word that begins no known name is yielded alone.
     """

@@ -35,13 +35,13 @@ from autotune.trainer.train import (
 )
 from autotune.trainer.train import read_examples as read
 
-LOGGED = 20  # approximate number of losses that a training logs
-LOST = 1.5  # a training diverges if its loss exceeds the first loss by this factor
+LOGGED = 20  # the approximate number of losses that each training logs
+LOST = 1.5  # a training diverges if a loss exceeds this factor times its first loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The request in an input line."""
+    """The request in one line of the input: how to train."""
 
     learning_rate: float
     warmup_steps: int
@@ -134,7 +134,8 @@ class Learner:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             compile_layers(self._layers, settings.model_settings.activation_budget)
 
-        # The seed sets the order of the rows. The Trainer's constructor has set another seed.
+        # The seed sets the order of the rows. It is set here, because the Trainer's constructor has
+        # set another seed.
         set_seed(training.seed)
         trainer.train()
 

@@ -1,8 +1,8 @@
-"""Limits and measures the memory of a probe's device, and times its work. For CUDA and CPU.
+"""Limits and measures the memory of a probe's device (CUDA or CPU), and times the device's work.
 
 On CUDA, torch's caching allocator counts memory, and the memory that it reserves must fit. On a
-CPU, the memory is the process's resident anonymous memory. VmHWM gives the peak, which Linux can
-reset, and RLIMIT_DATA limits the memory.
+CPU, the memory is the process's resident anonymous memory. Linux reports its peak as VmHWM, which
+can be reset. RLIMIT_DATA limits this memory.
 """
 
 import ctypes
@@ -110,7 +110,8 @@ class CudaMeter:
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        if taken is None:  # an unknown context is at most all memory outside torch
+        # The driver hides the context, so assume that all memory outside torch belongs to it.
+        if taken is None:
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())
             taken = max(outside - self.others_gib, 0.0)
@@ -128,7 +129,7 @@ class CudaMeter:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     def mark(self) -> torch.cuda.Event:
-        """A point in the device's time, after all work issued so far."""
+        """A mark in the device's queue, after all work that has been issued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -191,7 +192,7 @@ class CudaMeter:
         """Return all unused memory and reset the statistics; `collect` first collects garbage."""
         if collect:
             gc.collect()
-        # This also frees cuBLAS's workspaces of streams that are not used again.
+        # This also frees the workspaces of streams that are not used again.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         # Offloaded checkpoints leave host memory in torch's cache. Only newer versions of torch can
@@ -248,7 +249,7 @@ class CpuMeter:
         self._libc.malloc.argtypes = [ctypes.c_size_t]
         self._libc.free.restype = None
         self._libc.free.argtypes = [ctypes.c_void_p]
-        # Blocks that are allocated only so that tensors cannot use them.
+        # Addresses of blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
         # The limit that `return_freed` restores. It is None unless malloc keeps freed blocks now.
         self._capped_at: int | None = None
@@ -314,12 +315,14 @@ class CpuMeter:
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
             block = self._libc.malloc(size)
-            if block is None:  # the size exceeds the limit of the process
+            # Malloc failed, because the size exceeds the memory limit of the process.
+            if block is None:
                 size //= 2
                 continue
             header = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t))
             if header.value & IS_MAPPED:
-                self._libc.free(block)  # there is no free block of this size
+                # The kernel made a new block, so malloc has no free block of this size.
+                self._libc.free(block)
                 size //= 2
             else:
                 self._held.append(block)
@@ -359,7 +362,8 @@ class CpuMeter:
         return 0
 
     def release(self, *, collect: bool = True) -> None:
-        if self._capped_at is not None:  # a probe failed in its timed steps
+        # The last probe failed in its timed steps, before `return_freed`.
+        if self._capped_at is not None:
             self._capped_at = None
             self._hold_free_blocks()
         if collect:

@@ -1,9 +1,9 @@
 """The detailed profile of a micro batch: kernels by class, part of the model and stage.
 
 This module runs in the worker's process. Ranges around the modules name the running part of the
-model. Autograd's sequence numbers map each backward operator to its forward operator. On a GPU,
-times are the times of kernels; on a CPU, the times of operators without the operators that they
-call. The profiler slows the host, so the profile contains no host times.
+model. A backward operator has the sequence number of its forward operator, and so belongs to the
+same part. On a GPU, kernels are timed. On a CPU, operators are timed, without the operators that
+they call. The profiler slows the host, so the profile contains no host times.
 """
 
 import re
@@ -85,7 +85,7 @@ class PlacedWork:
 
     @property
     def kind(self) -> KernelClass:
-        """The class of the work; computation in the optimizer step belongs to the optimizer."""
+        """The class of the work. In the optimizer step, all computation has the class OPTIMIZER."""
         kind = class_of(self.event.name)
         if self.place.stage is Stage.OPTIMIZER and kind not in (
             KernelClass.COPIES,
@@ -122,7 +122,8 @@ def parts_of(
         if module not in inside and _is_norm(module):
             found[module] = Part.NORMS
 
-    if decoder is not base.base_model:  # image towers and projectors are siblings of the decoder
+    # Then image towers and projectors are siblings of the decoder.
+    if decoder is not base.base_model:
         found |= dict.fromkeys(set(base.base_model.children()) - {decoder}, Part.OTHER)
     found[base.get_input_embeddings()] = Part.EMBEDDING
 
@@ -141,7 +142,8 @@ def parts_of(
 def _mark(module: nn.Module, part: Part, found: dict[nn.Module, Part | None]) -> None:
     found[module] = part
     if isinstance(module, LoraLayer):
-        found[module] = Part.ADAPTERS  # the adapters without the matrix that they adapt
+        # The part of the adapters alone; the matrix that they adapt has its own part.
+        found[module] = Part.ADAPTERS
         _mark(module.base_layer, part, found)
         return
 
@@ -257,13 +259,13 @@ class _OpenEvent:
 
 
 def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
-    """The operators and ranges of the host in order, with their places and the seconds of each.
+    """The host's operators and ranges in order, each with its place and its seconds.
 
     `unknown` is the part of backward operators without a known forward operator. `trained` is the
     part of operators that add up the gradients of weights.
     """
     found: list[_OpenEvent] = []
-    node_parts: dict[tuple[int, int], Part | None] = {}  # by thread and sequence number
+    node_parts: dict[tuple[int, int], Part | None] = {}  # the key is a thread and a sequence number
     stacks: dict[int, list[_OpenEvent]] = defaultdict(list)
     start = Place(part=Part.HEAD, stage=Stage.FORWARD)
     host = (one for one in events if not (one.on_device or one.linked or RUNTIME.match(one.name)))
@@ -315,7 +317,8 @@ def _place(
 def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
     """The device's work in order: a GPU's kernels, or a CPU's operators if there are no kernels."""
     on_host = host_places(events, unknown, trained)
-    ranges = {one.name for one in events if one.is_range}  # a GPU's timeline repeats these ranges
+    # The profiler repeats these ranges among a GPU's kernels.
+    ranges = {one.name for one in events if one.is_range}
     kernels = [
         one for one in events if one.on_device and not one.is_range and one.name not in ranges
     ]
@@ -326,7 +329,7 @@ def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> lis
     placed: list[PlacedWork] = []
     stage = Stage.FORWARD
     for kernel in sorted(kernels, key=lambda one: one.start_s):
-        # A kernel without an operator belongs to the stage of the previous kernel.
+        # A kernel that no known operator has issued belongs to the stage of the previous kernel.
         place = by_number.get(kernel.linked) if kernel.linked else None
         place = place or Place(part=unknown, stage=stage)
         placed.append(PlacedWork(event=kernel, place=place, seconds=kernel.seconds))

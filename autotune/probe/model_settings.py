@@ -1,4 +1,4 @@
-"""Translates a configuration for the model builder; the probe and the exported script share it."""
+"""Translates a configuration into the model builder's settings, for probes and for the export."""
 
 from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.objective import Objective

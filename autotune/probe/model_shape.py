@@ -56,7 +56,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     if len(layers) == config.get_text_config().num_hidden_layers:
         prefix, period = repetition(_kinds(layers, config.get_text_config()))
-    else:  # the config cannot remove these layers one by one
+    else:  # the config does not count these layers, so it cannot remove some of them
         prefix, period = len(layers), None
 
     named = (item for layer in layers for item in layer.named_modules())
@@ -73,14 +73,14 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
     try:
         plain_head = has_plain_head(built)
-    except Exception:  # a model's forward pass may need more arguments
+    except Exception:  # the forward pass of some models needs more arguments than the check gives
         plain_head = False
     wrapped: set[int] = set()
     no_adapters: str | None = None
     try:
         wrapped = _wrapped_parameters(built)
     except ValueError as error:
-        no_adapters = str(error).partition(". ")[0]  # the first sentence
+        no_adapters = str(error).partition(". ")[0]  # the first sentence of the error
 
     def share_outside(covered: set[int]) -> float:
         outside = sum(int(matrix.numel()) for matrix in matrices if id(matrix) not in covered)
@@ -107,7 +107,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
 def _build(config: Any) -> Any:
     """Build the model without memory.
 
-    Raises ValueError with a sentence for a config that transformers cannot build.
+    Raises ValueError, whose message is a sentence, for a config that transformers cannot build.
     """
     try:
         with torch.device("meta"), no_init_weights():
@@ -122,7 +122,7 @@ def _build(config: Any) -> Any:
         reason = f"transformers needs {package} for a {config.model_type}: pip install {package}"
     except (MemoryError, SystemError):  # the config describes a model that is too large
         raise
-    except Exception as error:  # raised by transformers' own code
+    except Exception as error:  # an error in transformers' own code
         reason = (
             f"transformers {transformers.__version__} cannot build a {config.model_type} from this"
             f" config ({error})"
@@ -131,7 +131,7 @@ def _build(config: Any) -> Any:
 
 
 def truncate(config: Any, depth: int) -> None:
-    """Keep the first `depth` layers of a transformers config, also in its lists by layer.
+    """Reduce a transformers config, and its lists with an entry for each layer, to `depth` layers.
 
     A vision tower is not truncated, because times and peaks are extrapolated only in the depth of
     the language model.
@@ -160,7 +160,7 @@ def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
 
 
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
-    """The distinguishing facts of each layer: class, parameter shapes, and config list entries."""
+    """What tells layers apart: class, parameter shapes, and entries in the config's lists."""
     indices = list(range(config.num_hidden_layers))
     lists = [values for values in _lists_by_layer(config).values() if values != indices]
     kinds = []
@@ -175,7 +175,7 @@ def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
 def _wrapped_parameters(built: nn.Module) -> set[int]:
     """Ids of parameters that are not in linear layers, and that PEFT adapts by wrapping them.
 
-    Raises ValueError if PEFT refuses adapters on every linear layer.
+    Raises ValueError if PEFT cannot add adapters to all linear layers.
     """
     adapted = trainable_model(
         built,
@@ -195,7 +195,7 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
 def _liger_supports(model_type: str) -> bool:
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:  # without a GPU, Triton is missing too
+    except ImportError:  # Liger is not installed, or lacks Triton, as on machines without a GPU
         return False
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     return apply is not None and set(inspect.signature(apply).parameters) <= REVERSIBLE_KERNELS

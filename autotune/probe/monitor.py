@@ -28,7 +28,7 @@ class Monitor:
     """Observes one probe, and reads the sensors while steps are timed."""
 
     def __init__(self, nvml: Nvml | None, *, throttled: bool = False) -> None:
-        """Begin in the phase START.
+        """Begin to observe a probe in the phase START.
 
         `nvml` is None on a CPU. `throttled` is an injected fault: every sample then reports heat.
         """
@@ -76,7 +76,7 @@ class Monitor:
         return time.monotonic() - self._since > self.deadline_s()
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return the worker's measurement with the observations of this process."""
+        """Add this process's observations to the worker's measurement."""
         own_cores, other_cores = self.core_use() or (None, None)
         return replace(
             measurement,
@@ -92,7 +92,7 @@ class Monitor:
         return after.since(before) if before and after else None
 
     def telemetry(self) -> Telemetry | None:
-        """The means over all samples except the first, if there are any.
+        """The means over all samples of the sensors except the first, or None without samples.
 
         The first sample is read before the timed steps load the GPU.
         """

@@ -1,4 +1,4 @@
-"""A rank: it joins and leaves the process group (the world) of a probe on several GPUs.
+"""Makes this process a rank, which joins the process group (the world) of a probe on several GPUs.
 
 A fake world has one process, which simulates rank 0: a collective copies on the device and never
 blocks. A test on two H200s showed that this process takes exactly the memory of a real rank. Copies
@@ -23,7 +23,7 @@ from autotune.trainer.ranks import on_loopback
 
 
 def refusal(request: ProbeRequest) -> str | None:
-    """The reason why a request for several GPUs is not probed, or None if it is probed."""
+    """The reason why a request for several GPUs cannot be probed, or None if it can be probed."""
     parallelism = request.parallelism
     if parallelism.num_gpus == 1:
         return None
@@ -37,7 +37,7 @@ def refusal(request: ProbeRequest) -> str | None:
 class Rank:
     """This process as a rank of a request's world. A request for one GPU has no process group.
 
-    The process sees one device, so its local rank is 0 in any world.
+    Each process sees only its own device, so LOCAL_RANK is 0 in all processes.
     """
 
     def __init__(
@@ -53,13 +53,14 @@ class Rank:
 
         self._device = device
         self._meeting = address.meeting if address else None
-        self._environment: dict[str, str] | None = None  # the variables before joining
+        # The environment variables before `join` changed them.
+        self._environment: dict[str, str] | None = None
         self._prepare_backend: Any = None  # accelerate's own method, while it is replaced
         self._store: Any = None  # the store for values that real ranks share
         self._num_exchanges = 0
 
     def join(self) -> None:
-        """Join the world, where real ranks wait for each other.
+        """Join the world. A real rank waits here for all other real ranks.
 
         Raises RuntimeError for a real rank without an address.
         """
@@ -124,7 +125,7 @@ class Rank:
     def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
         """Prepare the `model` that the Trainer has distributed among the ranks.
 
-        DDP waits for the result of a reduction, which a fake process group does not give. DeepSpeed
+        DDP would wait forever for the result of a reduction in a fake process group. DeepSpeed
         steps the optimizer at the end of the last micro batch's backward pass, so the recorder must
         end this micro batch before the step.
         """
@@ -142,8 +143,8 @@ class Rank:
     def largest(self, value: float) -> float:
         """The largest of the ranks' values. All ranks call this, and wait for each other.
 
-        The ranks exchange the values without a collective. A collective would make NCCL free the
-        memory of the previous collective too early.
+        The ranks exchange the values without a collective. A collective here would make NCCL free
+        the previous collective's memory earlier than in the full run.
         """
         if self._store is None:
             return value
@@ -175,9 +176,10 @@ class Rank:
 
 
 def _reset_numbering() -> None:
-    """Make DeepSpeed number modules and parameters from zero.
+    """Make DeepSpeed number modules and parameters from zero again.
 
-    Ranks compare these numbers, but may have trained different models before.
+    Ranks compare these numbers. Without the reset, they would differ if the ranks had trained
+    different models before.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init

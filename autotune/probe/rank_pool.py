@@ -190,7 +190,7 @@ class RankPool:
     ) -> dict[int, Message] | None:
         """The result message of each rank; a failed rank's message comes last.
 
-        The result is None after a phase's deadline. Raises Cancelled.
+        The result is None if a phase takes longer than its deadline. Raises Cancelled.
         """
         answers: dict[int, Message] = {}
         while len(answers) < len(workers):
@@ -255,7 +255,7 @@ class RankPool:
                     rank.ask({"collectives": len(self._ranks), "seat": to_data(address)})
                 found, *_ = [rank.answer() for rank in self._ranks]
         except AutotuneError:
-            self.close()  # the other ranks wait for the failed one
+            self.close()  # end all workers, because the other ranks still wait for the failed rank
             raise
         return tuple(from_data(CollectiveRates, rates) for rates in found)
 
@@ -291,7 +291,7 @@ def _result(message: Message) -> ProbeResult:
 
 
 def _has_failed(message: Message) -> bool:
-    """Whether a rank has ended, or has failed while other ranks may wait for it."""
+    """Whether a rank's worker has ended, or a rank has failed while others may wait for it."""
     return message is None or (
         not message["reusable"] and _result(message).outcome is not Outcome.OK
     )
@@ -300,8 +300,8 @@ def _has_failed(message: Message) -> bool:
 def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
     """One result of all ranks: the slowest rank's times and the highest peaks.
 
-    If a rank's result is not OK, the first such result is returned. Losses are means over the
-    ranks, because each rank trains on a part of the batch.
+    If some results are not OK, the first of them is returned. Losses are means over the ranks,
+    because each rank trains on a part of the batch.
     """
     for result in results:
         if result.outcome is not Outcome.OK:

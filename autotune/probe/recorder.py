@@ -1,4 +1,4 @@
-"""Records times and peaks of the phases of a training step, and decides how many are timed."""
+"""Records the times and memory peaks of a step's phases, and decides how many steps are timed."""
 
 import math
 import statistics
@@ -24,12 +24,12 @@ DISAGREE_SPREAD = 0.02
 # may agree by chance.
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3
 # The fewest timed rounds if the host waits for the device within a micro batch. The host's own
-# varying time is then part of every round.
+# time, which varies, is then part of every round.
 WAITING_ROUNDS = 3
 
 
 class NotSteady(Exception):
-    """A compiled model was compiled again or fell back to eager in timed steps.
+    """A model was compiled again, or ran without compilation, in the timed steps.
 
     The times of these steps have no meaning.
     """
@@ -41,10 +41,11 @@ class StepTimes:
 
     `steps` is the time of each whole step, from start to start. `micro_batches` has the time of
     each micro batch, including the device's wait for new batches. `rests` is the time of each step
-    outside its micro batches. `phases` is the time of a step in each phase.
+    outside its micro batches. `phases` has the mean time that a step spends in each phase.
 
     With several kinds of micro batch, steps and micro batches are means over all kinds, one for
-    each round. `kinds` has the share and the seconds of each kind, in the order of the request.
+    each round. `kinds` has a pair for each kind, in the order of the request: its fraction of the
+    micro batches, and its seconds.
     """
 
     steps: tuple[float, ...]
@@ -64,9 +65,9 @@ class Recorder:
     times disagree in a probe of a whole model.
 
     A CPU's steps are timed for half the time, and no rounds are added: rounds on a CPU never agree,
-    because every other process of the machine delays some of them. The timing of a CPU's steps
-    starts after all peaks are read, with freed memory kept. Unless micro batches are long, one
-    untimed round fills the heap first.
+    because every other process of the machine delays some of them. On a CPU, timing starts after
+    all peaks are read, and malloc then keeps freed memory. Unless micro batches are long, an
+    untimed round comes first, so that malloc has freed blocks to reuse.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Recorder:
         planned: bool = False,
         largest: Callable[[float], float] | None = None,
     ) -> None:
-        """`emit` reports a phase to the parent; `state_gib` is the live memory between two steps.
+        """`emit` reports a phase to the parent; `state_gib` returns the live memory between steps.
 
         For `planned`, see `Schedule.plan`. If several ranks must take the same steps, `largest`
         returns the largest of the ranks' values.
@@ -128,7 +129,7 @@ class Recorder:
         # allowed.
         most = 5 if self.schedule.uneven else 2
         self._max_timed_s = 0.0 if on_cpu else most * request.min_timed_s
-        self._num_warm = 0  # number of steps before the timed steps are planned
+        self._num_warm = 0  # the number of steps that are done before the timed steps are planned
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the whole probe, outside training steps, and report it to the parent."""
@@ -154,7 +155,10 @@ class Recorder:
         self.segment = ""
 
     def enter_segment(self, name: str) -> None:
-        """Begin a part of the current phase with its own peak; timed steps are not divided."""
+        """Begin a part of the current phase, with its own peak.
+
+        Timed steps are not divided into parts.
+        """
         if self.first_timed is None:
             self.weigh()
             self.meter.reset_peak()
@@ -175,7 +179,8 @@ class Recorder:
         """Begin a micro batch with its forward pass."""
         now = time.perf_counter()
         if self.starts[self.step]:
-            self.issue_s[-1] = now - self._began  # the host also works between two micro batches
+            # Include the host's work between the last micro batch and this one.
+            self.issue_s[-1] = now - self._began
         self._began = now
         self.enter(Phase.FORWARD)
         self.starts[self.step].append(self._mark)
@@ -226,7 +231,7 @@ class Recorder:
         if not num_rounds or (not settled and num_rounds < MAX_WARMUP_ROUNDS):
             return
 
-        # The last round shows the seconds of a step and of a micro batch.
+        # Estimate the seconds of a step and of a micro batch from the last round.
         begin = self.step + 1 - each
         round_s = self.meter.seconds(self.starts[begin][0], self._now())
         step_s = self._largest(max(round_s / each, 1e-6))
@@ -249,7 +254,7 @@ class Recorder:
         self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 
     def _adapt(self) -> None:
-        """After a timed round, stop early if rounds agree, and add a round if they disagree.
+        """After a timed round, end timing if the rounds agree, or add a round if they disagree.
 
         A busy host adds noise to the rounds.
         """
@@ -264,7 +269,8 @@ class Recorder:
         starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]
         ends = starts[1:]
         if num_rounds == self._agree_at or self.step == self.last_timed:
-            # Waiting for the device here may save a round, or show that one more is needed.
+            # Wait for the device here, so that the time of the round that has just ended counts
+            # too.
             ends.append(self._now())
         marks = zip(starts, ends, strict=False)
         finished = [
@@ -290,14 +296,15 @@ class Recorder:
     def host_micro_s(self) -> float | None:
         """The shortest time that the host itself takes for a micro batch.
 
-        Longer times include waits for a full queue of the device. The result is None on a CPU, or
-        if the host waits for the device within a micro batch.
+        Longer times include waits, because the device's queue was full. The result is None on a
+        CPU, or if the host waits for the device within a micro batch.
         """
         if self.first_timed is None or self.meter.torch_device.type == "cpu" or self.host_waits():
             return None
         each = self.request.micro_steps
         timed = self.issue_s[self.first_timed * each :]
-        # The optimizer follows the last micro batch of a step, so this micro batch does not count.
+        # The last micro batch of a step does not count, because no micro batch of the same step
+        # begins after it.
         return min(
             seconds for index, seconds in enumerate(timed) if each == 1 or (index + 1) % each
         )
@@ -364,8 +371,8 @@ class Recorder:
             if len(starts) == 1:
                 micros.append(step - next_fetch + fetch)
                 continue
-            # The pause between two micro batches (loader, bookkeeping) also follows the last micro
-            # batch.
+            # After the last micro batch, the same pause follows as between two micro batches
+            # (loader, bookkeeping), and it is no part of the rest.
             gap = statistics.fmean(map(seconds, ends[:-1], starts[1:]))
             rest = max(seconds(ends[-1], after) - gap - next_fetch, 0.0)
             rests.append(rest)
@@ -383,7 +390,7 @@ class Recorder:
         return self._average_kinds(times)
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
-        """The weight of a phase of a timed step in the mean step of the full run.
+        """The weight of one phase's time, in a timed step, in the mean step of the full run.
 
         When the phase began, `place` micro batches of its step had begun.
         """

@@ -53,7 +53,7 @@ class ResidentModel:
     joined: JoinedLayers | None = None
 
     def cached_gib(self) -> float:
-        """The device memory that the model takes between probes."""
+        """The GiB of device memory that the model takes between probes."""
         return self.base_gib + self.adapters_gib()
 
     def adapters_gib(self) -> float:
@@ -94,7 +94,8 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     shards (`shard_outline`).
     """
     settings = model_settings(request.config, request.text_type, request.objective, request.vision)
-    torch.manual_seed(request.seed)  # the weights do not depend on earlier work of this process
+    # So that the weights do not depend on earlier work of this process.
+    torch.manual_seed(request.seed)
     config = config_of(request.model)
     if request.depth is not None:
         truncate(config, request.depth)
@@ -148,12 +149,12 @@ def attach(
             _unload(resident.base, resident.peft_model)
         resident.peft_model = trainable_model(resident.base, settings, device)
         # DoRA computes magnitudes from the weights, and fully trained modules, such as
-        # classification heads, are copies of the base's modules. Neither DoRA nor such copies can
-        # be reused after a training.
+        # classification heads, are copies of the base's modules. Neither DoRA adapters nor trained
+        # copies can be reused in another probe.
         trained_whole = settings.modules_to_save or settings.num_labels is not None
         resident.adapters_key = () if config.dora or trained_whole else wanted
 
-    torch.manual_seed(seed)  # new and reused adapters get the same values
+    torch.manual_seed(seed)  # so that new and reused adapters get the same values
     for module in resident.peft_model.modules():
         if isinstance(module, LoraLayer):
             module.reset_lora_parameters("default", True)
@@ -182,18 +183,19 @@ def clean(resident: ResidentModel) -> None:
     base = resident.base
     peft_model = resident.peft_model
     if peft_model is not None and "ref" in peft_model.peft_config:
-        # TRL failed before it removed its copy of the adapters.
+        # TRL has failed before the copy of the adapters ("ref") was removed.
         peft_model.delete_adapter("ref")
     stop_checkpointing(base)
     if getattr(base, "_require_grads_hooks", None):
         base.disable_input_require_grads()
     # With checkpointing, transformers and PEFT both make the embedding's output require gradients.
-    # Only the last of these hooks is remembered, and the other hook would stay for probes without
-    # checkpointing.
+    # The model remembers only the last of these hooks, so the other hook would stay in probes
+    # without checkpointing.
     base.get_input_embeddings()._forward_hooks.clear()
 
-    # A chunked loss, autocast, TRL's loss and Liger's kernels replace methods. The replaced
-    # checkpointing function refers to the checkpoints in the host's memory.
+    # A chunked loss, autocast, TRL's loss and Liger's kernels replace methods.
+    # `_gradient_checkpointing_func` is removed too, because it keeps the offloaded checkpoints in
+    # host memory alive.
     for module in base.modules():
         for name in ("forward", "extra_repr", "_get_name", "_gradient_checkpointing_func"):
             module.__dict__.pop(name, None)

@@ -12,7 +12,7 @@ from autotune.core.probe_types import ProbeRequest, Rung
 # a probe times at most NEW_LENGTHS new lengths, and starts none after NEW_LENGTHS_S seconds.
 NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
-Step = tuple[int, ...]  # the index of the kind of each micro batch in an optimizer step
+Step = tuple[int, ...]  # one optimizer step: for each micro batch, the index of its kind
 
 # On a GPU, the first micro batch of a length takes up to this many seconds longer, because
 # libraries load kernels.
@@ -22,9 +22,9 @@ FIRST_S = 0.01
 # batches, the warm-up steps contain a micro batch of the longest kind.
 OFTEN = 0.05
 # The first round is timed if its times exceed later rounds' times by at most this fraction:
-# WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few layers, whose results have an error of 2
-# % anyway. The real errors are smaller, because warm-up steps or earlier probes have loaded most
-# kernels.
+# WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few layers, because extrapolation from a few
+# layers has an error of 2 % anyway. The real errors are smaller, because warm-up steps or earlier
+# probes have loaded most kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 
@@ -69,7 +69,8 @@ class Schedule:
         timed = [index for index, kind in enumerate(kinds) if kind.share > 0]
         num_steps = math.ceil(len(timed) / each)
 
-        # The last step is filled up with the most frequent kinds, whose times count most.
+        # If the last step has room, the most frequent kinds fill it, because their times have the
+        # largest weights.
         frequent = itertools.cycle(sorted(timed, key=lambda index: -kinds[index].share))
         slots = [*timed, *itertools.islice(frequent, num_steps * each - len(timed))]
         steps = [slots[begin : begin + each] for begin in range(0, len(slots), each)]
@@ -129,7 +130,8 @@ class Schedule:
         """The number of whole rounds that take `min_timed_s` at `step_s` seconds per step."""
         enough = max(min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
         rounds = math.ceil(min(math.ceil(enough), request.max_timed_steps) / len(self.round))
-        # One round times each length once; only a second round shows the variation of the host.
+        # One round times each length once. Only a second round shows how much the host's speed
+        # varies.
         return max(rounds, 2) if self.uneven and request.rung is Rung.CONFIRM else rounds
 
     @property
@@ -138,5 +140,5 @@ class Schedule:
         return len({index for step in self.round for index in step})
 
     def mean(self, values: Sequence[float]) -> float:
-        """The full run's mean value; `values` has a value for each micro batch of a round."""
+        """The mean over the full run, from the values of a round's micro batches."""
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))

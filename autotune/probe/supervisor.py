@@ -36,13 +36,13 @@ from autotune.probe.tiny_probe import tiny_request
 from autotune.probe.worker_process import WorkerProcess
 
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
-DUMP_S = 0.5  # the time for a hung worker to write its stacks
-EXIT_S = 5.0  # the longest wait for the exit code of a worker that has closed its channel
+DUMP_S = 0.5  # seconds in which a hung worker can write its stacks to the log
+EXIT_S = 5.0  # the longest wait in seconds for the exit code of a worker that has closed its socket
 END_ERRORS = (ConnectionError, EOFError)
 
 
 class WorkerProber:
-    """Probes on one device with one warm worker. A worker that fails is replaced.
+    """Runs probes on one device in one warm worker. A worker that fails is replaced.
 
     `probe` returns a result for every outcome. `probe` raises only EnvironmentProblem (the machine
     lacks a requirement), TooManyFailures (the device is broken) and Cancelled (`should_stop`
@@ -81,7 +81,8 @@ class WorkerProber:
         self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        self._start_s: float | None = None  # start-up seconds that no result reports yet
+        # The seconds of the last start-up, until a result has reported them.
+        self._start_s: float | None = None
         # Whether the last try ran while a process that compiles ahead still used the device.
         self._missed_turn = False
         # Whether heat or hardware slowed the last probe whose sensors were read.
@@ -142,7 +143,7 @@ class WorkerProber:
     ) -> ProbeResult:
         """The result of `once`, or of a second try if the machine may be to blame for the first.
 
-        `once` probes on this device, possibly together with others.
+        `once` probes on this device, possibly together with other devices.
         """
         result = once(request, log)
         if (doubt := self._doubt(result)) is not None:
@@ -168,7 +169,7 @@ class WorkerProber:
         """The result of a second try. `doubt` is the reason why the first try may not count."""
         try:
             second = once(request, log)
-        except EnvironmentProblem:  # the next probe will report the problem
+        except EnvironmentProblem:  # keep the first result; the next probe will report the problem
             return first
         return of_two_tries(first, second, doubt)
 
@@ -207,7 +208,7 @@ class WorkerProber:
         return None
 
     def _lacked_room(self, result: ProbeResult) -> bool:
-        """Whether memory ran out below the limit because compile-ahead processes held some."""
+        """Whether memory ran out below the limit because compile-ahead processes held too much."""
         oom = result.oom if result.outcome is Outcome.OOM else None
         if oom is None or self.ahead is None or not self.ahead.is_running:
             return False
@@ -302,7 +303,7 @@ class WorkerProber:
         return Monitor(self._nvml, throttled=throttles(log.name))
 
     def end_of_worker(self, by_oom_killer: bool) -> str:
-        """Clean up after a worker that has ended, and return the reason of its end."""
+        """Clean up after a worker that has ended, and return why it ended."""
         code = self._process.wait_for_exit(EXIT_S) if self._process else None
         self.close()
         if by_oom_killer and code == -signal.SIGKILL:
@@ -382,7 +383,7 @@ class WorkerProber:
         )
 
     def launch(self) -> None:
-        """Start a worker unless one runs, without waiting for its imports."""
+        """Start a worker if this prober has no worker, without waiting for its imports."""
         if self._process is not None:
             return
         if self.ahead is not None:

@@ -66,7 +66,7 @@ def main() -> None:
 
     Path("data").mkdir()
     lengths = list(itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]))
-    if objective is Objective.KTO:  # TRL trains on these rows in their order
+    if objective is Objective.KTO:  # TRL does not shuffle these rows, so they are shuffled here
         random.Random(0).shuffle(lengths)  # noqa: S311
     _write("train", lengths, make)
     _write("test", wanted["held_out"], make)

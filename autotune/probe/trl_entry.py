@@ -11,7 +11,7 @@ import sys
 
 from autotune.core.process import die_with_parent, loading
 
-STEPS = "steps.jsonl"  # the progress file in the current folder
+STEPS = "steps.jsonl"  # the file in the current folder that gets a line of JSON after each step
 
 
 def main() -> None:

@@ -41,12 +41,13 @@ def trl_trainer(
 ) -> Any:
     """TRL's trainer for the objective on these rows, with the class `mixin` mixed in.
 
-    Most rows occur many times, already tokenised; TRL pads the rows itself. `settings` are keyword
-    arguments of TRL's config. `reference` is the untrained model; it is given only if all weights
-    are trained.
+    The rows are tokenised already, and most of them occur many times. TRL pads the rows itself.
+    `settings` are keyword arguments of TRL's config. `reference` is the untrained model; it is
+    given only if all weights are trained.
     """
     config, kind = KINDS[objective]
-    # SFTTrainer has an argument to keep the rows unchanged; other trainers need a method.
+    # SFTTrainer keeps the rows unchanged if an argument says so. For other trainers,
+    # `_prepare_dataset` is replaced.
     methods: dict[str, Any] = {}
     if objective is Objective.SFT:
         settings = settings | {"dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -115,7 +116,10 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
 
 
 def num_tokens(example: dict[str, Any]) -> int:
-    """The tokens of an example of any TRL trainer; a pair counts its prompt and longer answer."""
+    """The number of tokens in an example of any TRL trainer.
+
+    A pair counts as its prompt and longer answer.
+    """
     answers = [
         example[name]
         for name in ("input_ids", "completion_ids", "chosen_ids", "rejected_ids")
@@ -139,7 +143,7 @@ class TrlClock(Clock):
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        """Load attention's kernels, and count the tokens of a mean step without padding."""
+        """Load attention's kernels, and compute a step's mean number of tokens without padding."""
         load_attention(model, args.device)
         super().on_train_begin(args, state, control, model)
 

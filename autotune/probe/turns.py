@@ -1,9 +1,9 @@
 """Lets a process that probes and processes that compile ahead share one device in turns.
 
 A process does not need the device while it compiles, so it lets another process use the device.
-While steps are timed, only the probing process uses the device. A shared folder has the lock. The
-folder also has a file for each process that compiles ahead, with the device memory that the process
-holds.
+While steps are timed, only the probing process uses the device. The lock is a file in a shared
+folder. For each process that compiles ahead, the folder also has a file with the device memory that
+the process holds.
 """
 
 import fcntl
@@ -26,15 +26,16 @@ CLAIMED = ".claimed"  # suffix: a file for each request that a process has begun
 # once.
 PATIENCE_S = 30.0
 POLL_S = 0.002
-# Functions of Inductor that time a product; the first exists in newer versions.
+# Functions of Inductor that time a matrix product on the device. Only newer versions of torch have
+# the first function.
 TIMING_FUNCTIONS = ("_should_pad", "should_pad_bench")
 
 
 def held_by_others_gib(folder: Path) -> float:
-    """The device memory of the processes that compile ahead, including their contexts."""
+    """The GiB of device memory that the compile-ahead processes hold, with their contexts."""
     held_gib = 0.0
     for file in folder.glob(f"*{HELD}"):
-        with suppress(OSError, ValueError):  # the process has just ended
+        with suppress(OSError, ValueError):  # the process has just ended, and its file is gone
             held_gib += float(file.read_text(encoding="ascii"))
     return held_gib
 
@@ -64,12 +65,12 @@ class Turns:
         self._on_give = on_give
         self._on_wait = on_wait
 
-        self._began: float | None = None  # when the compilation in progress began
+        self._began: float | None = None  # when the running compilation began, or None
         self.compile_s = 0.0
         self.is_stuck = False
 
     def close(self) -> None:
-        """Leave the device to the other processes for good."""
+        """Give up the device for good, so that only other processes use it."""
         if self._file is not None and self._next is not None:
             os.close(self._file)
             os.close(self._next)
@@ -108,9 +109,9 @@ class Turns:
 
     @contextmanager
     def _take_turns_for_timing(self) -> Iterator[None]:
-        """Take a turn if Inductor, while it compiles, times a product with and without padding.
+        """Take a turn while Inductor times a matrix product with and without padding.
 
-        Inductor does so for numbers of tokens that are no multiple of 8.
+        Inductor times it during a compilation, if the number of tokens is no multiple of 8.
         """
         if self._file is None:
             yield
@@ -148,7 +149,7 @@ class Turns:
         self._take()
 
     def offer(self) -> None:
-        """Within a `take` block, let a waiting prober have its turn, and continue after it."""
+        """Within a `take` block, give the probing process a turn if it waits, then continue."""
         if self._file is not None and self._began is None and self._prober_waits():
             self._give()
             self._take()
@@ -160,7 +161,8 @@ class Turns:
         begin = time.perf_counter()
         try:
             if self._patience_s is not None:
-                fcntl.flock(self._next, fcntl.LOCK_EX)  # other processes lock it only briefly
+                # A short wait, because other processes lock this file only briefly.
+                fcntl.flock(self._next, fcntl.LOCK_EX)
             while not self._try_lock():
                 if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:
                     self.is_stuck = True
@@ -198,7 +200,7 @@ class Turns:
         try:
             self._on_give()
         finally:
-            with suppress(OSError):  # as in `_take`
+            with suppress(OSError):  # a file system without locks, as in `_take`
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
 

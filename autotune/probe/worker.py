@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 Rates = TypeVar("Rates")
-CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU
+CHANCE_GIB = 24 / 1024  # how far the memory of a process on a CPU varies at random
 LEAST_WAIT_S = 0.01  # a shorter wait for a turn means that the device was free
 # Host memory limit for describing a model, without weights; 100,000 linear layers with adapters
 # take 3 GiB.
@@ -111,7 +111,7 @@ def _start(device: str, send: Callable[..., None], scratch: str) -> "Worker | No
         send(event="ready", **known, **sizes)
     except Exception as error:
         traceback.print_exc()
-        kind = type(error).__name__  # the name, because the class's module may fail to import
+        kind = type(error).__name__  # compare the name, because importing the class may have failed
         send(event="broken", reason=f"{kind}: {error}", unhealthy=kind == "Miscalculated")
         return None
     return worker
@@ -120,7 +120,7 @@ def _start(device: str, send: Callable[..., None], scratch: str) -> "Worker | No
 def _probe(
     worker: "Worker", message: dict[str, Any], worker_log: int, send: Callable[..., None]
 ) -> None:
-    """Serve one request with its output in its own log, and send the result."""
+    """Serve one request, with its output in the log that the request names, and send the result."""
     _redirect_output(message["log"])
     worker.log = message["log"]
     worker.address = from_data(RankAddress, message["seat"]) if "seat" in message else None
@@ -174,7 +174,7 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 class Worker:
     """Serves probes on one device. Keeps a base model for each probed depth, all of one family."""
 
-    address: RankAddress | None = None  # of this process in a probe on several real ranks
+    address: RankAddress | None = None  # of this process, in a probe on several real ranks
     trace: str | None = None  # the file of the current probe's trace, for a detailed profile
     micro_profile: "MicroBatchProfile | None" = None  # of the current probe
     shared: Path | None = None  # the folder through which processes take turns on the device
@@ -331,7 +331,7 @@ class Worker:
                 detail, reason = tight_memory_detail(measurement, phase)
                 fields |= {"outcome": Outcome.OOM, "phase": phase, "oom": detail, "reason": reason}
         except Exception as error:
-            self.meter.uncap()  # on a CPU, even a traceback needs memory
+            self.meter.uncap()  # on a CPU, even printing the traceback needs memory
             fields = self._failure(error, probe)
             if request.has_real_ranks:
                 # The other ranks wait for this rank in a collective, so further work here might
@@ -380,7 +380,7 @@ class Worker:
         return succeeded
 
     def _release_until(self, is_back: Callable[[], bool]) -> bool:
-        """Release all unused memory, and return whether `is_back` then confirms it.
+        """Release all unused memory, and return whether `is_back()` is True afterwards.
 
         The remaining objects, above all compiled code, are frozen, so later collections skip them.
         If some memory was not released, objects that were frozen earlier may refer to it, so they
@@ -396,10 +396,14 @@ class Worker:
         return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
-        """The base model for this request, cached or new; models of other depths stay cached."""
+        """The base model for this request, from the cache or new.
+
+        Models of other depths stay cached.
+        """
         from autotune.probe.resident import build_resident, family_of
 
-        # Libraries load first, so their memory counts as context and not as the model's.
+        # These libraries load before the model, so that their memory counts as context and not as
+        # the model's.
         config = request.config
         if config.quantization in ("int8", "nf4") or config.optimizer.endswith("8bit"):
             import bitsandbytes  # noqa: F401
@@ -470,7 +474,7 @@ class Worker:
 
 
 def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> None:
-    """Note that a turn of another process interrupted the phase."""
+    """Note that another process's turn interrupted the current phase from `begin` to `end`."""
     if end - begin > LEAST_WAIT_S:
         phase = entered[-1][0]
         entered += [("turn", begin)] if phase == "total" else [("turn", begin), (phase, end)]

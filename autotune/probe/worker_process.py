@@ -21,11 +21,14 @@ from autotune.core.scratch import scratch_directory
 from autotune.probe.monitor import Monitor
 
 SAMPLE_EVERY_S = 0.1
-END_WITHIN_S = 3.0  # after SIGTERM, before SIGKILL
+END_WITHIN_S = 3.0  # seconds between SIGTERM and SIGKILL
 
 
 class WorkerProcess:
-    """A worker on a device; the constructor returns while the worker imports its libraries."""
+    """A worker on a device.
+
+    The constructor returns before the worker has imported its libraries.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class WorkerProcess:
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         self._killed = False
-        # The scratch directory holds the files that a killed worker leaves.
+        # The files that a killed worker leaves are in the scratch directory, which `close` removes.
         self._scratch = contextlib.ExitStack()
         scratch = self._scratch.enter_context(scratch_directory())
 
@@ -87,7 +90,7 @@ class WorkerProcess:
         return message
 
     def fileno(self) -> int:
-        """The descriptor that receives messages."""
+        """The socket's descriptor, through which a selector waits for messages."""
         return self._channel.fileno()
 
     def read(self) -> bool:
@@ -127,11 +130,12 @@ class WorkerProcess:
 
     def close(self) -> None:
         """End the worker and all its processes: ask, wait, kill the group."""
-        self._channel.close()  # an idle worker ends at the end of its input
+        self._channel.close()  # an idle worker ends when its socket is closed
         if not self._killed:
             self._signal_group(signal.SIGTERM)
             self.wait_for_exit(END_WITHIN_S)  # returns at most 50 ms after the worker's end
-        self._signal_group(signal.SIGKILL)  # also ends grandchildren that outlived the worker
+        # Also ends the worker's own child processes that still run.
+        self._signal_group(signal.SIGKILL)
         self._process.wait()
         self._scratch.close()
 
@@ -162,7 +166,7 @@ def receive_first(
                     return key.data, None
                 if (message := worker.take()) is not None:
                     return key.data, message
-            if ready:  # a message is incomplete: wait for its rest
+            if ready:  # the message is incomplete, so wait for the rest of it
                 continue
 
             monitor.tick()
