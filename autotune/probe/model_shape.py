@@ -160,7 +160,7 @@ def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
 
 
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
-    """What tells layers apart: class, parameter shapes, and entries in the config's lists."""
+    """The facts that tell layers apart: class, parameter shapes, entries in the config's lists."""
     indices = list(range(config.num_hidden_layers))
     lists = [values for values in _lists_by_layer(config).values() if values != indices]
     kinds = []

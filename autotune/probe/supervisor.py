@@ -36,7 +36,7 @@ from autotune.probe.tiny_probe import tiny_request
 from autotune.probe.worker_process import WorkerProcess
 
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
-DUMP_S = 0.5  # seconds in which a hung worker can write its stacks to the log
+DUMP_S = 0.5  # seconds that a hung worker has to write its stacks to the log
 EXIT_S = 5.0  # the longest wait in seconds for the exit code of a worker that has closed its socket
 END_ERRORS = (ConnectionError, EOFError)
 

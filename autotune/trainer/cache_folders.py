@@ -21,13 +21,13 @@ def user_cache(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for the folders of compiled code, and make the folders.
+    """Make the folders of compiled code, and return the environment variables that name them.
 
     If `environment` already names a folder, that folder is used. Raises PermissionError, with the
-    remedy, if another user owns a folder or can write to it. If a folder cannot be made, only a
-    later compilation fails.
+    remedy, if another user owns a folder or can write to it. A folder that cannot be made raises no
+    error here: a later compilation will fail.
     """
-    if sys.platform == "win32":  # Windows has a temporary directory for each user
+    if sys.platform == "win32":  # on Windows, each user has a separate temporary directory
         return {}
 
     found = {}

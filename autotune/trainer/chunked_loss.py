@@ -23,7 +23,10 @@ IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """Stands in for the output of any model's layers, and holds only the hidden states."""
+    """Replaces the output of a model's layers, and has only the hidden states.
+
+    Other outputs are None.
+    """
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
@@ -57,8 +60,8 @@ def has_plain_head(model: Any) -> bool:
 def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     """Return a Trainer's `compute_loss_func` for this causal language model.
 
-    Afterwards the loss function runs the head, and the model's forward pass skips it. Raises
-    ValueError if the model changes its logits after the head.
+    After this call, the loss function runs the head, and the model's forward pass no longer does.
+    Raises ValueError if the model changes its logits after the head.
     """
     if not has_plain_head(model):
         name = type(model).__name__
@@ -73,7 +76,8 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     def store_input(hidden: torch.Tensor) -> torch.Tensor:
         """Replace the head's forward: store its input and the autocast state.
 
-        The autocast context ends with the model's call, before the loss is computed.
+        The loss needs the autocast state, because the autocast context ends before the loss is
+        computed.
         """
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device)
@@ -135,7 +139,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for positions in _target_positions(targets).split(CHUNK_TOKENS):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[positions].detach().requires_grad_(needs_gradients)
-                # The logits have no variable, so that they are freed before the next chunk's logits
+                # No variable holds the logits, so they are freed before the next chunk's logits
                 # exist.
                 loss = cross_entropy(
                     compute_logits(chunk).float(), targets[positions], reduction="sum"
@@ -145,8 +149,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    # A variable would keep this chunk's gradient while the next chunk's is
-                    # computed.
+                    # No variable holds this chunk's gradient, because it would stay in memory
+                    # during the next chunk.
                     gradient += of_weights.pop(0)
             total += loss.detach()
 

@@ -1,4 +1,4 @@
-"""Times the steps of a run, reads its memory peaks, reports its progress, and stops it."""
+"""Times a run's steps, reads memory peaks, reports progress, and stops the run after a signal."""
 
 import json
 import os
@@ -17,15 +17,20 @@ from transformers import TrainerCallback
 from .ranks import AGAIN_S
 from .terminal import leave_terminal
 
-STOP = "stop after step"  # the key in torch's store under which ranks agree on their last step
-# The exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it.
+# The key in torch's store whose value is the last step that the ranks agree on.
+STOP = "stop after step"
+# The exit code of a run that SIGTERM stopped: a checkpoint was saved, and `--resume` continues from
+# it.
 PREEMPTED = 75
-HANGUP = getattr(signal, "SIGHUP", None)  # the terminal was closed; Windows has no such signal
+# The signal of a closed terminal; Windows has no such signal.
+HANGUP = getattr(signal, "SIGHUP", None)
 GIB = 2**30
 
 
 class Clock(TrainerCallback):
-    """Measures each optimizer step, on a GPU with CUDA events, so that the host does not wait.
+    """Measures each optimizer step.
+
+    On a GPU, CUDA events measure it, so that the host does not wait.
 
     SIGINT, SIGTERM and SIGHUP stop the run after the current step, or two steps later on several
     GPUs. A second signal, more than AGAIN_S seconds after the first, ends the process at once.
@@ -44,14 +49,18 @@ class Clock(TrainerCallback):
             self._progress = open(progress, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._start_time = time.time()
 
-        # Each of these lists has an entry for the start of each step, and one for the end of the
-        # run.
+        # Each of these lists has one entry for the start of each step, and one entry for the end of
+        # the run.
         self._starts: list[float] = []
-        self._events: list[Any] = []  # the same moments as CUDA events; on a CPU, the same times
+        # The same moments as CUDA events; on a CPU, a copy of `_starts`.
+        self._events: list[Any] = []
         self._tokens = [0]  # tokens since the previous start, with padding
-        self._graphs: list[int] = []  # number of graphs that torch.compile had made by then
-        self._pauses: list[float] = []  # seconds of evaluations and saves before the next start
-        self._ends: list[Any] = []  # when the step's evaluation or save began, else None
+        # Number of graphs that torch.compile had made before this start.
+        self._graphs: list[int] = []
+        # Seconds of evaluations and saves between this start and the next start.
+        self._pauses: list[float] = []
+        # When an evaluation or a save after the step began, if there was any.
+        self._ends: list[Any] = []
         self._peaks_allocated: list[float] = []  # GiB, in the step before this start
         self._peaks_reserved: list[float] = []
 
@@ -63,7 +72,8 @@ class Clock(TrainerCallback):
         self._is_stopped = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
-        if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:  # nohup ignores it
+        # Nohup makes the process ignore SIGHUP, and so do we.
+        if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:
             signal.signal(HANGUP, self._stop)
 
     def _stop(self, number: int, frame: Any) -> None:
@@ -80,7 +90,7 @@ class Clock(TrainerCallback):
         model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: Any, args: Any, inputs: dict[str, Any]) -> None:
-        # An evaluation also calls the model, without training it.
+        # Evaluations call the model too, but their tokens do not count.
         if model.training and torch.is_grad_enabled():
             self._tokens[-1] += inputs["input_ids"].numel()
 
@@ -89,7 +99,7 @@ class Clock(TrainerCallback):
         self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the last step, and report the pause after it."""
+        """Record the end of the run, and report the last pause."""
         # A run that resumes from its last checkpoint may have no steps left, and then has no
         # pauses.
         if any(self._pauses[-1:]):
@@ -116,7 +126,7 @@ class Clock(TrainerCallback):
         self._ends.append(None)
 
     def _event(self, now: float) -> Any:
-        """Return an event for the end of all work issued to the device so far; on a CPU, `now`."""
+        """Return an event after all work issued to the GPU so far; on a CPU, return `now`."""
         if not torch.cuda.is_available():
             return now
         event = torch.cuda.Event(enable_timing=True)
@@ -192,8 +202,9 @@ class Clock(TrainerCallback):
     def exit_if_stopped(self) -> None:
         """End the process if a signal stopped the run. The exit code identifies the signal.
 
-        A signal after the last step does not stop the run: the result is still saved. Ranks would
-        otherwise wait for each other, because they receive a signal at different times.
+        A signal after the last step does not stop the run: the result is still saved. Otherwise
+        some ranks would end and others would wait for them, because ranks receive a signal at
+        different times.
         """
         if self._is_stopped and self._signal is not None:
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)
@@ -201,10 +212,10 @@ class Clock(TrainerCallback):
     def measurements(self) -> dict[str, Any]:
         """Return the mean seconds and padded tokens of a step, and the memory peaks in GiB.
 
-        `peak_reserved_gib` is the peak of the run; `peaks_gib` are the allocated peaks of its
-        quarters. The means leave out the first step, steps that compile code, and evaluations and
-        saves between steps. The peaks include evaluations and saves. A value is None if it was not
-        measured, for example reserved memory on a CPU.
+        `peak_reserved_gib` is the run's peak of reserved memory. `peaks_gib` has the peak of
+        allocated memory in each quarter of the run. The means do not include the first step, steps
+        that compile code, and evaluations and saves between steps. The peaks include evaluations
+        and saves. A value is None if it was not measured, for example reserved memory on a CPU.
         """
         self._synchronize()
 

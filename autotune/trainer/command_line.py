@@ -81,7 +81,8 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
         parser.error(
             f"{checkpoint} exists: continue it with --resume, or give another --output-dir"
         )
-    # Without this check, the Trainer would take one more step.
+    # The checkpoint has reached --max-steps already. Without this check, the Trainer would still
+    # take one more step.
     if checkpoint and 0 < given.max_steps <= (step := checkpoint_step(checkpoint)):
         parser.error(
             f"{checkpoint} has been trained for {step} steps: give a larger --max-steps,"
@@ -97,7 +98,7 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
                 " --output-dir"
             )
 
-    # A run that only measures the speed uses a tracker only on request.
+    # A run on random data, which only measures the speed, uses a tracker only with --report-to.
     report_to = given.report_to or (settings.report_to if given.dataset else "none")
     if report_to != "none" and importlib.util.find_spec(report_to) is None:
         parser.error(
@@ -168,7 +169,7 @@ def _parser(model: str) -> argparse.ArgumentParser:
 
 
 def free_gib(folder: str) -> float:
-    """Return the free GiB of the disk that holds `folder`, or will hold it."""
+    """Return the free GiB of the disk that holds `folder`. The folder may not exist yet."""
     parents = (Path(folder).absolute(), *Path(folder).absolute().parents)
     return shutil.disk_usage(next(path for path in parents if path.exists())).free / 2**30
 

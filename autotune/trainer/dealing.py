@@ -8,7 +8,8 @@ def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
 
     `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
     micro batch, which keeps padding small. The ranks then compute micro batches of similar length
-    at the same time, which keeps waits short. The gradients of the step do not depend on the order.
+    at the same time, which keeps waits short. The step's summed gradients do not depend on the
+    order.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     micro_batches = [order[start : start + size] for start in range(0, len(order), size)]
@@ -19,16 +20,16 @@ def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
 def deal(longest: Sequence[int], ranks: int) -> list[int]:
     """Return the order of micro batches: rank 0 takes the first, rank 1 the second, and so on.
 
-    `longest` holds the length of each micro batch, in descending order. Of every `ranks`
-    consecutive micro batches, each rank gets one. The rank with the fewest tokens so far gets the
-    longest micro batch.
+    `longest` holds the length of each micro batch, in descending order. Each rank gets one of every
+    `ranks` consecutive micro batches. The rank with the fewest tokens until then gets the longest
+    of them.
     """
     taken_by = ranks_of(longest, ranks)
     return sorted(range(len(longest)), key=lambda index: (index // ranks, taken_by[index]))
 
 
 def ranks_of(longest: Sequence[int], ranks: int) -> list[int]:
-    """Return for each micro batch the rank to which `deal` gives it."""
+    """Return the rank that computes each micro batch, as `deal` gives them to ranks."""
     totals = [0] * ranks
     taken_by: list[int] = []
     for first in range(0, len(longest), ranks):

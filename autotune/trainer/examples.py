@@ -31,10 +31,12 @@ from .reading import BadDataset, Located
 from .tables import size_of
 from .time_limit import time_limit
 
-BATCH = 1000  # rows to tokenise at once, because a tokenizer works on several in parallel
+BATCH = 1000  # rows to tokenise in one call, because a tokenizer works on several rows in parallel
 BATCH_BYTES = 2**24  # a batch ends once its rows take this number of bytes in memory
-RENDER_S = 10.0  # limit of the processor time to render a row, which usually takes milliseconds
-MARK = "[[the answer stands here]]"  # replaces an answer, to find it in a rendered conversation
+# Limit of the processor time in seconds to render a row, which usually takes milliseconds.
+RENDER_S = 10.0
+# Replaces an answer's text, to find the answer in the rendered conversation.
+MARK = "[[the answer stands here]]"
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
 LOST_TOOLS = "the chat template leaves out the tools that the model may call"
@@ -48,9 +50,10 @@ UNREAD = "{} is not read, so the model never sees it: use a known name if it sho
 # The most different notes; without this limit, keys with random names would each add a note.
 MOST_NOTES = 20
 
-NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}  # notes by the kind of left-out text
+# The note for each kind of text that a template leaves out.
+NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}
 
-Ranges = list[tuple[int, int]]  # the start and end of the characters to train on
+Ranges = list[tuple[int, int]]  # the start and end of each range of characters to train on
 
 
 class BadExample(ValueError):
@@ -91,10 +94,10 @@ class Encoder:
     """Converts rows into token examples with a tokenizer of transformers.
 
     `loss_on` selects the tokens to train on: `completion` (in a conversation, the last answer),
-    `assistant` (all text of the assistant) or `all`. By default, a row with a separate completion
-    is trained on that completion, another conversation on the assistant's text, and a plain text on
-    all tokens. With `parts`, the chat template gets the content of messages as lists of text and
-    image parts.
+    `assistant` (all text of the assistant) or `all`. Without `loss_on`, the form of a row decides.
+    A row with a separate completion is trained on the completion. Any other conversation is trained
+    on the assistant's text. A plain text is trained on all tokens. With `parts`, the chat template
+    gets the content of messages as lists of text and image parts.
     """
 
     def __init__(self, tokenizer: Any, loss_on: str | None, *, parts: bool = False) -> None:
@@ -102,12 +105,13 @@ class Encoder:
         self.parts = parts
         self.loss_on = loss_on
         self.key = loss_on
-        self.notes: Counter[str] = Counter()  # notes for the user, with the number of rows
+        # Notes for the user, each with the number of rows that it concerns.
+        self.notes: Counter[str] = Counter()
         self._lost_text = LostText()
         self._arguments = inspect.signature(tokenizer.apply_chat_template).parameters
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
-        # A template with a generation block marks the assistant's text itself.
+        # A template with a {% generation %} block itself marks the assistant's text.
         self._is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
@@ -123,7 +127,8 @@ class Encoder:
         examples: list[list[int]] = [[] for _ in batch]
         texts: dict[bool, list[tuple[int, str, Ranges | None]]] = {False: [], True: []}
 
-        # Rows without marks of the template are rendered one by one, and tokenised together.
+        # If the template marks the assistant's text, a row is rendered and tokenised at once. All
+        # other rows are rendered one by one, and tokenised together.
         for index, (where, row) in enumerate(batch):
             form = self._adapt(where, parse_row(where, row, has_template=bool(self._template)))
             if self._uses_marks(form):
@@ -166,11 +171,11 @@ class Encoder:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template gets the content of messages as lists of parts.
+        """Whether the template gets the content of messages as lists of parts, not as strings.
 
         Templates of image models often leave out or refuse content that is a plain string, even in
-        rows without images. Templates that mark the assistant's text are not tested, because
-        transformers loses a mark before a space.
+        rows without images. A template that marks the assistant's text gets strings without a test,
+        because transformers loses a mark before a space.
         """
         if self.parts or not self._template or self._is_marked:
             return self.parts
@@ -207,8 +212,8 @@ class Encoder:
     def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
         """Return whether the template itself marks the tokens to train on.
 
-        The template would also mark an answer that a flag excludes, so its marks are not used for
-        rows with such a flag.
+        The template would also mark an answer that a flag excludes from the training. So the
+        template's marks are not used for rows with such a flag.
         """
         if not isinstance(form, Chat) or any(map(is_untrained, form.messages)):
             return False
@@ -226,7 +231,8 @@ class Encoder:
                 " only loss_on all is possible"
             )
 
-        # A chat template writes special tokens itself.
+        # The tokenizer adds no special tokens to a rendered conversation, because the chat template
+        # has written them.
         encoded = self.tokenizer(
             [text for _, text, _ in found],
             add_special_tokens=not is_chat,
@@ -321,7 +327,7 @@ class Encoder:
         return list(chosen)
 
     def _note_stop(self, last: Message, text: str, ranges: Ranges) -> None:
-        """Note an answer without a token that ends it: the model does not learn to stop."""
+        """Note an answer without an end token: a model that trains on it does not learn to stop."""
         if last["role"] != "assistant" or not ranges or ranges[-1][1] != len(text):
             return
         contents = [content for kind, content in texts_of(last) if kind == "text"]
@@ -340,7 +346,9 @@ class Encoder:
         return text
 
     def _variables(self, form: Chat) -> dict[str, Any]:
-        """Return the template's variables from a row, without arguments of the tokenizer.
+        """Return a row's variables for the template.
+
+        Names of the tokenizer's own arguments are left out.
 
         A row must not set arguments of the tokenizer: one of these arguments replaces the chat
         template.
@@ -348,7 +356,7 @@ class Encoder:
         return {name: form.options[name] for name in form.options if name not in self._arguments}
 
     def _find_answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
-        """Return the start and the end of the answer with this message `index` in `text`.
+        """Return the start and the end, in `text`, of the answer that is the message `index`.
 
         The start is after the prompt, and the end is after the end-of-turn text.
         """
@@ -361,8 +369,8 @@ class Encoder:
             is_open = self._opening and text.startswith(self._opening, len(prompt))
             return len(prompt) + (len(self._opening) if is_open else 0), len(through)
 
-        # This template renders messages differently if more messages follow. A mark in place of
-        # each text of the answer locates the answer.
+        # This template renders messages differently if more messages follow. So replace each text
+        # of the answer with a mark, and search the rendered text for the marks.
         marked = [*messages[:index], _with_marks(messages[index])]
         head, tail = _around_marks(self._render(form, [*marked, *messages[index + 1 :]]))
         head_alone, tail_alone = _around_marks(self._render(form, marked))
@@ -387,7 +395,8 @@ class Encoder:
         """
         start = head.rfind(self._opening) + len(self._opening)
         before = texts_of(form.messages[index - 1]) if index else []
-        # An opening before the previous message belongs to an earlier answer.
+        # If the previous message stands after the opening, the opening belongs to an earlier
+        # answer.
         is_own = not any(text.strip() in head[start:] for _, text in before)
         if self._opening and self._opening in head and is_own:
             return len(head) - start
@@ -397,8 +406,8 @@ class Encoder:
     def _end_of_turn(self, form: Chat, marked: list[Message], tail: str, tail_alone: str) -> int:
         """Return the length of the end-of-turn text at the beginning of `tail`.
 
-        The end-of-turn text stands before the header of the next message. The end of a conversation
-        may have another text.
+        The end-of-turn text stands before the header of the next message. At the end of a
+        conversation, the template may write a different text.
         """
         common = _common_length(tail, tail_alone)
         if not self._opening:
@@ -419,7 +428,7 @@ class Encoder:
         try:
             asked = self._render(question, question.messages)
             opened = self._render(question, question.messages, add_generation_prompt=True)
-        except Exception:  # a template may refuse a question alone
+        except Exception:  # a template may refuse a conversation that has only a question
             return ""
         return opened.removeprefix(asked) if opened.startswith(asked) else ""
 
@@ -445,14 +454,14 @@ def note_unread(notes: Counter[str], form: Plain | Chat, text: str) -> None:
 
 
 def describe(notes: Counter[str], number: int) -> list[str]:
-    """Return the notes on `number` examples, with the number that each note concerns."""
+    """Return the notes on `number` examples, each with the number of examples that it concerns."""
     return [f"{note} ({count:,} of {number:,} examples)" for note, count in notes.items()]
 
 
 def _refusal(error: Exception) -> str:
     """Return why a chat template renders no text for a row, as part of a sentence.
 
-    The errors of Jinja and Python speak of the template's code instead of the row.
+    The original errors, of Jinja or Python, describe the template's code and not the row.
     """
     text = str(error).strip().partition("\n")[0]
     # Classes are compared by name, so that jinja2 is not imported.
@@ -485,7 +494,10 @@ def _with_marks(message: Message) -> Message:
 
 
 def _around_marks(text: str) -> tuple[str | None, str]:
-    """Return the text before the first mark (None without marks) and after the last mark."""
+    """Return the text before the first mark and the text after the last mark.
+
+    Without marks, the first value is None.
+    """
     head, mark, _ = text.partition(MARK)
     return (head, text.rpartition(MARK)[2]) if mark else (None, "")
 
@@ -512,7 +524,7 @@ def label_of(row: dict[str, Any]) -> int | str:
     if not isinstance(row["text"], str):
         raise ValueError(f"the column text is {row['text']!r:.40}, which is not text")
     label = row["label"]
-    # A table with missing values stores whole numbers as floats.
+    # A table stores a column of whole numbers as floats if some of its values are missing.
     if isinstance(label, float) and label.is_integer():
         return int(label)
     if not isinstance(label, int | str):

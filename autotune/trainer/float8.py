@@ -1,7 +1,9 @@
-"""Frozen linear layers with weights in 8-bit floats, and 8-bit products in both passes.
+"""Frozen linear layers with weights in 8-bit floats.
 
-A weight is cast once. Inputs are cast in each forward pass and gradients in each backward pass,
-scaled by their largest value.
+Products in the forward and backward pass are in 8 bits.
+
+A weight is cast to 8 bits once. Inputs are cast in each forward pass, and gradients in each
+backward pass. A cast scales a tensor by its largest value.
 """
 
 from typing import Any
@@ -9,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-MULTIPLE = 16  # fp8 products need weights whose two dimensions are multiples of 16
-VALUE_DTYPE = torch.float8_e4m3fn  # of weights and inputs
-GRADIENT_DTYPE = torch.float8_e5m2  # gradients need a wider range
+MULTIPLE = 16  # an fp8 product needs a weight whose two dimensions are multiples of this number
+VALUE_DTYPE = torch.float8_e4m3fn  # the dtype of weights and inputs
+GRADIENT_DTYPE = torch.float8_e5m2  # the dtype of gradients, which need a wider range
 LEAST = 1e-12  # the least divisor in a cast, so that a tensor of zeros is not divided by zero
 
 
@@ -20,8 +22,8 @@ def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
 
     The model moves to `device`. Weights move one by one, so that the device never holds all weights
     in 16 bits. Weights on the meta device get memory, but no values. Call this before adapters are
-    added, so that adapters stay unchanged. Adapters cannot be merged into this base: merge them
-    into a base that is loaded anew.
+    added, so that adapters stay unchanged. Adapters cannot be merged into this 8-bit base. To merge
+    them, load the base again in 16 bits.
     """
     device = model.device if device is None else device
     head = model.get_output_embeddings()
@@ -52,7 +54,7 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
         """Replace `layer`. If its weight is on the meta device, call `store` afterwards."""
-        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a weight
+        nn.Module.__init__(self)  # not nn.Linear.__init__, which would allocate a weight
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self.dtype = layer.weight.dtype
@@ -108,7 +110,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         weight, scale = ctx.saved_tensors
-        by_column = weight.t().contiguous().t()  # still [out, in]
+        # The shape is still [out, in], but the memory is in column order.
+        by_column = weight.t().contiguous().t()
         return _multiply(gradients, GRADIENT_DTYPE, by_column, scale, fast=False), None, None
 
 
@@ -118,7 +121,8 @@ def _multiply(
     """Cast rows [..., k] to an 8-bit dtype, and multiply them by an 8-bit factor [k, n].
 
     `scale` is the scale of the 8-bit factor. `fast` accumulates in fewer bits, as is usual in
-    forward passes. With `fast`, gradients would lose too much precision.
+    forward passes. Gradients are multiplied without `fast`, because they would lose too much
+    precision.
     """
     values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
     # The first factor must be stored row by row, the second column by column.
@@ -134,7 +138,7 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     The tensor's largest absolute value becomes the largest value of the dtype. On an H200, one
     scale for each tensor was 5 % faster than one scale for each row.
     """
-    least, most = values.aminmax()  # abs() would allocate a tensor
+    least, most = values.aminmax()  # abs() would allocate another tensor
     largest = torch.maximum(-least, most).float().clamp(min=LEAST)
     limit = torch.finfo(dtype).max
     # A GPU rounds a scalar factor to the dtype of the values before it multiplies them.

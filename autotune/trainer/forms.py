@@ -28,7 +28,7 @@ COLUMNS = (
     "history",
     "text",
 )
-CHATS = ("messages", "conversations")  # columns of conversations
+CHATS = ("messages", "conversations")  # columns that hold a conversation
 BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that may stand beside messages
 OF_PROMPT = ("instruction", "input", "history")  # the columns of Alpaca's prompt
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
@@ -44,7 +44,7 @@ ROLES = {
     **dict.fromkeys(("function", "ipython"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content is a tool call
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a thought in a message
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold a thought
 FLAGS = ("loss", "train", "training", "weight")  # keys that exclude a message from the training
 FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # matches the names of flags of other tools
 # Keys that a tool call without arguments may have.
@@ -59,7 +59,8 @@ ALPACA = (
 ALPACA_GIVEN = ", paired with an input that provides further context"
 
 Message = dict[str, Any]
-Change = Callable[[str, str], str]  # (kind of a text, text) -> new text
+# A function of a text's kind and the text, which returns the new text.
+Change = Callable[[str, str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,8 @@ class Plain:
 class Chat:
     """Messages for the tokenizer's chat template.
 
-    The messages from the index `completion` on answer the earlier messages. `unread` has the row's
-    other columns.
+    `completion` is the index of the first message of the answer; earlier messages are the prompt.
+    `unread` has the row's other columns.
     """
 
     messages: list[Message]
@@ -134,7 +135,7 @@ def _parse_columns(
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return `value` without keys whose value is null, which tables add to rows."""
+    """Return `value` without the keys whose value is null. Tables add such keys to rows."""
     if isinstance(value, dict):
         return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
@@ -144,7 +145,10 @@ NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 
 
 def _check(kind: type, value: Any, name: str) -> Any:
-    """Return the value. Raises ValueError with `name` if the value has not the type `kind`."""
+    """Return the value.
+
+    If its type is not `kind`, raise ValueError with a message that has `name`.
+    """
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")
     return value
@@ -191,7 +195,7 @@ def _parse_message(given: Any, number: int) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     message["role"] = ROLES[known] or known if known in ROLES else role
-    if "function_call" in message:  # an older key for a single tool call
+    if "function_call" in message:  # an older form of `tool_calls`, with a single call
         message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
     _check_flags(message, name)
 
@@ -243,7 +247,7 @@ def serialize_arguments(message: Message) -> Message:
 
 
 def _check_flags(message: Message, name: str) -> None:
-    """Raise ValueError for a flag that the training cannot follow."""
+    """Raise ValueError for a flag in a message that the training cannot follow."""
     for key in FLAGS:
         value = message.get(key)
         if value is None:
@@ -273,7 +277,7 @@ def is_untrained(message: Message) -> bool:
 
 
 def _with_system(columns: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages with the column `system` as the first message."""
+    """Return the messages, preceded by the text of the column `system` if there is any."""
     system = columns.get("system")
     if not system:
         return messages
@@ -396,7 +400,7 @@ def texts_of(message: Message) -> list[tuple[str, str]]:
 
 
 def has_empty_answer(form: Plain | Chat) -> bool:
-    """Return whether an answer that is trained on has no text, no thought and no call."""
+    """Return whether any answer to train on is empty: without text, thought and tool call."""
     if isinstance(form, Plain):
         return not form.completion.strip()
     answers = (one for one in form.messages if one["role"] == "assistant")
@@ -409,12 +413,12 @@ def is_text(part: Any) -> bool:
 
 
 def is_image(part: Any) -> bool:
-    """Return whether this part of a message stands for an image."""
+    """Return whether this part of a message is a place for an image."""
     return isinstance(part, dict) and part.get("type") == "image"
 
 
 def join_parts(message: Message, number: int) -> Message:
-    """Return a message whose text is one string, as the chat templates of text models take it.
+    """Return a message whose content is one string, as chat templates of text models need it.
 
     Raises ValueError for a part that is not text.
     """
@@ -437,7 +441,7 @@ def join_parts(message: Message, number: int) -> Message:
 def adapt(messages: Iterable[Message], template: str) -> list[Message]:
     """Return messages with the roles and keys that a chat template reads.
 
-    Without a template (""), names stay as they are. Raises ValueError for an unknown role.
+    Without a template (""), roles and keys stay as they are. Raises ValueError for an unknown role.
     """
     return [_adapt(message, number, template) for number, message in enumerate(messages, 1)]
 
@@ -511,8 +515,8 @@ def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list
     """Parse a row, and return it with its images in the order of the image parts.
 
     The columns `images` and `image` name the images; without these columns, the parts of messages
-    name them. Raises BadDataset with the row's location if the numbers of images and image parts
-    differ.
+    name the images. Raises BadDataset with the row's location if the numbers of images and image
+    parts differ.
     """
     listed = row.get("images") or row.get("image") or []
     named = list(listed) if isinstance(listed, list | tuple) else [listed]

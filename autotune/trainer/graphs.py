@@ -1,8 +1,8 @@
 """Runs the forward and backward pass of a micro batch as a CUDA graph.
 
-Each shape of micro batch has its graph, which is captured once and then replayed. A replay costs
-the host one call instead of thousands of kernel launches. Without a graph, a step with a small
-micro batch or a small model is CPU-bound.
+Each shape of micro batch has a separate graph, which is captured once and then replayed. A replay
+costs the host one call instead of thousands of kernel launches. Without a graph, a step with a
+small micro batch or a small model is CPU-bound.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-MOST_SHAPES = 4  # the most graphs: one for each length that rows are padded to
+MOST_SHAPES = 4  # the most graphs; each length that rows are padded to needs one graph
 Batch = dict[str, torch.Tensor]
 
 
@@ -38,9 +38,9 @@ class MicroBatchGraphs:
         self._pool: Any = None
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """Add up the gradients of a micro batch and return its loss.
+        """Add a micro batch's gradients to the parameters' gradients, and return its loss.
 
-        Raises ValueError for a fifth shape.
+        Raises ValueError if the micro batches have more than MOST_SHAPES shapes.
         """
         self._offer_buffers()
         shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.items()))
@@ -63,7 +63,7 @@ class MicroBatchGraphs:
         for name, tensor in batch.items():
             inputs[name].copy_(tensor, non_blocking=True)
         graph.replay()
-        return loss.clone()  # other graphs use the same memory
+        return loss.clone()  # a copy, because other graphs overwrite this memory
 
     def _offer_buffers(self) -> None:
         absent = [
@@ -75,10 +75,11 @@ class MicroBatchGraphs:
             parameter.grad = buffer
 
     def _capture(self, batch: Batch) -> tuple[Any, Batch, torch.Tensor]:
-        """Return a graph, its inputs, and its loss. A capture runs no kernel."""
+        """Capture a graph; return it with its input and loss tensors. A capture runs no kernel."""
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile, for example to pin the memory of batches.
+        # "thread_local" lets other threads allocate memory during the capture, for example to pin
+        # batches.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self._step(inputs)
         self._pool = graph.pool()

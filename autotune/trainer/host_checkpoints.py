@@ -1,4 +1,4 @@
-"""Keeps the inputs of recomputed layers in the host's memory, and copies them while layers compute.
+"""Keeps the inputs of recomputed layers in host memory, and copies them while other layers compute.
 
 A layer's input leaves the device while the next layer computes, and returns before the layer is
 recomputed. Both copies run on a separate stream, from and to pinned memory that later steps reuse.
@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# torch's allocator of pinned memory rounds up to powers of two. Blocks of this size waste no
-# memory, but one allocation for an input could waste up to half.
+# torch's allocator of pinned memory rounds up to powers of two. So inputs are stored in blocks of
+# this number of bytes, which waste no memory. One allocation for a whole input could waste up to
+# half of its memory.
 BLOCK_BYTES = 64 * 2**20
-# Inputs of up to this size return to the device one layer early, so that the device holds two
-# inputs. Larger inputs return when they are needed. For an 8B model with 32,000 tokens on an H100,
-# copying an input takes only a fortieth of its layer's time, and less for longer rows.
+# Inputs of up to this number of bytes are copied back one layer before they are needed, so the
+# device holds two inputs. Larger inputs are copied back when they are needed. For an 8B model with
+# 32,000 tokens on an H100, copying an input takes only a fortieth of its layer's time, and less for
+# longer rows.
 PREFETCHED_BYTES = 2**28
 
 
@@ -25,20 +27,21 @@ class HostCheckpoints:
     """Stores the tensors of all layers for the backward pass, which reads them in reverse order."""
 
     def __init__(self) -> None:
-        self.held_bytes = 0  # pinned memory, used or free
-        self._free_blocks: dict[int, list[torch.Tensor]] = {}  # by size
+        self.held_bytes = 0  # bytes of pinned memory in all blocks, used or free
+        # The key is the size of a block in bytes.
+        self._free_blocks: dict[int, list[torch.Tensor]] = {}
         self._stored: list[weakref.ref[_HostTensor]] = []
         self._stream: Any = None
         self._last: _HostTensor | None = None  # the last stored tensor, whose copy may still run
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Move each tensor that is saved for the backward pass to the host."""
+        """In this block, move each tensor that autograd saves for the backward pass to the host."""
         with saved_tensors_hooks(self._store, self._restore):
             yield
 
     def _store(self, tensor: torch.Tensor) -> "_HostTensor | torch.Tensor":
-        # torch before 2.13 saves an empty tensor beside the inputs.
+        # Versions of torch before 2.13 also save an empty tensor, which stays on the device.
         if not tensor.nbytes:
             return tensor.detach()
 
@@ -102,7 +105,7 @@ class HostCheckpoints:
         if stream is None:
             stored.copy_in(stored.device_tensor)
             return
-        # The current stream may still use this memory.
+        # Wait, because the current stream may still use the memory of the new tensor.
         stream.wait_stream(torch.cuda.current_stream(stored.device))
         with torch.cuda.stream(stream):
             stored.copy_in(stored.device_tensor)
@@ -152,7 +155,7 @@ class _HostTensor:
         self.num_bytes = tensor.nbytes
         self.blocks: list[torch.Tensor] | None = blocks
         self.device_tensor: torch.Tensor | None = None
-        self.copy_event: Any = None  # of the last copy
+        self.copy_event: Any = None  # marks the end of the last copy
         self._recycle = weakref.finalize(self, recycle, blocks)
 
     def copy_out(self, tensor: torch.Tensor) -> None:
@@ -173,6 +176,6 @@ class _HostTensor:
         yield from zip(data.split(self.blocks[0].numel()), self.blocks, strict=True)
 
     def release(self) -> None:
-        """Release the blocks."""
+        """Let other tensors use the blocks."""
         self.blocks = None
         self._recycle()

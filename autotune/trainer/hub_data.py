@@ -7,9 +7,9 @@ import functools
 import re
 from pathlib import Path
 
-# A name and a configuration of a dataset, for example org/name or org/name:config
+# Matches a dataset's name with an optional configuration: org/name or org/name:config
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
-# The name of an exception, in the library's messages.
+# Matches the name of an exception in the library's messages, which is removed.
 CLASS_NAME = re.compile(r" \(\w+(Error|Exception|IsEnabled)\)")
 SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 
@@ -21,8 +21,8 @@ class CannotLoad(Exception):
 def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
     """Return whether `path` is the name of a dataset on the Hub, and no local path.
 
-    If a name ends with one of the `suffixes`, it is a local file that is missing, and the result is
-    False.
+    The result is False if the name ends with one of the `suffixes`: then it means a local file,
+    which is missing.
     """
     is_name = HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in suffixes
     return bool(is_name) and not path.exists()
@@ -30,9 +30,9 @@ def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
 
 @functools.cache
 def load_files(dataset: str, split: str) -> tuple[Path, ...]:
-    """Return the Arrow files of a split, downloaded unless they are in the cache.
+    """Return the Arrow files of a split, and download them if the cache does not have them.
 
-    Raises CannotLoad, or ImportError without the library.
+    Raises CannotLoad, or ImportError if the library `datasets` is not installed.
     """
     # A part of a split such as train[:10%] is refused, because the files hold whole splits.
     if not SPLIT_NAME.fullmatch(split):

@@ -22,7 +22,7 @@ from .picture_files import BadPicture, read_picture
 from .reading import BadDataset, read_rows
 
 ImageExample = tuple[torch.Tensor, Tensors]  # an example (see `rows`), and the values of its images
-RANDOM_ROWS = 16  # number of different random rows; a longer run repeats them
+RANDOM_ROWS = 16  # the number of different random rows; a run with more rows repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
 # Parts of the names of tokens that mark images
 TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")
@@ -35,7 +35,7 @@ def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
         for length, pictures in zip(settings.lengths, settings.images, strict=True)
     ]
 
-    # The sample always includes the longest example.
+    # The rows are a random sample of the measured rows. The sample always includes the longest row.
     measured.sort(key=lambda one: -one[0])
     num_others = min(RANDOM_ROWS, len(measured)) - 1
     others = random.Random(0).sample(measured[1:], num_others)  # noqa: S311
@@ -57,7 +57,7 @@ def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
 def collate_image_examples(
     batch: list[ImageExample], config: Any, padded_lengths: Sequence[int], *, masked: bool
 ) -> Tensors:
-    """Return a micro batch of these examples. `config` is the model's."""
+    """Return a micro batch of these examples. `config` is the model's config."""
     text = rows.collate(
         [[example] for example, _ in batch], padded_lengths, packing=False, masked=masked
     )
@@ -65,7 +65,7 @@ def collate_image_examples(
 
 
 class ImageRows(Sequence[ImageExample]):
-    """The examples of a dataset. The processor converts a row each time the row is read."""
+    """A dataset's examples with images. The processor converts a row each time the row is read."""
 
     def __init__(
         self, dataset: Path, processor: Any, *, split: str | None, loss_on: str | None, seq_len: int
@@ -120,7 +120,8 @@ class ImageRows(Sequence[ImageExample]):
                 )
             try:
                 ids, more = self._process(piece, pictures[:number])
-            except ValueError as error:  # raised for example for an image of 1 x 1,000 pixels
+            # The processor refuses, for example, an image of 1 x 1,000 pixels.
+            except ValueError as error:
                 raise BadDataset(f"{where}: the processor refuses it: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)
@@ -149,8 +150,8 @@ class ImageRows(Sequence[ImageExample]):
         positions = found.nonzero().flatten().tolist()
         gaps = [pair for pair in pairwise(positions) if pair[1] - pair[0] > 1]
         for before, after in gaps:
-            # In some vocabularies, the tags between tiles are ordinary text. A line break ends a
-            # row of tiles.
+            # In some vocabularies, the tags between the tiles of an image are ordinary tokens, and
+            # a line break ends a row of tiles.
             is_break = not self._processor.tokenizer.decode(ids[before + 1 : after]).strip()
             if is_break or ids[after] == self._processor.image_token_id:
                 found[before + 1 : after] = True
@@ -165,8 +166,8 @@ class ImageRows(Sequence[ImageExample]):
         made = self._processor(
             text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
         )
-        # With a pixel_attention_mask, the values have one more dimension: the rows of a micro
-        # batch.
+        # If the processor makes a pixel_attention_mask, its values have an additional first
+        # dimension for the rows of a batch.
         in_rows = "pixel_attention_mask" in made
         values = {name: made[name][0] if in_rows else made[name] for name in VALUES if name in made}
         return made["input_ids"][0], values

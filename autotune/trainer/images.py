@@ -1,8 +1,8 @@
 """Puts image tokens into rows, and makes the image tensors of a micro batch.
 
-A picture describes an image in a row: the number of its placeholders (`tokens`), the number of
-tokens around them (`beside`), the shape of its values (`pixels`), and for some models the `grid` of
-its patches.
+In this module, a picture is the description of an image in a row: the number of its placeholders
+(`tokens`), the number of tokens around them (`beside`), the shape of its values (`pixels`), and for
+some models the `grid` of its patches.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from . import rows
 
 Tensors = dict[str, torch.Tensor]
 
-# The argument that marks the image tokens of a row, by model type. Other models need no marks of
-# image tokens.
+# The argument that marks the image tokens of a row, by model type. Models of other types take no
+# such argument.
 TOKEN_TYPES = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 
 
@@ -34,8 +34,8 @@ def random_example(
 ) -> torch.Tensor:
     """Return an example of `length` random tokens that begins with pictures.
 
-    The tokens of pictures are not trained on. `config` is the model's. Raises ValueError if the
-    pictures leave no token to train on.
+    The tokens of pictures are not trained on. `config` is the model's config. Raises ValueError if
+    the pictures leave no token to train on.
     """
     taken = count_tokens(pictures)
     if taken + 2 > length:
@@ -45,7 +45,8 @@ def random_example(
     image = config.image_token_id
     words = torch.randint(0, vocab_size, (length,), generator=generator)
     for placeholder in (image, getattr(config, "video_token_id", image)):
-        words[words == placeholder] = 0  # a placeholder without an image would be an error
+        # The model raises an error for a placeholder without an image.
+        words[words == placeholder] = 0
 
     begin = 0
     for picture in pictures:
@@ -73,7 +74,7 @@ def random_values(
 
 
 def add_token_types(text: Tensors, config: Any) -> Tensors:
-    """Return a batch (rows x length), with a tensor that marks image tokens, if needed."""
+    """Return the batch, with a tensor that marks image tokens if the model needs one."""
     name = TOKEN_TYPES.get(config.model_type)
     return (
         text if name is None else text | {name: (text["input_ids"] == config.image_token_id).long()}

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-# Linear layers with the same input, in the order of their calls, by the part of a decoder layer
-# that holds them
+# Each entry has a part of a decoder layer, and the part's linear layers with the same input, in the
+# order of their calls
 GROUPS = (
     ("self_attn", ("q_proj", "k_proj", "v_proj")),
     ("self_attn", ("qkv_proj",)),
@@ -33,11 +33,13 @@ GROUPS = (
     ("mlp", ("gate_up_proj",)),
     ("mlp", ("down_proj",)),
 )
-MULTIPLE = 64  # the number of added columns is a multiple of 64, for kernels that need aligned rows
+# The number of columns that are added to a matrix is a multiple of this, because fast kernels need
+# aligned rows.
+MULTIPLE = 64
 # If the ranks of a group's adapters add up to at most this number, one product for the whole group
 # takes no longer than one product for each member.
 ONE_PRODUCT = 64
-ADAPTER = "default"  # PEFT's name of a single adapter
+ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -77,7 +79,7 @@ class JoinedLayers:
         self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._forget()))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the wide matrices, and the copies of A and sB."""
+        """Return each group's wide matrix, and its separate copies of A and sB."""
         return [tensor for group in self._groups for tensor in (group.wide, group.a, group.b)]
 
     def extra_bytes(self) -> int:
@@ -89,7 +91,7 @@ class JoinedLayers:
         )
 
     def undo(self) -> None:
-        """Restore separate base weights, layer by layer, and the computation of PEFT's modules."""
+        """Restore the separate base weights, and let PEFT's modules compute as before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -123,7 +125,7 @@ class _Group:
     """
 
     def __init__(self, part: nn.Module, members: list[Any], others: list[Any]) -> None:
-        """Move the weights into the wide matrix. Only this group's weights exist twice meanwhile.
+        """Copy the weights into the wide matrix. Only one group's weights exist twice at a time.
 
         `part` is the module that calls all members. `part` also calls `others`, linear layers with
         the same input and without adapters.
@@ -240,7 +242,8 @@ class _GroupInput:
     """Replaces a group's input tensor, and holds that tensor and the outputs of the members."""
 
     def __init__(self, inputs: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        self.shape = inputs.shape  # the only attribute that attention and MLP read
+        # The only attribute that attention and MLPs read from their input.
+        self.shape = inputs.shape
         self.inputs = inputs
         self.outputs = outputs
 
@@ -252,7 +255,7 @@ class _GroupInput:
 @functools.cache
 def _part_class(kind: Any) -> Any:
     class Part(kind):
-        """Attention or an MLP that passes its input only to the members of `joined`."""
+        """Attention or an MLP that computes the group `joined` before its own forward pass."""
 
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             group_input = _GroupInput(hidden_states, _compute(self.joined, hidden_states))
@@ -407,8 +410,8 @@ def _gradients(
     of_a = torch.empty_like(a)
     of_b = b.new_empty(fan_out, rank // len(sizes))
     at_once = rank <= ONE_PRODUCT and len(sizes) > 1
-    # `blocks` is allocated here, because only the side stream could reuse memory that was allocated
-    # on it.
+    # `blocks` is allocated on the main stream. If it were allocated on the side stream, only that
+    # stream could reuse its memory.
     blocks = torch.empty_like(b) if at_once else of_b
 
     def run_narrow() -> None:
@@ -463,7 +466,7 @@ def _run_beside(device: torch.device, run_narrow: Callable[[], None]) -> Iterato
         with torch.cuda.stream(side):
             run_narrow()
         yield
-    finally:  # after a failure, the side stream must not write to freed memory
+    finally:  # also after a failure, because the side stream must not write to freed memory
         main.wait_stream(side)
 
 

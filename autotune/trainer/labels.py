@@ -1,4 +1,4 @@
-"""Makes token examples, batches and the loss of a text classifier.
+"""Makes the token examples, batches and loss to train a text classifier.
 
 An example has the tokens of its text, which are not trained on, followed by the number of its
 label.
@@ -19,7 +19,7 @@ from .rows import Row, collate, num_tokens
 class LabelEncoder:
     """Makes examples of at most `longest` tokens, with a tokenizer of transformers.
 
-    The class has the interface of `examples.Encoder`.
+    This class has the methods of `examples.Encoder`, so that it can replace one.
     """
 
     def __init__(self, tokenizer: Any, names: Sequence[Any], longest: int) -> None:
@@ -33,7 +33,7 @@ class LabelEncoder:
         return []
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
-        """Yield the example of each row."""
+        """Yield one example for each row: the text's tokens and the number of its label."""
         remaining = iter(rows)
         while batch := list(islice(remaining, BATCH)):
             texts = self._tokenizer([row["text"] for _, row in batch])["input_ids"]
@@ -47,7 +47,8 @@ def collate_labels(
 ) -> dict[str, torch.Tensor]:
     """Return a batch as `rows.collate` does, with a label for each row.
 
-    `padding` is the padding token. The head reads the last token before the padding.
+    `padding` is the padding token. The classification head reads the last token of a row that is
+    not padding.
     """
     texts = [[row[0][:-1]] for row in rows]
     batch = collate(texts, padded_lengths, False, masked=masked)

@@ -47,7 +47,8 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         # clip them.
         "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,
         "logging_steps": 10,
-        # The filter would hide a loss that is NaN, and wait for the device at every micro batch.
+        # The Trainer's filter would hide a loss that is NaN, and would wait for the device in every
+        # micro batch.
         "logging_nan_inf_filter": False,
         "report_to": [],
         "dataloader_drop_last": True,
@@ -70,7 +71,8 @@ def sharing_arguments(
     if settings.sharding == "none":
         return {}
 
-    # By default, the Trainer searches a model with adapters for unused parameters at every step.
+    # The Trainer's default for a model with adapters is to search for unused parameters in every
+    # step.
     if settings.sharding == "ddp":
         return {"ddp_find_unused_parameters": False}
 
@@ -93,7 +95,9 @@ def sharing_arguments(
 
 
 def _copies(settings: Any) -> dict[str, Any]:
-    """Return the argument that splits the ranks into groups, each with all shards.
+    """Return the argument that splits the ranks into groups.
+
+    Each group holds all shards of the model.
 
     A single group needs no argument.
     """
@@ -108,8 +112,8 @@ def shard_outline(trainer: Trainer, device: torch.device) -> None:
     """Shard a model that no device can hold whole, and give each shard of a matrix its memory.
 
     accelerate would shard the model when the training begins, but it identifies weights by their
-    addresses, and weights without memory have no address. accelerate leaves a sharded model
-    unchanged.
+    addresses, and weights without memory have no address. accelerate later leaves this model
+    unchanged, because it is already sharded.
     """
     trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     materialize(trainer.model, device)
@@ -118,9 +122,10 @@ def shard_outline(trainer: Trainer, device: torch.device) -> None:
 class _ReleaseFirstBuckets(TrainerCallback):
     """Waits after the first step under DDP until NCCL has released the buckets of gradients.
 
-    DDP makes new buckets in the second step. NCCL holds reduced buckets for up to a tenth of a
-    second longer. If steps are short, the old and the new buckets would therefore both stay in
-    memory, which costs a second copy of all gradients. The second copy was observed on two H100s.
+    DDP makes new buckets in the second step. NCCL holds the old buckets for up to a tenth of a
+    second after they were reduced. In short steps, the old and the new buckets would therefore
+    exist at the same time, which costs a second copy of all gradients. The second copy was observed
+    on two H100s.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -136,7 +141,7 @@ class _ReleaseFirstBuckets(TrainerCallback):
 
 
 class _BalancedSampler(Sampler[int]):
-    """Draws the same rows for each step as accelerate, and orders them by `order`.
+    """Draws the same rows for each step as accelerate's sampler, and arranges them with `order`.
 
     `order` gets the lengths of a step's rows, and returns the rows' indices in the new order. An
     incomplete step at the end of a pass keeps its random order.
@@ -205,7 +210,10 @@ class LeanTrainer(Trainer):
         visit_modules_on_change(self.model)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Return the Trainer's optimizer, which steps in the backward pass on request."""
+        """Return the Trainer's optimizer.
+
+        With `optimizer_in_backward`, it steps in the backward pass.
+        """
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         if self.optimizer_in_backward and not self.step_hooks:
             if self.args.gradient_accumulation_steps > 1:
@@ -246,7 +254,7 @@ class LeanTrainer(Trainer):
         return self.graphs.run(self._prepare_inputs(inputs) | items)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a sampler by length on request, otherwise the Trainer's own choice."""
+        """Return a sampler that groups rows by length if `row_lengths` is given."""
         if self.row_lengths is None:
             return super()._get_train_sampler(*args, **kwargs)
         size = self.args.train_batch_size
@@ -266,7 +274,7 @@ class LeanTrainer(Trainer):
         return loader
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate without compiled layers: compiling them takes longer than most evaluations."""
+        """Evaluate without compilation, because compiling takes longer than most evaluations."""
         compiled = {module: module._compiled_call_impl for module in self.model.modules()}
         run_layers_eagerly(list(compiled))
         metrics = super().evaluate(*args, **kwargs)
@@ -288,7 +296,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """
 
     def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:
-        own.state = optimizer.state  # loading a checkpoint replaces the state
+        # Set in each step, because loading a checkpoint replaces the state.
+        own.state = optimizer.state
         own.param_groups[0]["lr"] = optimizer.param_groups[group]["lr"]
         own.step()
         parameter.grad = None
@@ -325,7 +334,8 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
     """Compile each decoder layer separately when it first runs, for the shapes of its inputs.
 
     With a budget below 1, a layer keeps at most this fraction of its activations for the backward
-    pass. The partitioner of torch recomputes the tensors with the fewest operations for their size.
+    pass. torch's partitioner chooses the tensors to recompute: large tensors that take few
+    operations.
     """
     # The graphs of our own functions (joined adapters, products in 8 bits) include all that they
     # compute, so their code may be cached on disk. This setting is part of the cache's key, and is

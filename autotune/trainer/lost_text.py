@@ -15,25 +15,27 @@ from .forms import MESSAGE_KEYS, Chat, Message, Plain, map_texts, texts_of
 # Matches a text of several words, or in a script without spaces. A name or an identifier does not
 # match.
 WORDS = re.compile(r"\S\s+\S|[^\x00-\x7f]")
-# Names of columns and keys whose text counts even if it is a single word
+# Matches names of columns and keys whose value counts as text even if it is a single word
 TEXT_NAME = re.compile(
     "(system|prompt|context|question|instruct|thought|think|reason|tool|function)"
 )
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns with files
+# Columns that hold files, not text.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Some templates use these tags to separate a thought from the rest of the content.
 TAGS = re.compile(r"</?think(?:ing)?>|<\|channel>|<channel\|>")
 END_TAG = re.compile(r"</think|<channel\|>")
 Render = Callable[[Chat], str]
-# The index of a message and the kind of its lost text: a kind of `map_texts`, or `tools`
+# For each lost text, the index of its message and its kind: a kind of `map_texts`, or `tools`
 Lost = list[tuple[int, str]]
 
 
 class LostText:
-    """Compares conversations with their rendered text.
+    """Finds the texts of conversations that are missing in the rendered text.
 
     Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
-    mark in place of each text. A missing mark shows a lost text of any length. Each conversation's
-    own texts are searched too, because a template can depend on them.
+    mark in place of each text. A missing mark shows that the template leaves out the text, however
+    short the text is. Each conversation's own texts are searched too, because a template can depend
+    on them.
     """
 
     def __init__(self) -> None:
@@ -134,7 +136,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _appears(part: str, text: str) -> bool:
-    """Return whether a text is in the rendered text, as it is or as JSON writes it."""
+    """Return whether the rendered text contains `part`, unchanged or with JSON's escapes."""
     return (
         part in text
         or json.dumps(part, ensure_ascii=False)[1:-1] in text

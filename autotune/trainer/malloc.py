@@ -6,18 +6,19 @@ import ctypes
 # keeps blocks below 32 MiB at most. The logits of a small model are larger than 32 MiB, and
 # clearing their pages took 30 % of a step.
 KEPT_BYTES = 2**30
-# glibc's own constants
+# Numbers of glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 LARGEST = 2**31 - 1
-LARGEST_THRESHOLD = 2**25  # older releases of glibc refuse a larger value
+# The largest M_MMAP_THRESHOLD in bytes that older releases of glibc accept.
+LARGEST_THRESHOLD = 2**25
 
 
 def set_release_threshold(threshold: int) -> None:
     """Let malloc keep freed blocks below `threshold` bytes, and up to twice that at the heap's end.
 
-    Larger blocks and a larger free end of the heap return to the kernel. A C library other than
-    glibc stays unchanged.
+    Larger blocks and a larger free end of the heap return to the kernel. With a C library other
+    than glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -87,7 +87,7 @@ def load(
         source,
         dtype=base_dtype(settings),
         attn_implementation=_attention(settings, config),
-        # Without a device map, weights stay in their files until they are cast.
+        # For fp8, there is no device map, so that weights stay in their files until they are cast.
         device_map=None if in_fp8 else {"": device},
         use_safetensors=True,
         trust_remote_code=False,
@@ -117,8 +117,8 @@ def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) 
 def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
     """Load the base into host memory in the first rank, and without values in other ranks.
 
-    accelerate sends the other ranks their shards (see `sharing_arguments`). Without the two
-    environment variables, transformers would load the model in all ranks.
+    accelerate sends the other ranks their shards (see `sharing_arguments`). transformers reads the
+    two environment variables; without them, it would load the model in all ranks.
     """
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     return load(source, settings, torch.device("cpu"))
@@ -209,21 +209,22 @@ def base_dtype(settings: ModelSettings) -> torch.dtype:
 def _set_labels(config: Any, num_labels: int) -> None:
     config.num_labels = num_labels
     if config.pad_token_id is None:
-        config.pad_token_id = 0  # the head reads the last token of a row before padding
+        # The classification head needs this to find the last token before the padding.
+        config.pad_token_id = 0
 
 
 def _model_class(settings: ModelSettings, config: Any) -> Any:
     if settings.num_labels is not None:
         return AutoModelForSequenceClassification
-    # Several image models also have a class for text alone, which is preferred.
+    # Some image models also have a class for text only. It is preferred.
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
-    """Return the attention implementation, or one for each part of the config if a tower lacks it.
+    """Return the attention implementation, or a dict with one for each part of the config.
 
-    The tower then computes its attention eagerly.
+    The result is a dict if a tower does not support SDPA: the tower then uses eager attention.
     """
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
     kinds = {name: MODEL_MAPPING.get(type(part), None) for name, part in parts.items()}
@@ -244,7 +245,7 @@ def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
     model: PreTrainedModel = _model_class(settings, config).from_config(
         config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
-    # `no_init_weights` skips this step. A head that is not tied would be a second weight.
+    # `no_init_weights` skips this call. Without it, a tied head would be a second weight.
     model.tie_weights()
     return model
 
@@ -264,7 +265,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
 
 
 def _mark_text(model: PreTrainedModel) -> None:
-    """Mark all tokens as text for a model that requires the type of each token in training."""
+    """If the model requires the type of each token in training, mark all tokens as text."""
     names = ("token_type_ids", "mm_token_type_ids")
     required = [name for name in names if name in inspect.signature(model.forward).parameters]
     if not _towers(model) or not required:
@@ -282,7 +283,7 @@ def _mark_text(model: PreTrainedModel) -> None:
 def trainable_model(
     base: PreTrainedModel, settings: ModelSettings, device: torch.device
 ) -> nn.Module:
-    """Return the base with the new adapters of `settings`, or the base itself without adapters.
+    """Return the base with new adapters. If `settings` has no adapters, return the base itself.
 
     Raises ValueError if a module in `modules_to_save` does not exist, because peft would ignore the
     name.
@@ -295,8 +296,8 @@ def trainable_model(
             tower.requires_grad_(False)
         return base
 
-    # PEFT imports bitsandbytes, which imports torch's compiler. A base without adapters needs
-    # neither bitsandbytes nor the compiler.
+    # PEFT is imported here, because it imports bitsandbytes and so torch's compiler. A base without
+    # adapters needs neither of them.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
@@ -330,7 +331,8 @@ def trainable_model(
 def _exclude_from_ddp(model: nn.Module) -> None:
     """Stop DDP from sending 8-bit weights.
 
-    All ranks have the same weights as the first rank, and gloo does not support 8-bit floats.
+    DDP need not send them, because all ranks have the same weights. gloo could not send 8-bit
+    floats.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
     weights = [f"{name}.{one}" for name in layers for one in ("weight_fp8", "scale")]
@@ -381,7 +383,7 @@ def language_model(base: PreTrainedModel) -> nn.Module:
 
 
 def _towers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the largest modules outside the language model and the head, by their paths.
+    """Return the modules outside the language model and the head by path, but not their submodules.
 
     Such modules are towers for images and sound, and the projectors of their features.
     """
@@ -407,8 +409,9 @@ def _towers(model: nn.Module) -> dict[str, nn.Module]:
 def _unhook_towers(base: nn.Module) -> None:
     """Stop the inputs of vision towers from requiring gradients.
 
-    With recomputation, transformers and PEFT each make the patch embeddings require gradients, so
-    that a frozen tower would be differentiated. Non-reentrant recomputation needs no such gradient.
+    If layers are recomputed, transformers and PEFT each make the patch embeddings require
+    gradients. A frozen tower would then have a backward pass. Non-reentrant recomputation does not
+    need these gradients.
     """
     for tower in _towers(base).values():
         for module in tower.modules():
@@ -471,7 +474,7 @@ def _fill(model: nn.Module) -> None:
     The weights of norms stay one.
     """
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm):  # its initialisation was skipped
+        if isinstance(module, nn.LayerNorm):  # `no_init_weights` skipped its initialisation
             module.reset_parameters()
 
     with torch.no_grad():
@@ -489,7 +492,7 @@ def _fill(model: nn.Module) -> None:
 
 @contextmanager
 def _matrices_on_meta() -> Iterator[None]:
-    """Drop the memory of each matrix when it is registered.
+    """In this block, move each matrix to the meta device when a module registers it.
 
     Vectors and buffers keep their initial values.
     """
@@ -509,7 +512,7 @@ def _matrices_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _linear_layers_on_meta() -> Iterator[None]:
-    """Create linear layers without memory.
+    """In this block, create linear layers on the meta device, without memory.
 
     The unquantised model may be too large for the device.
     """
@@ -550,7 +553,7 @@ def _quantize(
 
 
 def _cached_linear(device: torch.device) -> QuantizedLinear:
-    """Return a function that quantises one layer of each shape, and copies it for the others.
+    """Return a function that quantises the first layer of each shape, and copies it afterwards.
 
     On a 7B model, the copies take 0.5 s instead of 41 s.
     """
@@ -566,7 +569,7 @@ def _cached_linear(device: torch.device) -> QuantizedLinear:
 
 
 def _copy(layer: nn.Module) -> nn.Module:
-    """Return another layer with the same values.
+    """Return a copy of a quantised layer.
 
     The new layer and its weight share one quantisation state.
     """

@@ -23,7 +23,7 @@ from .token_cache import tokenizer_facts
 # facts include them
 FREE = {"about", "versions", "method", "model", "has_published_weights", "report_to", "run_name"}
 FREE |= {"save_steps", "save_total_limit", "checkpoints_gib", "loader_workers", "allocator"}
-ROWS = ("examples", "lengths", "images")  # settings of random rows
+ROWS = ("examples", "lengths", "images")  # settings that describe random rows
 SHOWN = 8  # the number of digits of a digest that a message shows
 
 
@@ -31,7 +31,7 @@ class Origin(TrainerCallback, ExportableState):
     """Makes the Trainer store the facts in the trainer_state.json of each checkpoint."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        """`facts` are from `describe`."""
+        """`facts` is the result of `describe`."""
         self._facts = facts
 
     def state(self) -> dict[str, Any]:

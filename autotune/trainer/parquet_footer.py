@@ -1,6 +1,7 @@
 """Reads the sizes in a Parquet file's footer, which is written in Thrift's compact protocol.
 
-pyarrow ends the process if it is asked for the columns of a damaged footer (pyarrow 26).
+This module reads the footer before pyarrow does, because pyarrow 26 crashes the process on some
+damaged footers.
 """
 
 import os
@@ -8,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"PAR1"
-VALUE_BYTES = 8  # memory of a number or of a missing value
-ROW_BYTES = 64  # the least size of a row in memory
+VALUE_BYTES = 8  # bytes of memory that a number or a missing value takes
+ROW_BYTES = 64  # the fewest bytes of memory that a row takes
 # The ids of the fields in the format's definition, parquet.thrift
-ROW_GROUPS = 4  # of the file
-COLUMNS, NUM_ROWS = 1, 3  # of a row group
-META_DATA = 3  # of a column
-NUM_VALUES, UNCOMPRESSED_BYTES = 5, 6  # of the column's metadata
+ROW_GROUPS = 4  # a field of the file's metadata
+COLUMNS, NUM_ROWS = 1, 3  # fields of a row group
+META_DATA = 3  # a field of a column
+NUM_VALUES, UNCOMPRESSED_BYTES = 5, 6  # fields of a column's metadata
 
 
 def least_bytes(path: Path) -> int:
@@ -51,7 +52,7 @@ def _read_footer(path: Path) -> dict[int, Any]:
 
 
 class _Thrift:
-    """Reads Thrift's structs as {id of a field: value}."""
+    """Reads a struct of Thrift as a dict from the ids of its fields to their values."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

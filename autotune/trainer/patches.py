@@ -1,7 +1,7 @@
 """Features that transformers cannot switch on: cuDNN's attention and checkpoints in host memory.
 
-`varlen` has attention within segments: packed examples, and the windows of a vision tower. `float8`
-has products in fp8.
+Two other features are in modules of their own: attention within segments (`varlen`), and products
+in fp8 (`float8`).
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 def register_attentions() -> None:
     """Register the attentions "sdpa_cudnn", "varlen" and "flash_windows" in transformers.
 
-    cuDNN's attention needs its own name: Dynamo selects compiled code by the model's config, and
-    does not see torch's global switches. "varlen" and "flash_windows" have no registered mask, so
-    that transformers makes no mask.
+    cuDNN's attention needs its own name in the model's config. Dynamo selects compiled code by this
+    config, and does not see torch's global switches. "varlen" and "flash_windows" have no
+    registered mask function, so transformers makes no mask for them.
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
@@ -47,9 +47,9 @@ def attend_windows_at_once(model: nn.Module) -> None:
 def choose_attention(*, any_length: bool, flash: bool = True) -> None:
     """Exclude cuDNN from torch's own choice of kernels (sdpa) if rows may have any length.
 
-    For each new length, cuDNN makes a plan. On an H200, the plan took 0.1 s of a micro batch of 0.5
-    s. Without `flash`, both cuDNN and flash attention are excluded, so that a newer card behaves
-    like one with a compute capability below 8.0.
+    cuDNN makes an execution plan for each new row length. On an H200, making a plan took 0.1 s of a
+    micro batch of 0.5 s. Without `flash`, both cuDNN and flash attention are excluded, so that a
+    newer card behaves like one with a compute capability below 8.0.
     """
     torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
     torch.backends.cuda.enable_flash_sdp(flash)

@@ -1,7 +1,7 @@
 """Opens the images that rows of a dataset name or hold.
 
-A row may come from a stranger, so it can name only regular files in the dataset's folder. Only
-common formats are read, because Pillow starts a program for some other formats.
+Rows may be written by an attacker, so they can name only regular files in the dataset's folder.
+Only common formats are read, because Pillow starts a program for some other formats.
 """
 
 import io
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAX_PIXELS = 89_478_485  # Pillow warns of larger images; a file of a few KiB may hold many more
+# Pillow warns of images with more pixels; a file of a few KiB may hold many more.
+MAX_PIXELS = 89_478_485
 
 
 class BadPicture(ValueError):
@@ -19,7 +20,7 @@ class BadPicture(ValueError):
 
 
 def open_file(named: Any, folder: Path) -> BinaryIO:
-    """Open an image, given by its path, or by an object with its `bytes` or its `path`.
+    """Open an image. `named` is its path, or a dict with its `bytes` or its `path`.
 
     Paths are relative to `folder`, and must lie below this folder. Raises BadPicture.
     """
@@ -37,7 +38,8 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
     if os.path.commonpath([root, full]) != root:
         raise BadPicture(f"it is not below {folder}, the folder of the dataset")
     try:
-        handle = os.open(full, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: do not wait for a pipe
+        # O_NONBLOCK: opening a named pipe does not wait.
+        handle = os.open(full, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
         raise BadPicture(getattr(error, "strerror", None) or str(error)) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):

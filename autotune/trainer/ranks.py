@@ -1,8 +1,9 @@
 """Starts the program once for each GPU of this machine, like torchrun, and ends all ranks together.
 
-torchrun differs in three ways. torchrun kills a rank that has not saved its checkpoint 30 seconds
-after a signal. Its own exit code is 1, independent of its ranks' exit codes. A signal raises an
-exception in torchrun at any point, after which torchrun may wait for a minute.
+torchrun differs in three ways. torchrun kills ranks 30 seconds after a signal, even if they have
+not saved their checkpoint. If a rank fails, torchrun's exit code is always 1, independent of the
+rank's exit code. A signal raises an exception at any point of torchrun's code, after which torchrun
+may wait for a minute.
 
 The launcher starts a supervisor, and the supervisor starts the ranks. If the launcher is killed,
 the supervisor still ends all ranks.
@@ -25,13 +26,14 @@ CLEAN_EXITS = (
     0,
     75,
     130,
-)  # exit codes of a complete rank, and of a rank that SIGTERM or SIGINT stopped
-GRACE_S = 5.0  # the time for other ranks to print their errors, after one has failed
+)  # exit codes of a rank that has finished, and of ranks that SIGTERM or SIGINT stopped
+# Seconds that the other ranks have to print their errors after one rank has failed.
+GRACE_S = 5.0
 # A scheduler signals each process of a job, so signals within this number of seconds count as one.
 AGAIN_S = 1.0
-ALONE_S = 600.0  # the time for ranks to save after the launcher's death; then they are killed
+ALONE_S = 600.0  # seconds that ranks have to save after the launcher's death; then they are killed
 CAUSES = {"SIGKILL": ": the host may have run out of memory"}
-PR_SET_PDEATHSIG = 1  # a constant of Linux's prctl
+PR_SET_PDEATHSIG = 1  # the option of Linux's prctl that sends a signal when the parent dies
 LOOPBACK = "lo"  # Linux's network interface that no other machine reaches
 
 
@@ -64,7 +66,7 @@ def run(count: int) -> int:
 def _supervise(count: int, launcher: int, signals: Sequence[tuple[float, int]]) -> int:
     """Start the ranks, wait for their end, and return the exit code for the launcher.
 
-    Ranks find each other by a file without a name, so that no other user can join them.
+    Ranks find each other through a file that has no name, so that no other user can open it.
     """
     os.setsid()
     _end_with(launcher)
@@ -106,13 +108,16 @@ def _variables(rank: int, count: int, meeting: int) -> dict[str, str]:
     }
     variables = {name: str(value) for name, value in numbers.items()}
 
-    # torchrun sets OMP_NUM_THREADS too, because each rank would use all cores.
+    # Each rank would use all cores otherwise. torchrun sets this variable for the same reason.
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return variables | on_loopback() | {MEETING: f"/proc/self/fd/{meeting}"}
 
 
 def on_loopback() -> dict[str, str]:
-    """Return the variables that bind gloo and NCCL to the loopback interface, unless set."""
+    """Return the variables that bind gloo and NCCL to the loopback interface.
+
+    Set variables keep their values.
+    """
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: os.environ.get(name, LOOPBACK) for name in names}
 
@@ -124,7 +129,7 @@ def _wait(
 ) -> int:
     """Wait for the end of all ranks, and return the first exit code other than 0.
 
-    A negative code is a signal.
+    A negative exit code is the number of the signal that ended the rank.
     """
     code = 0
     is_passed_on = False
@@ -134,7 +139,8 @@ def _wait(
         if not code and any(codes):
             number = next(number for number, ended in enumerate(codes) if ended)
             code = codes[number] or 0
-            if code < 0 and not signals:  # a killed rank could not print its error
+            # Print a message for a killed rank, which could not print its own.
+            if code < 0 and not signals:
                 name = signal.Signals(-code).name
                 print(
                     f"train.py: error: rank {number} was ended by {name}{CAUSES.get(name, '')}",
@@ -168,7 +174,7 @@ def end_at_once(run: Callable[[], object]) -> NoReturn:
     with this thread too, or end with SIGABRT. All three faults were seen with torch 2.13.
     """
     code: object = 0
-    kept: list[object] = []  # an exception keeps the objects of its frames
+    kept: list[object] = []  # keeps the result or the exception, so that no object is freed
     try:
         kept.append(run())
     except SystemExit as error:

@@ -17,10 +17,10 @@ from .hub_data import CannotLoad, is_hub_name, load_files
 from .tables import READERS as TABLES
 from .tables import TableError
 
-JSON_CHUNK = 2**20  # characters to read at once
+JSON_CHUNK = 2**20  # characters of a JSON file to read at once
 NOT_ROWS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
-Located = tuple[str, dict[str, Any]]  # the location of a row, for messages, and its columns
+Located = tuple[str, dict[str, Any]]  # a row's location, which messages show, and the row's columns
 
 
 class BadDataset(ValueError):
@@ -39,7 +39,7 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
     for file in find_files(path, split):
         try:
             for where, row in READERS[file.suffix.lower()](file):
-                # A message names the dataset, not the folder of the cache.
+                # Locations show the name of the dataset on the Hub, not the folder of the cache.
                 yield where.replace(f"{file.parent}/", f"{path}/") if is_cached else where, row
         except UnicodeError as error:
             raise BadDataset(f"{file} is not UTF-8: {error}") from None
@@ -68,7 +68,8 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         chosen = _saved_files(path)
     else:
         named = [file for file in sorted(path.rglob("*")) if _may_have_rows(file.relative_to(path))]
-        files = [file for file in named if not file.is_dir()]  # Spark names folders like files
+        # Spark gives folders the names of files, such as data.parquet.
+        files = [file for file in named if not file.is_dir()]
         chosen = [file for file in files if _is_in_split(file.relative_to(path), split or "train")]
         if not split and not chosen:
             chosen = files
@@ -114,7 +115,7 @@ def _saved_files(path: Path) -> list[Path]:
 
 
 def _may_have_rows(file: Path) -> bool:
-    """Return whether a file may have rows, by its name.
+    """Return whether a file's name and folders suggest that it has rows.
 
     Hidden files and folders have no rows: they belong to editors, notebooks and downloads.
     """
@@ -144,7 +145,7 @@ def _read_json_lines(path: Path) -> Iterator[Located]:
 
 
 def _read_json(path: Path) -> Iterator[Located]:
-    """Yield the elements of a JSON array, or objects that follow each other, read in parts."""
+    """Yield the elements of one JSON array, or JSON objects that follow each other."""
     decoder = json.JSONDecoder()
     with path.open(encoding="utf-8-sig") as file:
         text = file.read(JSON_CHUNK)
@@ -169,8 +170,8 @@ def _read_json(path: Path) -> Iterator[Located]:
             try:
                 row, end = decoder.raw_decode(text, place)
             except (ValueError, RecursionError) as error:
-                # The element may be incomplete. Each time, read at least as much as is left
-                # unparsed, so that a long element takes linear time.
+                # The element may be incomplete. The next part is at least as long as the text that
+                # is not parsed yet, so that parsing a long element takes linear time.
                 more = file.read(max(JSON_CHUNK, len(text) - place))
                 if not more:
                     if not is_array and place == len(text):
@@ -208,7 +209,10 @@ def _check_object(where: str, row: Any) -> dict[str, Any]:
 
 
 def _is_by_columns(row: dict[str, Any]) -> bool:
-    """Return whether all values are objects with the same numbers as keys, like pandas' tables."""
+    """Return whether a row is a whole table by columns, as pandas writes it.
+
+    All its values are objects whose keys are the same row numbers.
+    """
     columns = [value for value in row.values() if isinstance(value, dict)]
     if not row or len(columns) < len(row):
         return False
@@ -220,7 +224,7 @@ def _read_csv(path: Path) -> Iterator[Located]:
     """Yield the rows below the column names. A cell is text, or None if it is empty."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        # Without `strict`, an unclosed quote would include the rest of the file.
+        # Without `strict`, a cell with an unclosed quote would contain the rest of the file.
         reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
@@ -231,7 +235,7 @@ def _read_csv(path: Path) -> Iterator[Located]:
                 cells = {name: cell or None for name, cell in row.items()}
                 yield f"{path}:{reader.line_num}", cells
         except csv.Error as error:
-            # The faulty row begins on the next line.
+            # The faulty row begins one line after the last row that was read.
             raise BadDataset(f"{path}:{reader.line_num + 1}: {error}") from None
 
 

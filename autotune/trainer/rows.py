@@ -71,12 +71,15 @@ def read_lengths(path: str, seq_len: int) -> list[int]:
 
 
 def num_targets(example: torch.Tensor) -> int:
-    """Return the number of tokens to train on. The first token is never predicted."""
+    """Return the number of tokens to train on.
+
+    The first token does not count, because it is never predicted.
+    """
     return int((example[1:] >= 0).sum())
 
 
 def mask_prompt(example: torch.Tensor, trained_share: float) -> torch.Tensor:
-    """Return the example with all but the last `trained_share` of its tokens masked.
+    """Mask an example's first tokens, so that the last tokens are trained on.
 
     At least one token is trained on, because the example would have no loss otherwise.
     """
@@ -134,7 +137,7 @@ def _select_trainable(
 
 
 class Rows(Sequence[Row]):
-    """Rows of examples: one row for each group of indices, or for each example without groups."""
+    """Rows of examples. Each group of indices is a row; without groups, each example is a row."""
 
     def __init__(
         self, examples: Sequence[torch.Tensor], groups: Sequence[Sequence[int]] | None = None
@@ -151,7 +154,7 @@ class Rows(Sequence[Row]):
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Return the indices of the examples in each row, by best-fit decreasing.
+    """Pack examples into rows by best-fit decreasing; return the examples' indices for each row.
 
     The longest example is placed first. Each example goes into the fullest row that has room for
     it.
@@ -185,13 +188,13 @@ def collate(
     """Return a batch (rows x length) of input_ids and labels.
 
     `packing` adds position_ids, `masked` adds attention_mask, and `varlen` adds the segments that
-    varlen attention needs for packed rows. The batch has the first of `padded_lengths` (ascending)
-    that the longest row fits into. Without `padded_lengths`, the batch has the length of the
-    longest row. Only held-out rows may be longer than the last of `padded_lengths`.
+    varlen attention needs for packed rows. The batch is padded to the first of `padded_lengths`
+    (ascending) that the longest row fits into. Without `padded_lengths`, the batch has the length
+    of the longest row. Only held-out rows may be longer than the last of `padded_lengths`.
 
-    Restarting positions separate packed examples, so that no example attends to another. Three
-    kinds of tokens have no label: the first token of an example, padding, and tokens that are not
-    trained on.
+    Positions restart at 0 in each packed example, which tells the model not to attend to other
+    examples. Three kinds of tokens have no label: the first token of an example, padding, and
+    tokens that are not trained on.
     """
     longest = max(num_tokens(row) for row in rows)
     length = next((length for length in padded_lengths if length >= longest), longest)

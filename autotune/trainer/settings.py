@@ -27,10 +27,11 @@ class ModelSettings:
     """Describes how to build the model."""
 
     base_dtype: str  # torch's name of the dtype of the base weights
-    attention: str  # the attention implementation, by transformers' names and ours
+    # The attention implementation: a name of transformers, or a name that `patches` registers.
+    attention: str
     quantization: str  # fp8, int8, nf4, or none
-    double_quant: bool  # quantise the constants of nf4 as well
-    kbit_preparation: bool  # keep the unquantised part of the base in fp32
+    double_quant: bool  # quantise the scales of nf4 as well
+    kbit_preparation: bool  # keep the weights of the base that are not quantised in fp32
     lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
     # Names of the modules with adapters, or None for every linear layer but the head
@@ -41,7 +42,7 @@ class ModelSettings:
     dora: bool  # use DoRA adapters
     rslora: bool  # use rank-stabilised LoRA
     lora_dropout: float  # the fraction of their inputs that adapters drop
-    adapters_in_fp32: bool  # keep adapters in fp32, even if the base has fewer bits
+    adapters_in_fp32: bool  # keep the adapters in fp32, even if the base is in 16 bits or fewer
     # Recompute every n-th layer in the backward pass; None recomputes no layer
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
@@ -52,7 +53,7 @@ class ModelSettings:
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary
     num_labels: int | None = None
-    vision: str = "frozen"  # frozen or trained: the vision tower and the projector of its features
+    vision: str = "frozen"  # whether the vision tower and its projector are frozen or trained
 
     def lora_arguments(self) -> dict[str, Any] | None:
         """Return the keyword arguments of peft's LoraConfig, or None in full fine-tuning."""
@@ -96,45 +97,47 @@ class RunSettings:
     versions: dict[str, str]  # versions of the measurement's packages, for people who read the file
     model: str  # a Hub name or a directory of weights
     has_published_weights: bool  # whether the Hub has weights of this model
-    use_cpu: bool  # ignore GPUs
+    use_cpu: bool  # train on the CPU even if there are GPUs
     model_settings: ModelSettings  # how to build the model
-    method: str  # the method of fine-tuning, for people who read the file
+    method: str  # lora or full, for people who read the file
     precision: str  # how matrix products are computed, for example bf16_mixed
-    micro_batch_size: int  # rows of a micro batch on each GPU
-    accumulation: int  # micro batches of an optimizer step
+    micro_batch_size: int  # rows in a micro batch on each GPU
+    accumulation: int  # micro batches on each GPU in an optimizer step
     seq_len: int  # the largest number of tokens in a row
     packing: bool  # put several examples into a row
     objective: str  # sft (the next token) or classification
     # The tokens to train on (see `examples.Encoder`), or None if each row decides
     loss_on: str | None
     trained_share: float  # the fraction of each random row's tokens to train on
-    padding: str  # the name of the rule that pads rows
-    # Rows are padded to the next of these lengths. If the list is empty, rows are padded to the
-    # longest row of their micro batch.
+    padding: str  # how rows are padded: longest, masked, bucket or max_length
+    # Rows are padded to the next larger of these lengths. If the list is empty, rows are padded to
+    # the longest row of their micro batch.
     padded_lengths: list[int]
     group_by_length: bool  # put rows of similar length into a micro batch
-    dealt: bool  # group rows by length within each optimizer step, whose rows stay the same
+    # Group rows by length only within each optimizer step, so that each step trains on the same
+    # rows.
+    dealt: bool
     optimizer: str  # the name of the optimizer in transformers
     optimizer_in_backward: bool  # update each parameter as soon as its gradient exists
     loss: str  # how the loss is computed, for example chunked
-    kernels: str  # liger replaces transformers' own kernels
-    compile: str  # per_layer compiles each decoder layer
-    loader_workers: int  # processes that load rows
-    allocator: str  # expandable or fixed: how torch's allocator grows
+    kernels: str  # liger: Liger's kernels replace transformers' code
+    compile: str  # per_layer: each decoder layer is compiled
+    loader_workers: int  # number of processes that load rows
+    allocator: str  # whether the memory segments of torch's allocator are expandable or fixed
     num_gpus: int  # number of processes that share the training
     sharding: str  # how the processes share the training, for example fsdp2
     copies: int  # number of groups of processes; each group holds all shards
     sync_each_batch: bool  # reduce gradients after each micro batch
     offload: bool  # keep the model and the optimizer in the host's memory
-    is_larger_than_gpu: bool  # the whole model exceeds each GPU, so that it is built as shards
-    epochs: int  # passes over the examples
+    is_larger_than_gpu: bool  # the whole model does not fit into one GPU, so it is built as shards
+    epochs: int  # number of passes over the examples
     learning_rate: float  # a common default, which was not tuned for this dataset
     warmup_steps: int  # steps until the full learning rate is reached
-    save_steps: int  # steps between two checkpoints
+    save_steps: int  # optimizer steps between two checkpoints
     save_total_limit: int  # number of checkpoints to keep
     checkpoints_gib: float | None  # the disk space of these checkpoints, if it is known
-    eval_share: float  # the share of the examples to hold out for evaluation
-    eval_steps: int  # steps between two evaluations
+    eval_share: float  # the fraction of the examples to hold out for evaluation
+    eval_steps: int  # optimizer steps between two evaluations
     report_to: str  # a tracker, or none
     run_name: str  # the name of this run in the tracker
     examples: int  # number of random rows in a run that only measures speed
@@ -142,7 +145,7 @@ class RunSettings:
     # The images of the random rows, one list for each of `lengths`; empty for a model that takes
     # text only
     images: list[list[dict[str, Any]]]
-    cuda_graphs: str = "none"  # micro_batch replays micro batches as CUDA graphs
+    cuda_graphs: str = "none"  # micro_batch: micro batches are replayed as CUDA graphs
 
     def to_json(self) -> str:
         """Return the text of train_config.json in ASCII, with each list of numbers on one line."""
@@ -186,8 +189,8 @@ def one_gpu(visible: str) -> dict[str, str]:
     """Return the environment variables that show torch only the first GPU of `visible`.
 
     `visible` is a value of CUDA_VISIBLE_DEVICES. transformers' Trainer would split each batch over
-    all GPUs that it sees. GPUs are numbered as in nvidia-smi. CUDA's own order starts with the
-    fastest GPU.
+    all GPUs that it sees. The variables also make CUDA number GPUs as nvidia-smi does, because
+    CUDA's own order starts with the fastest GPU.
     """
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -207,8 +210,8 @@ def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
     """Return the settings of DeepSpeed for a stage of ZeRO, in the form of its file.
 
     The Trainer replaces each "auto" with its own value. The default of ZeRO's third stage keeps up
-    to 1e9 gathered parameters, which covers a small model completely. These settings gather only
-    the next layer, of `layer_params` parameters, while one layer computes.
+    to 1e9 gathered parameters, which covers a small model completely. With these settings, only the
+    next layer, of `layer_params` parameters, is gathered while a layer computes.
     """
     zero: dict[str, Any] = {
         "stage": stage,
@@ -231,6 +234,7 @@ def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
     return dict.fromkeys((*batch, "gradient_clipping"), "auto") | {
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        # DeepSpeed knows torch's AdamW, but no 8-bit optimizer.
+        # DeepSpeed tests torch's AdamW, but no 8-bit optimizer, and would refuse an untested
+        # optimizer.
         "zero_allow_untested_optimizer": True,
     }

@@ -11,11 +11,11 @@ from typing import Any
 
 from .parquet_footer import ROW_BYTES, VALUE_BYTES, least_bytes
 
-PART_ROWS = 64  # rows to convert at once; converting 1,000 at once is not faster
+PART_ROWS = 64  # rows to convert to Python at once; 1,000 rows at once are not faster
 READ_BYTES = 2**20  # bytes of a column to read at once
 # All rows of a file may take at most FREE_BYTES in memory, plus GROWTH bytes for each byte of the
-# file. Larger rows raise TableError. A column that repeats a long text in each row grows a
-# hundredfold.
+# file. Larger rows raise TableError. A valid file may also grow: a column that repeats a long text
+# in each row grows a hundredfold.
 FREE_BYTES = 2**28
 GROWTH = 1000
 
@@ -39,7 +39,7 @@ def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
     with _table_errors(pyarrow), pyarrow.memory_map(str(path)) as source:
         try:
             batches = pyarrow.ipc.open_stream(source)
-        except pyarrow.ArrowInvalid:  # Arrow has a stream format and a file format
+        except pyarrow.ArrowInvalid:  # this file has Arrow's file format, not its stream format
             file = pyarrow.ipc.open_file(source)
             batches = map(file.get_batch, range(file.num_record_batches))
         yield from _rows(batches, Growth(path))
@@ -75,7 +75,7 @@ def size_of(value: Any) -> int:
 
 def _rows(batches: Any, growth: Growth) -> Iterator[dict[str, Any]]:
     for batch in batches:
-        batch.validate(full=True)  # otherwise a corrupt offset ends the process
+        batch.validate(full=True)  # a corrupt offset would otherwise crash the process
         for start in range(0, batch.num_rows, PART_ROWS):
             for row in batch.slice(start, PART_ROWS).to_pylist():
                 growth.add(size_of(row))

@@ -8,8 +8,8 @@ from contextlib import suppress
 def leave_terminal(*, if_closed: bool = False) -> None:
     """Discard all later output to a terminal.
 
-    A closed terminal sends SIGHUP, and refuses each later line with an error. With `if_closed`,
-    output to a terminal that is still open is kept.
+    When a terminal is closed, its programs receive SIGHUP, and each later write to it fails. With
+    `if_closed`, output to a terminal that is still open is kept.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for handle in (1, 2):

@@ -1,9 +1,9 @@
 """Computes a layer's norms, projections and MLP in tiles of tokens, which limits their memory.
 
 Norms, projections and MLPs compute each token independently, so only their input has to be kept.
-The backward pass recomputes one tile, takes its gradients, and frees it before the next tile. The
-rest of a layer's memory still grows with the row: a few tensors of the hidden size, the queries,
-keys and values, and the workspace of the attention kernel.
+The backward pass recomputes one tile, takes its gradients, and frees it before the next tile. Other
+memory of a layer still grows with the length of the row: a few tensors of the hidden size, the
+queries, keys and values, and the workspace of the attention kernel.
 """
 
 import itertools
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-# With 4,096 tokens, the products of an 8B model are as fast as over the whole row, and its MLP
-# keeps half a GiB. Only a 4-bit base is slower, because it unpacks its weights for each tile.
+# In tiles of 4,096 tokens, the matrix products of an 8B model are as fast as for a whole row, and
+# the MLP needs half a GiB. Only a 4-bit base is slower, because it unpacks its weights for each
+# tile.
 TILE_TOKENS = 4096
 
 
@@ -53,7 +54,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def _owns(module: nn.Module, layers: list[nn.Module]) -> bool:
-    """Return whether a list in this module holds the layers."""
+    """Return whether a child of this module is the list of the layers."""
     return any(layer is layers[0] for child in module.children() for layer in child.children())
 
 
@@ -103,7 +104,7 @@ class _Tiles(torch.autograd.Function):
             if made is None:
                 made = tile.new_empty((*inputs.shape[:2], *tile.shape[2:]))
             made[:, begin : begin + TILE_TOKENS] = tile
-            del tile  # free it before the next tile exists
+            del tile  # free the tile before the next one exists
         assert made is not None
         return made
 
@@ -122,7 +123,8 @@ class _Tiles(torch.autograd.Function):
             if of_inputs is not None:
                 of_inputs[:, part] = of_tile.pop(0)
             for total in of_weights:
-                # A variable would keep this tile's gradient while the next tile's is computed.
+                # No variable holds this tile's gradient, because it would stay in memory during the
+                # next tile.
                 total += of_tile.pop(0)
         return None, of_inputs, *of_weights
 

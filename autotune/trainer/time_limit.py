@@ -1,4 +1,4 @@
-"""Limits the processor time of a block of code. Code by other authors may never end."""
+"""Limits the processor time of a block of code, because code by other authors may never end."""
 
 import signal
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _TimeUp(BaseException):
-    """Ends the block.
+    """Ends the block whose time is up.
 
     It is a BaseException, so code in the block that catches every Exception does not catch it.
     """
@@ -23,15 +23,15 @@ def _end(number: int, frame: Any) -> None:
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError if the block takes more processor time. Do not nest blocks.
 
-    The limit needs a timer that only the main thread has, and that Windows lacks. Without the
-    timer, time is not limited.
+    The limit needs a timer that only the main thread has, and that Windows lacks. In other threads
+    and on Windows, the time is not limited.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     handler = signal.signal(signal.SIGVTALRM, _end)
-    # The timer repeats, because Python ignores an exception that is raised while an object is
+    # The timer repeats, because Python ignores the exception if it is raised while an object is
     # deleted.
     timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:

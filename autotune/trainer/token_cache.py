@@ -21,10 +21,13 @@ from .examples import Encoder
 from .reading import BadDataset, find_files, read_rows
 
 VERSION = 3  # increase this version if the format or the meaning of the files changes
-# An upper estimate of the bytes of tokens for each byte of the dataset; 1 for other formats
+# An upper estimate of the bytes of tokens that one byte of a file becomes; it is 1 for formats that
+# are not listed
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0
-ABANDONED_S = 3600.0  # folders of killed processes are removed after this time without a write
+# Seconds without a write, after which a temporary folder counts as left by a killed process and is
+# removed.
+ABANDONED_S = 3600.0
 
 
 class CannotKeep(Exception):
@@ -81,7 +84,7 @@ def _make(
     """Write the tokens into a temporary folder, and rename it to `folder` when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for other in folder.parent.glob("tmp*"):
-        with suppress(OSError):  # another process has just completed and renamed it
+        with suppress(OSError):  # another process has just completed this folder and renamed it
             written = max(file.stat().st_mtime for file in (other, *other.iterdir()))
             if time.time() - written > ABANDONED_S:
                 shutil.rmtree(other)
@@ -108,7 +111,7 @@ def _make(
 def _is_whole(folder: Path) -> bool:
     """Return whether the files exist with the sizes in about.json.
 
-    After a power cut, the files may have other sizes.
+    After a power failure, files may be shorter than about.json says.
     """
     try:
         about = read_about(folder)
@@ -119,7 +122,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _key(files: list[Path], tokenizer: Any, encoded: Any) -> str:
-    """Return a name that depends on everything that determines the tokens.
+    """Return the folder's name, a hash of everything that determines the tokens.
 
     A file counts as unchanged if its size and its modification time are unchanged.
     """

@@ -51,14 +51,15 @@ from .settings import Options, RunSettings
 from .token_cache import CannotKeep, tokenise
 from .varlen import VARLEN
 
-CLASSIFICATION = "classification"  # an objective
+CLASSIFICATION = "classification"  # a value of `RunSettings.objective`
 SEED = 0
 # torch compiles a layer for at most this number of input shapes. Further shapes would run without
 # compilation. The limit covers all shapes that the measurement compiled.
 RECOMPILE_LIMIT = 64
 # The number of rows with images whose tokens are counted, as a sample of all rows.
 COUNTED_ROWS = 64
-RANDOM_EXAMPLES = 64  # the least number of different random examples; a longer run repeats them
+# The least number of different random examples; a run with more examples repeats them.
+RANDOM_EXAMPLES = 64
 
 
 def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTrainer:
@@ -76,8 +77,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
         return train_on_images(settings, options, model_config, device, origin)
 
     if options.dataset:
-        # Read the examples first, because an invalid row ends the run. One process tokenises the
-        # examples, and the other processes read its files.
+        # Read the examples before the model, because an invalid row ends the run. One process
+        # tokenises the examples, and the other processes read the files that it writes.
         is_shared = settings.num_gpus > 1
         with PartialState().main_process_first() if is_shared else nullcontext():
             examples = read_examples(settings, options)
@@ -137,7 +138,8 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
 
     Ends the process if the checkpoint to continue from has another origin.
     """
-    # Only the first rank saves. If the first rank ends, the other ranks end too.
+    # Only the first rank saves, so only it checks the origin. If the first rank ends, the other
+    # ranks end too.
     is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
     if not options.saves or not is_first:
         return TrainerCallback()
@@ -190,7 +192,8 @@ def train(
     if settings.model_settings.joined:
         joined = JoinedLayers(base, model_builder.decoder_layers(model))
 
-    # The Trainer. The loss is selected after adapters are added, because it needs the trained head.
+    # The Trainer. The loss is selected after the adapters are added, because the chunked loss needs
+    # the head that is trained.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
@@ -260,7 +263,7 @@ def initialize_device(settings: RunSettings) -> torch.device:
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Offloaded gradients are on the CPU, where gloo adds up their norm.
+        # If the model is offloaded, gradients are on the CPU, where gloo adds up their norm.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
     ranks.join(backend)
     return PartialState(cpu=not torch.cuda.is_available()).device
@@ -357,7 +360,7 @@ def load_classifier(
     base.config.id2label = {number: str(name) for number, name in enumerate(names)}
     base.config.label2id = {str(name): number for number, name in enumerate(names)}
 
-    # The head finds the last token of a row before the padding.
+    # The head needs the padding token to find the last token of a row before the padding.
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     padding = tokenizer.pad_token_id
     if padding is None:
@@ -463,7 +466,7 @@ def make_trainer(
 
 
 def make_collator(settings: RunSettings, model: nn.Module) -> Callable[[list[Any]], dict[str, Any]]:
-    """Return the function that makes a batch of rows."""
+    """Return the function that makes a batch from rows."""
     lengths = settings.padded_lengths
     masked = settings.padding == "masked"
     if settings.images:

@@ -1,12 +1,14 @@
-"""Attention within the segments of a row, without a mask and without products between examples.
+"""Attention within the segments of a row.
+
+It needs no mask, and computes no scores between segments.
 
 A row holds several packed examples. In Qwen2.5-VL's vision tower, a row holds the windows of all
 images of a micro batch.
 
-The kernel comes from `torch.nn.attention.varlen`. In torch's operator, compiled code fixes the
-length of the longest example, and the number of examples by the shape of `ends`. In this module,
-both numbers are values on the host. A micro batch with other examples is therefore not compiled
-again, and the host never waits.
+The kernel comes from `torch.nn.attention.varlen`. Code compiled with torch's own operator is valid
+for one length of the longest example, and for one number of examples (the shape of `ends`). In this
+module, both numbers are values in a tensor on the host. So a micro batch with other examples needs
+no new compilation, and the host never waits.
 """
 
 from collections.abc import Iterator
@@ -46,7 +48,7 @@ class Segments:
 
 
 def add_segments(batch: dict[str, Any]) -> dict[str, Any]:
-    """Add the segments of packed rows to a batch. The model's attention gets them."""
+    """Add the segments of packed rows to a batch; the model passes them to its attention."""
     positions = batch["position_ids"].flatten()
     starts = (positions == 0).nonzero().flatten()
     ends = torch.full((len(positions) + 1,), len(positions), dtype=torch.int32)
@@ -111,8 +113,9 @@ def attend_windows(
 
     Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
     holds the ends of the windows. One kernel computes all windows. By default transformers computes
-    the windows one after another, and waits in each layer for their lengths from the device. Inputs
-    that FlashAttention does not support are computed one after another here too.
+    the windows one after another, and waits in each layer for their lengths from the device. If
+    FlashAttention does not support the inputs, this function also computes the windows one after
+    another.
     """
     if _supports_flash(query):
         counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])
@@ -208,7 +211,7 @@ def _differentiate_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
-    # The state of a random generator, which only dropout would read
+    # The state of a random generator. Only dropout would read it
     state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
