@@ -200,7 +200,10 @@ class RecordingMixin:
         return loss
 
     def train_unrecorded(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Train on a micro batch after all measurements, without CUDA graphs, for profilers."""
+        """Train on a micro batch without recording it, after all measurements.
+
+        CUDA graphs are not used, because the micro batch may be profiled.
+        """
         self.cuda_graphs = False
         super().training_step(model, inputs)  # type: ignore[misc]
 

@@ -251,7 +251,7 @@ class WorkerProber:
     def _exchange(
         self, request: ProbeRequest, log: Path, **more: str
     ) -> tuple[ProbeResult, dict[str, Any]]:
-        """Try once.
+        """Run one try of a probe; send `more` with the request.
 
         Return the result and the worker's message, which is empty if no message came.
         """

@@ -246,7 +246,7 @@ class Worker:
         return rates
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
-        """The result of one probe, and whether this process is as good as a new one afterwards."""
+        """The result of one probe, and whether this process can be reused for the next probe."""
         self.micro_profile = None
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         entered = [("total", time.perf_counter())]
@@ -290,7 +290,9 @@ class Worker:
     def _attempt(
         self, request: ProbeRequest, entered: list[tuple[str, float]]
     ) -> tuple[dict[str, Any], bool]:
-        """Try once. Return fields of the result, and whether this process is as good as a new one.
+        """Run one try of a probe.
+
+        Return fields of its result, and whether this process can be reused.
 
         Adds each phase and its start to `entered`.
         """

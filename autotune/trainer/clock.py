@@ -49,8 +49,8 @@ class Clock(TrainerCallback):
             self._progress = open(progress, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._start_time = time.time()
 
-        # Each of these lists has one entry for the start of each step, and one entry for the end of
-        # the run.
+        # Each of the following lists has one entry for the start of each step, and one entry for
+        # the end of the run.
         self._starts: list[float] = []
         # The same moments as CUDA events; on a CPU, a copy of `_starts`.
         self._events: list[Any] = []
@@ -72,7 +72,7 @@ class Clock(TrainerCallback):
         self._is_stopped = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
-        # Nohup makes the process ignore SIGHUP, and so do we.
+        # A program that nohup has started ignores SIGHUP, and must go on ignoring it.
         if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:
             signal.signal(HANGUP, self._stop)
 
@@ -213,9 +213,9 @@ class Clock(TrainerCallback):
         """Return the mean seconds and padded tokens of a step, and the memory peaks in GiB.
 
         `peak_reserved_gib` is the run's peak of reserved memory. `peaks_gib` has the peak of
-        allocated memory in each quarter of the run. The means do not include the first step, steps
-        that compile code, and evaluations and saves between steps. The peaks include evaluations
-        and saves. A value is None if it was not measured, for example reserved memory on a CPU.
+        allocated memory in each quarter of the run. The means leave out the first step, steps that
+        compile code, and the time of evaluations and saves. The peaks include evaluations and
+        saves. A value is None if it was not measured, for example reserved memory on a CPU.
         """
         self._synchronize()
 

@@ -81,7 +81,8 @@ def num_targets(example: torch.Tensor) -> int:
 def mask_prompt(example: torch.Tensor, trained_share: float) -> torch.Tensor:
     """Mask an example's first tokens, so that the last tokens are trained on.
 
-    At least one token is trained on, because the example would have no loss otherwise.
+    The fraction `trained_share` of the tokens is trained on, but at least one token, because an
+    example without trained tokens has no loss.
     """
     num_masked = min(round(len(example) * (1 - trained_share)), len(example) - 1)
     return torch.cat([-1 - example[:num_masked], example[num_masked:]])

@@ -166,7 +166,7 @@ def _attend_segments(
 
 
 # --- The kernel and its gradients. Both are operators of torch, so compiled code does not depend on
-# the values in them that change with each micro batch.
+# their inputs, which change with each micro batch.
 
 
 def _attend_on_gpu(
@@ -249,8 +249,8 @@ def _shapes_of_gradients(gradient: torch.Tensor, *differentiated: Any) -> Tensor
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-# --- The same on a CPU, for which torch has no such kernel. With it, tests on a CPU verify the
-# calls for a GPU.
+# --- The same functions on a CPU, because torch has no such kernel for CPUs. Tests on a CPU use
+# them to verify the calls for a GPU.
 
 
 def _attend_on_cpu(
