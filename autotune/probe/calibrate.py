@@ -152,8 +152,8 @@ class LayerProbes:
             # On a CPU, the time to issue an operation includes its computation.
             times.append(result.measurement.host_micro_s or min(result.measurement.micro_step_s))
 
-        # Other load on the host may distort `slope`, the time per layer from two probes. So it is
-        # limited to 50 to 100 % of the deeper probe's time divided by its layers.
+        # Other load on the host may distort `slope`, the time per layer from two probes. So `slope`
+        # is limited to 50 to 100 % of the deeper probe's time per layer.
         few, many = NARROW_DEPTHS
         low, high = times
         slope = (high - low) / (many - few)

@@ -19,7 +19,8 @@ from autotune.probe.meters import Meter
 
 ROUNDS = 5  # the result is the median of this number of rounds
 ROUND_S = 0.1  # seconds of a round; a round has a single call if one call takes longer
-# Seconds that earlier work keeps a GPU busy, while the host issues the calls of a round.
+# Seconds of work that a GPU gets before a round, so that the host can issue the round's calls
+# meanwhile.
 AHEAD_S = 0.01
 MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand calls
 TOO_LONG_S = 0.3  # seconds; after a product that takes longer, larger matrices are skipped
@@ -47,7 +48,7 @@ BF16_CAPABILITY = (8, 0)  # older cards only emulate bf16
 
 
 def measure_rates(meter: Meter) -> DeviceRates:
-    """Measure the device of this process: about 5 s on a fast GPU, 1 s on a CPU."""
+    """Measure this process's device. This takes about 5 s on a fast GPU, and 1 s on a CPU."""
     device = meter.torch_device
     on_gpu = device.type != "cpu"
     sizes = ON_GPU if on_gpu else ON_CPU

@@ -75,7 +75,8 @@ RECORDED_LOSSES = 8
 LOADER_S = 0.3
 # A probe saves only the weights of a larger checkpoint, without the optimizer.
 LARGEST_CHECKPOINT_GIB = 4.0
-# The most graphs that a probe may compile for one function. A fresh process has the same limit.
+# The most graphs that a probe may compile for one function. torch's default for a fresh process is
+# the same.
 RECOMPILE_LIMIT = 8
 # Approximate number of distinct rows; a probe that needs more rows repeats them.
 DIFFERENT_ROWS = 64
@@ -789,7 +790,7 @@ class Probe:
         batches, micro_s, kind = self._mean_step(measurement)
         for inputs in batches[:-1]:
             self.trainer.train_unrecorded(self.model, inputs)
-        self.meter.keep_freed()  # as in the timed steps
+        self.meter.keep_freed()  # keep freed memory, as in the timed steps
 
         layers = decoder_layers(self.model)
         decoder = language_model(self.base)

@@ -64,7 +64,7 @@ class Work(StrEnum):
 class Kernel:
     """One kernel, copy or fill that the device ran.
 
-    The times of all kernels count from one moment.
+    The start and end of all kernels are seconds since the same moment.
     """
 
     name: str

@@ -86,7 +86,10 @@ class RankPool:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The first worker's fingerprint; may start a worker. Raises the errors of `probe`."""
+        """The first rank's fingerprint.
+
+        Starts its worker if none has started yet. Raises the errors of `probe`.
+        """
         return self._ranks[0].fingerprint
 
     @property

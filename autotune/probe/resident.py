@@ -76,7 +76,9 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
     return (
         repr(sorted(request.model.items(), key=str)),
         request.weights,
-        request.trainer,  # TRL changes the adapters and the model's config
+        # TRL's Trainers change the adapters and the model's config, so other Trainers do not reuse
+        # the base.
+        request.trainer,
         request.objective.num_labels,
         config.base_dtype,
         config.quantization,

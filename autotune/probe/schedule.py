@@ -45,7 +45,8 @@ class Schedule:
     The first round is timed if its micro batches take more than `long_s` seconds on average,
     although they may be the first of their length. The first round is never timed if attention must
     still make a plan for each length. An evaluation runs the kinds in `evaluation`: first the
-    longest, to warm up, then each timed kind (only two if all have the same length).
+    longest, to warm up, then each timed kind. If all timed kinds have the same length, at most two
+    of them run.
     """
 
     lead: tuple[Step, ...]

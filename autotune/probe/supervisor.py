@@ -97,7 +97,10 @@ class WorkerProber:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The worker's fingerprint; may start the worker. Raises the errors of `probe`."""
+        """The worker's fingerprint.
+
+        Starts the worker if none has started yet. Raises the errors of `probe`.
+        """
         if self._fingerprint is None:
             self.ready_process()
         assert self._fingerprint is not None
@@ -105,7 +108,10 @@ class WorkerProber:
 
     @property
     def memory_gib(self) -> float:
-        """The device's memory; may start the first worker. Raises the errors of `probe`."""
+        """The GiB of the device's memory.
+
+        Starts the worker if none has started yet. Raises the errors of `probe`.
+        """
         if self._fingerprint is None:
             self.ready_process()
         return self._memory_gib
@@ -176,9 +182,9 @@ class WorkerProber:
     def _doubt(self, result: ProbeResult) -> str | None:
         """The reason why the machine may be to blame, or None.
 
-        The reason is other processes, a crash without a known cause, or a slowed card. A
-        configuration that has crashed in two tries is not tried twice again. A card that stays slow
-        gets no second try either.
+        The reason is other processes, a crash without a known cause, or a slowed card. If a
+        configuration has already crashed in two tries, a further crash is not retried. A card that
+        stays slow gets no second try either.
         """
         if self._lacked_room(result):
             return (

@@ -2,10 +2,10 @@
 
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current
 directory. In the file, `model` has the keyword arguments of a transformers config, and `device` is
-the device that makes the weights. `rows` is the number of training rows. `lengths` lists their
-lengths in tokens, and repeats until all rows have one. `held_out` lists the lengths of the rows in
-the test split. With an `objective` other than next-token training (`sft`), a row is a text of
-random letters, one token each, and the answer is the fraction `trained_share` of the row.
+the device that makes the weights. `rows` is the number of training rows. `lengths` lists the rows'
+lengths in tokens; a list that is too short repeats. `held_out` lists the lengths of the rows in the
+test split. With an `objective` other than next-token training (`sft`), a row is a text of random
+letters, one token each, and the answer is the fraction `trained_share` of the row.
 """
 
 import gc

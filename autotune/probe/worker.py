@@ -368,8 +368,8 @@ class Worker:
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
 
-        # While the worker starts, garbage collection is off. Then `release` runs without
-        # `gc.freeze`, so no object of the tiny model is frozen.
+        # While the worker starts, garbage collection is off, and `gc.freeze` is not called, so that
+        # no object of the tiny model is frozen.
         if not succeeded or not gc.isenabled():
             self.meter.release()
         elif not self._release_until(lambda: self.meter.has_returned(baseline_gib)):

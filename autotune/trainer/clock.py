@@ -61,7 +61,7 @@ class Clock(TrainerCallback):
         self._pauses: list[float] = []
         # When an evaluation or a save after the step began, if there was any.
         self._ends: list[Any] = []
-        self._peaks_allocated: list[float] = []  # GiB, in the step before this start
+        self._peaks_allocated: list[float] = []  # the peak in GiB during the step before this start
         self._peaks_reserved: list[float] = []
 
         # When the last step ended, if an evaluation or a save follows.

@@ -46,10 +46,10 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 class JoinedLayers:
     """The joined layers of a model. PEFT's modules and parameters stay in the model.
 
-    Until `undo`, the weights of the base are views of the wide matrices. A and sB are copied into
-    these matrices in the base's dtype. Before a forward pass, A and sB are copied again if A or B
-    has changed. torch notices only changes by its own operations, so call `watch` for an optimizer
-    of another library.
+    Until `undo` is called, the base's weights are views into the wide matrices. A and sB are copied
+    into these matrices in the base's dtype. Before a forward pass, A and sB are copied again if A
+    or B has changed. torch notices only changes by its own operations, so call `watch` for an
+    optimizer of another library.
     """
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:

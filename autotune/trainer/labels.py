@@ -47,8 +47,8 @@ def collate_labels(
 ) -> dict[str, torch.Tensor]:
     """Return a batch as `rows.collate` does, with a label for each row.
 
-    `padding` is the padding token. The classification head reads the last token of a row that is
-    not padding.
+    `padding` is the padding token. In each row, the classification head reads the last token that
+    is not padding.
     """
     texts = [[row[0][:-1]] for row in rows]
     batch = collate(texts, padded_lengths, False, masked=masked)

@@ -283,7 +283,7 @@ class LeanTrainer(Trainer):
         return metrics
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0, because counting visits every parameter."""
+        """Return 0 FLOPs, because counting them would visit every parameter."""
         return 0
 
 

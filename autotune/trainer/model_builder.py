@@ -256,7 +256,8 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
         attend_windows_at_once(model)
     _mark_text(model)
     model.requires_grad_(False)
-    # This repeats PEFT's prepare_model_for_kbit_training, which would also switch on checkpointing.
+    # This code does the same as PEFT's prepare_model_for_kbit_training, but does not switch on
+    # checkpointing.
     if settings.kbit_preparation:
         for parameter in model.parameters():
             if parameter.is_floating_point():

@@ -39,7 +39,7 @@ def _group_bytes(group: dict[int, Any]) -> int:
 def _read_footer(path: Path) -> dict[int, Any]:
     """Return the file's metadata.
 
-    The 8 bytes after it end the file: the metadata's size and a constant.
+    The last 8 bytes of the file, after the metadata, are the metadata's size and a constant.
     """
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END) - 8

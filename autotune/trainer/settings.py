@@ -31,7 +31,7 @@ class ModelSettings:
     attention: str
     quantization: str  # fp8, int8, nf4, or none
     double_quant: bool  # quantise the scales of nf4 as well
-    kbit_preparation: bool  # keep the weights of the base that are not quantised in fp32
+    kbit_preparation: bool  # keep in fp32 all weights of the base that are not quantised
     lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
     # Names of the modules with adapters, or None for every linear layer but the head
@@ -100,7 +100,7 @@ class RunSettings:
     use_cpu: bool  # train on the CPU even if there are GPUs
     model_settings: ModelSettings  # how to build the model
     method: str  # lora or full, for people who read the file
-    precision: str  # how matrix products are computed, for example bf16_mixed
+    precision: str  # the precision of matrix products, for example bf16_mixed
     micro_batch_size: int  # rows in a micro batch on each GPU
     accumulation: int  # micro batches on each GPU in an optimizer step
     seq_len: int  # the largest number of tokens in a row
@@ -138,7 +138,7 @@ class RunSettings:
     checkpoints_gib: float | None  # the disk space of these checkpoints, if it is known
     eval_share: float  # the fraction of the examples to hold out for evaluation
     eval_steps: int  # optimizer steps between two evaluations
-    report_to: str  # a tracker, or none
+    report_to: str  # the experiment tracker, for example wandb, or none
     run_name: str  # the name of this run in the tracker
     examples: int  # number of random rows in a run that only measures speed
     lengths: list[int]  # lengths of the random rows in tokens; more rows repeat the list
@@ -182,7 +182,7 @@ class Options:
     saves: bool  # whether the run saves checkpoints and its result
     checkpoint: str | None  # the checkpoint to continue from
     progress: str | None  # a file that gets a line of JSON after each step
-    report_to: str  # a tracker, or none
+    report_to: str  # the experiment tracker, for example wandb, or none
 
 
 def one_gpu(visible: str) -> dict[str, str]:
