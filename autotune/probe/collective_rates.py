@@ -28,12 +28,11 @@ ON_CPU = 32  # on a CPU, which is used only for trial runs, buffers are smaller 
 def measure_collectives(
     meter: Meter, address: RankAddress, num_ranks: int
 ) -> tuple[CollectiveRates, ...]:
-    """The rates for 2, 4, ...
+    """The data rates between 2, 4, ... GPUs, and between the GPUs of all ranks.
 
-    GPUs, up to all ranks. The measurement takes about a second for each number of GPUs.
-
-    This process joins the process group of all ranks, and leaves it at the end. Raises the errors
-    of torch.distributed.
+    The measurement takes about a second for each number of GPUs. This process joins the process
+    group of all ranks, and leaves it at the end of the measurement. Raises the errors of
+    torch.distributed.
     """
     backend = "nccl" if meter.torch_device.type == "cuda" else "gloo"
     store = dist.FileStore(address.meeting, num_ranks)

@@ -128,8 +128,8 @@ class CompileAhead:
             (self.folder / f"{process.pid}{HELD}").unlink(missing_ok=True)
         self._processes = [one for one in self._processes if one not in processes]
 
-        # An empty claim belongs to a compilation that ended without a report. Another process may
-        # try it.
+        # An empty claim file belongs to a compilation that ended without a report. Without the
+        # file, another process may try it again.
         for file in self.folder.glob(f"*{CLAIMED}") if not self._processes else ():
             if not file.stat().st_size:
                 file.unlink()

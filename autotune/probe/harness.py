@@ -512,7 +512,7 @@ class Probe:
         return self.resident.model_gib + joined_gib + reference_gib
 
     def memory_terms(self) -> dict[str, float]:
-        """The allocated memory by use.
+        """The GiB of allocated memory by use, such as weights, gradients and activations.
 
         The rest of the allocated memory counts as logits and activations. A formula gives the size
         of the logits.
@@ -537,7 +537,7 @@ class Probe:
         """The GiB of the logits and their fp32 copy, which transformers' causal-LM loss holds.
 
         The logits have the compute dtype. Both tensors exist in the backward pass. In a forward
-        pass they are assumed to exist once more memory is allocated than the model and the logits
+        pass, both are assumed to exist if more memory is allocated than the model and both tensors
         take.
         """
         config, phase = self.request.config, self.recorder.phase
@@ -764,7 +764,7 @@ class Probe:
     def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
         """A step's micro batches, and the last one's time and kind.
 
-        The last one has about mean length.
+        The last micro batch has about mean length.
         """
         schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
         timed = sorted({index for step in schedule.round for index in step})

@@ -27,7 +27,7 @@ from autotune.core.units import GIB, gib
 from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
-MAX_LOST_GIB = 0.5  # a worker is replaced once its probes together have kept this much host memory
+MAX_LOST_GIB = 0.5  # GiB of host memory; a worker whose probes together keep more is replaced
 # Memory counts as returned if it differs from the baseline by less than this. Some GPU libraries
 # keep 2 MiB after their first use of a large matrix.
 WORKSPACE_GIB = 8 / 1024
@@ -92,7 +92,7 @@ class CudaMeter:
         """
 
     def keep_freed(self) -> None:
-        """Keep freed memory from now on, as the full run does, so that steps take the same time.
+        """Keep freed memory from now on, so that steps take the same time as in the full run.
 
         On CUDA, torch always keeps freed memory, so this method does nothing.
         """
@@ -155,7 +155,7 @@ class CudaMeter:
         return gib(torch.cuda.memory_reserved()) - self.aside_gib
 
     def reset_peak(self) -> None:
-        """Begin a new peak."""
+        """Start to measure a new peak."""
         torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> tuple[float, float]:

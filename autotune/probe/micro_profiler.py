@@ -183,7 +183,7 @@ def ranges(parts: dict[nn.Module, Part | None]) -> Iterator[None]:
                 module.register_forward_pre_hook(begin(PREFIX + (part or "")), prepend=True)
             )
             # Checkpointing ends a recomputation by an exception once it has the needed tensors.
-            # `always_call` runs `end` then, too.
+            # `always_call` makes `end` run after this exception, too.
             handles.append(module.register_forward_hook(end, always_call=True))
         yield
     finally:

@@ -43,7 +43,7 @@ REVERSIBLE_KERNELS = {
 
 
 def describe(model: dict[str, Any]) -> ModelShape:
-    """The shape of a model with this transformers config.
+    """Describe a model, its layers and the features that it supports, from its transformers config.
 
     Raises ValueError if transformers has neither a causal language model of this type nor a model
     of images and text.

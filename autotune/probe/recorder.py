@@ -256,7 +256,7 @@ class Recorder:
     def _adapt(self) -> None:
         """After a timed round, end timing if the rounds agree, or add a round if they disagree.
 
-        A busy host adds noise to the rounds.
+        Rounds disagree, for example, if other processes use the host.
         """
         assert self.first_timed is not None
         assert self.last_timed is not None
@@ -390,7 +390,7 @@ class Recorder:
         return self._average_kinds(times)
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
-        """The weight of one phase's time, in a timed step, in the mean step of the full run.
+        """The weight with which a phase's time in a timed step counts in the full run's mean step.
 
         When the phase began, `place` micro batches of its step had begun.
         """

@@ -1,4 +1,4 @@
-"""The parent's side of the probe: a warm worker that serves requests, its deadlines, and retries.
+"""The parent's side of probes: sends requests to a warm worker, watches deadlines, and retries.
 
 This module does not use torch. `worker_process` handles one process; this module interprets the
 worker's answers, its silence and its death.

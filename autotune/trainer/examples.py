@@ -192,7 +192,7 @@ class Encoder:
     def _check_text(self, form: Chat, text: str) -> None:
         """Note thoughts and tools that a template leaves out.
 
-        Raises BadExample if it leaves out other text.
+        Raises BadExample if the template leaves out any other text.
         """
         lost = self._lost_text.find(form, text, lambda chat: self._render(chat, chat.messages))
         for index, kind in lost:

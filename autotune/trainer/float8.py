@@ -54,7 +54,8 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
         """Replace `layer`. If its weight is on the meta device, call `store` afterwards."""
-        nn.Module.__init__(self)  # not nn.Linear.__init__, which would allocate a weight
+        # Nn.Linear.__init__ is not called, because it would allocate a weight.
+        nn.Module.__init__(self)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self.dtype = layer.weight.dtype

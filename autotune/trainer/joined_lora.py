@@ -233,7 +233,7 @@ def _padding(rank: int) -> int:
 
 
 def _spans(sizes: list[int]) -> list[slice]:
-    """Return the slices of consecutive parts of these sizes."""
+    """Return consecutive slices that have these sizes."""
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 

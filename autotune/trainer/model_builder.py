@@ -56,9 +56,8 @@ def load(
     """Load the base with real weights, frozen.
 
     `source` is a Hub name or a directory, and `config` replaces its config. Only safetensors are
-    read, and code in the repository does not run. Raises ValueError if adapters are beside the
-    base: transformers would load these adapters too, and new adapters would be trained on top of
-    them.
+    read, and code in the repository does not run. Raises ValueError if `source` also has adapters:
+    transformers would load these adapters too, and new adapters would be trained on top of them.
     """
     if find_adapter_config_file(source) is not None:
         raise ValueError(
@@ -76,7 +75,7 @@ def load(
 
     quantization = settings.bitsandbytes_arguments()
     if quantized := getattr(stored, "quantization_config", None):
-        # transformers reads from the config how the files are quantised.
+        # The config must say how the files are quantised, because transformers reads it there.
         config.quantization_config = _trainable(quantized, source, settings)
         arguments["config"] = config
     elif quantization is not None:

@@ -21,7 +21,10 @@ GROWTH = 1000
 
 
 class TableError(ValueError):
-    """Raised for a corrupt table, or for one that grows too much. The message has no file name."""
+    """Raised for a corrupt table, or for a table whose rows take too much memory.
+
+    The message has no file name.
+    """
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
