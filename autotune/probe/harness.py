@@ -415,7 +415,7 @@ class Probe:
             )
 
     def _compile(self) -> None:
-        """Compile each layer like the exported script, and reuse the code of earlier probes.
+        """Compile each layer as the exported script does, and reuse the code of earlier probes.
 
         The first layer's input must require gradients like the inputs of all other layers.
         Otherwise the first layer would need another graph.

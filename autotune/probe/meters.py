@@ -189,7 +189,10 @@ class CudaMeter:
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 
     def release(self, *, collect: bool = True) -> None:
-        """Return all unused memory and reset the statistics; `collect` first collects garbage."""
+        """Return all unused memory and reset the statistics.
+
+        With `collect`, first collect garbage.
+        """
         if collect:
             gc.collect()
         # This also frees the workspaces of streams that are not used again.

@@ -234,7 +234,7 @@ def record_events(
 
 
 def _event(event: Any) -> Event:
-    """Convert an event of Kineto."""
+    """Convert an event of torch's profiler (Kineto) to an Event."""
     return Event(
         name=event.name(),
         start_s=event.start_ns() / 1e9,

@@ -88,7 +88,7 @@ class Rank:
                 f"{self.size} real ranks need {self.size} processes, but this probe has one"
             )
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        if self._offloads:  # the norm of offloaded gradients is summed on the host
+        if self._offloads:  # gloo adds up the norm of offloaded gradients on the host
             backend = "cuda:nccl,cpu:gloo"
         self._store = dist.FileStore(self._meeting, self.size)
         dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)

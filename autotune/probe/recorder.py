@@ -165,7 +165,7 @@ class Recorder:
             self.segment = name
 
     def weigh(self) -> None:
-        """Note the memory peak since the last reset for the current phase."""
+        """Record the memory peak since the last reset as a peak of the current phase."""
         allocated, reserved = self.meter.peak_gib()
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0.0), allocated)
         if self.first_timed is None:
@@ -405,7 +405,7 @@ class Recorder:
         return self.schedule.weights[slot % len(self.schedule.weights)] * each / num_rounds
 
     def _average_kinds(self, times: StepTimes) -> StepTimes:
-        """Average the kinds of micro batch in each round, with their weights in the full run."""
+        """Average each round's times over its kinds of micro batch, weighted as in the full run."""
         schedule, each = self.schedule, self.request.micro_steps
         if schedule.num_kinds == 1:
             return times

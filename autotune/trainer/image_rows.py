@@ -21,7 +21,8 @@ from .images import Tensors, add_token_types, join_values, random_example, rando
 from .picture_files import BadPicture, read_picture
 from .reading import BadDataset, read_rows
 
-ImageExample = tuple[torch.Tensor, Tensors]  # an example (see `rows`), and the values of its images
+# An example's tokens (see `rows`), and the tensors of its images.
+ImageExample = tuple[torch.Tensor, Tensors]
 RANDOM_ROWS = 16  # the number of different random rows; a run with more rows repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
 # Parts of the names of tokens that mark images
@@ -166,7 +167,7 @@ class ImageRows(Sequence[ImageExample]):
         made = self._processor(
             text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt"
         )
-        # If the processor makes a pixel_attention_mask, its values have an additional first
+        # If the processor makes a pixel_attention_mask, the image values have an additional first
         # dimension for the rows of a batch.
         in_rows = "pixel_attention_mask" in made
         values = {name: made[name][0] if in_rows else made[name] for name in VALUES if name in made}

@@ -53,7 +53,7 @@ def config_of(shape: dict[str, Any]) -> Any:
 def load(
     source: str, settings: ModelSettings, device: torch.device, config: Any = None
 ) -> PreTrainedModel:
-    """Load the base with real weights, frozen.
+    """Load the base with its real weights, and freeze them.
 
     `source` is a Hub name or a directory, and `config` replaces its config. Only safetensors are
     read, and code in the repository does not run. Raises ValueError if `source` also has adapters:

@@ -66,7 +66,7 @@ def describe(settings: RunSettings, options: Options) -> dict[str, Any]:
 
 
 def find_difference(checkpoint: str, facts: dict[str, Any]) -> str | None:
-    """Return a sentence on the first fact that differs from the checkpoint's, or None.
+    """Return a sentence about the first fact that differs from the checkpoint's, or None.
 
     A checkpoint of an earlier version of autotune has no facts; then the sentence says so.
     """

@@ -129,7 +129,7 @@ def _wait(
 ) -> int:
     """Wait for the end of all ranks, and return the first exit code other than 0.
 
-    A negative exit code is the number of the signal that ended the rank.
+    A negative exit code means that a signal ended the rank.
     """
     code = 0
     is_passed_on = False

@@ -29,7 +29,7 @@ class ModelSettings:
     base_dtype: str  # torch's name of the dtype of the base weights
     # The attention implementation: a name of transformers, or a name that `patches` registers.
     attention: str
-    quantization: str  # fp8, int8, nf4, or none
+    quantization: str  # the format of quantised base weights: fp8, int8, nf4, or none
     double_quant: bool  # quantise the scales of nf4 as well
     kbit_preparation: bool  # keep in fp32 all weights of the base that are not quantised
     lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
