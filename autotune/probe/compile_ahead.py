@@ -18,8 +18,8 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-# The most starts of all processes. They are ended when a probe needs their memory, and started
-# again later.
+# The most starts of all processes. The processes are ended when a probe needs their memory, and are
+# started again later.
 MAX_STARTS = 4
 # A host with fewer cores compiles nothing ahead; from this number on, one process compiles.
 LEAST_CORES = 4

@@ -48,7 +48,10 @@ BF16_CAPABILITY = (8, 0)  # older cards only emulate bf16
 
 
 def measure_rates(meter: Meter) -> DeviceRates:
-    """Measure this process's device. This takes about 5 s on a fast GPU, and 1 s on a CPU."""
+    """Measure this process's device.
+
+    The measurement takes about 5 s on a fast GPU, and 1 s on a CPU.
+    """
     device = meter.torch_device
     on_gpu = device.type != "cpu"
     sizes = ON_GPU if on_gpu else ON_CPU

@@ -418,7 +418,7 @@ class Probe:
         """Compile each layer as the exported script does, and reuse the code of earlier probes.
 
         The first layer's input must require gradients like the inputs of all other layers.
-        Otherwise the first layer would need another graph.
+        Otherwise the first layer would need a compiled graph of its own.
         """
         if self.request.config.method == "lora":
             require_input_gradients(self.base)
@@ -628,7 +628,7 @@ class Probe:
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
         """The rows of all micro batches: for each kind in `order`, one micro batch for each rank.
 
-        There are a few different micro batches of each kind, which are used again and again.
+        Each kind has only a few different micro batches, which are used repeatedly.
         """
         request, kinds = self.request, self.request.kinds
         num_ranks = request.parallelism.num_gpus
@@ -748,10 +748,10 @@ class Probe:
         self._checkpoint_s = time.perf_counter() - began
 
     def _profile(self, measurement: Measurement) -> KernelTimes | None:
-        """The kernel times of one micro batch of about mean length. They are also printed.
+        """The kernel times of one micro batch of about mean length. The kernels are also printed.
 
         The micro batch is the last of its step, so that the gradients of the step's earlier micro
-        batches exist. The recorder does not record it.
+        batches exist. The recorder does not record this micro batch.
         """
         (*before, last), micro_s, _ = self._mean_step(measurement)
         for inputs in before:

@@ -99,8 +99,8 @@ class Learner:
         if self._compiles and settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
 
-        # Each training resets the adapters with its seed. Other trained parameters return to these
-        # values.
+        # Each training resets the adapters with its seed. Other trained parameters return to the
+        # values that are stored here.
         self._first = {
             name: parameter.detach().cpu().clone()
             for name, parameter in self._model.named_parameters()
@@ -134,8 +134,8 @@ class Learner:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             compile_layers(self._layers, settings.model_settings.activation_budget)
 
-        # The seed sets the order of the rows. It is set here, because the Trainer's constructor has
-        # set another seed.
+        # The seed sets the order of the rows. The seed is set here again, because the Trainer's
+        # constructor has set another seed.
         set_seed(training.seed)
         trainer.train()
 

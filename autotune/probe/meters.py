@@ -2,7 +2,7 @@
 
 On CUDA, torch's caching allocator counts memory, and the memory that it reserves must fit. On a
 CPU, the memory is the process's resident anonymous memory. Linux reports its peak as VmHWM, which
-can be reset. RLIMIT_DATA limits this memory.
+can be reset. RLIMIT_DATA limits the process's memory.
 """
 
 import ctypes
@@ -195,7 +195,7 @@ class CudaMeter:
         """
         if collect:
             gc.collect()
-        # This also frees the workspaces of streams that are not used again.
+        # This call also frees the workspaces of streams that are not used again.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         # Offloaded checkpoints leave host memory in torch's cache. Only newer versions of torch can
@@ -254,7 +254,8 @@ class CpuMeter:
         self._libc.free.argtypes = [ctypes.c_void_p]
         # Addresses of blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # The limit that `return_freed` restores. It is None unless malloc keeps freed blocks now.
+        # The limit that `return_freed` restores. Unless malloc keeps freed blocks now, the value is
+        # None.
         self._capped_at: int | None = None
         self.settle()
 
@@ -285,7 +286,7 @@ class CpuMeter:
     def keep_freed(self) -> None:
         """Let malloc keep freed blocks, as in the exported run.
 
-        There is no cap until `return_freed`.
+        The memory is not capped until `return_freed` is called.
         """
         while self._held:
             self._libc.free(self._held.pop())

@@ -180,7 +180,7 @@ def clean(resident: ResidentModel) -> None:
 
     accelerate marks a prepared model, and would not set up autocast on a marked model. In a
     benchmark, a probe of a marked model was 24 % slower than in a fresh process. So accelerate's
-    mark is removed too, from the base and its adapters.
+    mark is also removed from the base and its adapters.
     """
     base = resident.base
     peft_model = resident.peft_model

@@ -66,7 +66,7 @@ class WorkerProber:
         self.device = device
         self.logs = logs
         self.starts = 0
-        # The processes that compile ahead on the device. The caller closes them.
+        # The processes that compile ahead on the device. The caller closes these processes.
         self.ahead: CompileAhead | None = None
         self._memory_gib = 0.0
         self._context_gib = 0.0

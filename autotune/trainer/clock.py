@@ -202,9 +202,9 @@ class Clock(TrainerCallback):
     def exit_if_stopped(self) -> None:
         """End the process if a signal stopped the run. The exit code identifies the signal.
 
-        A signal after the last step does not stop the run: the result is still saved. Otherwise
-        some ranks would end and others would wait for them, because ranks receive a signal at
-        different times.
+        A signal after the last step does not stop the run: the result is still saved. If such a
+        signal stopped the run, some ranks would end and others would wait for them, because ranks
+        receive a signal at different times.
         """
         if self._is_stopped and self._signal is not None:
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)

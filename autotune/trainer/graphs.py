@@ -52,8 +52,8 @@ class MicroBatchGraphs:
                     f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
                     " needs a CUDA graph"
                 )
-            # The capture skips the packing check, so the first run must skip it too. Otherwise the
-            # capture would compile the layers again, and fail.
+            # The capture skips the packing check, so the first run must skip it too. If only the
+            # capture skipped it, the capture would compile the layers again, and fail.
             with skip_packing_check():
                 loss = self._step(batch).clone()
                 self._graphs[shape] = self._capture(batch)

@@ -16,7 +16,7 @@ from . import rows
 Tensors = dict[str, torch.Tensor]
 
 # The argument that marks the image tokens of a row, by model type. Models of other types take no
-# such argument.
+# argument that marks image tokens.
 TOKEN_TYPES = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 
 

@@ -338,8 +338,8 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
     operations.
     """
     # The graphs of our own functions (joined adapters, products in 8 bits) include all that they
-    # compute, so their code may be cached on disk. This setting is part of the cache's key, and is
-    # therefore the same for all layers.
+    # compute, so their code may be cached on disk. The setting is part of the cache's key, so it
+    # must be the same for all layers.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     backend = "inductor" if activation_budget == 1.0 else _budgeted_inductor(activation_budget)
     for layer in layers:

@@ -215,7 +215,7 @@ def _set_labels(config: Any, num_labels: int) -> None:
 def _model_class(settings: ModelSettings, config: Any) -> Any:
     if settings.num_labels is not None:
         return AutoModelForSequenceClassification
-    # Some image models also have a class for text only. It is preferred.
+    # Some image models also have a class for text only. The class for text only is preferred.
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
@@ -297,7 +297,7 @@ def trainable_model(
         return base
 
     # PEFT is imported here, because it imports bitsandbytes and so torch's compiler. A base without
-    # adapters needs neither of them.
+    # adapters needs neither bitsandbytes nor the compiler.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
@@ -421,8 +421,8 @@ def _unhook_towers(base: nn.Module) -> None:
 def require_input_gradients(base: PreTrainedModel) -> None:
     """Make the input of the first decoder layer require gradients, as in all other layers.
 
-    Otherwise the first layer would be compiled separately. transformers' own method also affects
-    the patches of images, so that a frozen tower would be differentiated.
+    Without these gradients, the first layer would be compiled separately. transformers' own method
+    also affects the patches of images, so that a frozen tower would be differentiated.
     """
     hook = base.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: output.requires_grad_(True)
@@ -471,7 +471,7 @@ def stop_checkpointing(base: PreTrainedModel) -> None:
 def _fill(model: nn.Module) -> None:
     """Fill matrices with random values, and biases and other vectors with zeros.
 
-    The weights of norms stay one.
+    The weights of norms keep the value 1.
     """
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):  # `no_init_weights` skipped its initialisation

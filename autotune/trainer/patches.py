@@ -58,8 +58,8 @@ def choose_attention(*, any_length: bool, flash: bool = True) -> None:
 def load_attention(model: Any, device: torch.device) -> None:
     """Compute attention once for masked rows of each alignment, so that cuDNN builds its kernels.
 
-    cuDNN builds a kernel at its first use. This takes up to 4 s on an H100, and would slow one of
-    the steps. A model without attention heads is skipped.
+    cuDNN builds a kernel when the kernel is first used. On an H100, the build takes up to 4 s, and
+    would slow one of the steps. A model without attention heads is skipped.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)

@@ -234,7 +234,7 @@ def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
     return dict.fromkeys((*batch, "gradient_clipping"), "auto") | {
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        # DeepSpeed counts torch's AdamW as tested, but no 8-bit optimizer. It would refuse an
-        # untested optimizer.
+        # DeepSpeed counts torch's AdamW as tested, but no 8-bit optimizer. Without this setting,
+        # DeepSpeed would refuse an untested optimizer.
         "zero_allow_untested_optimizer": True,
     }

@@ -11,7 +11,8 @@ from typing import Any
 class _TimeUp(BaseException):
     """Ends the block whose time is up.
 
-    It is a BaseException, so code in the block that catches every Exception does not catch it.
+    This class is a BaseException, so code in the block that catches every Exception does not catch
+    it.
     """
 
 

@@ -1,6 +1,6 @@
 """Attention within the segments of a row.
 
-It needs no mask, and computes no scores between segments.
+This attention needs no mask, and computes no scores between segments.
 
 A row holds several packed examples. In Qwen2.5-VL's vision tower, a row holds the windows of all
 images of a micro batch.
@@ -165,8 +165,8 @@ def _attend_segments(
     return attended.view(rows, length, heads, size)
 
 
-# --- The kernel and its gradients. Both are operators of torch, so compiled code does not depend on
-# their inputs, which change with each micro batch.
+# --- The kernel and its gradients. The kernel and its gradients are operators of torch, so compiled
+# code does not depend on their inputs, which change with each micro batch.
 
 
 def _attend_on_gpu(
