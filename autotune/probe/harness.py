@@ -271,7 +271,7 @@ class Probe:
         self.managed_gib = 0.0
         self.limit_gib = 0.0
         self.context_gib: float | None = None
-        # None if the model computes its own loss.
+        # a loss that replaces the model's own loss, if any.
         self._loss: Callable[..., torch.Tensor] | None = None
         self._new_length_s: float | None = None
         self._has_random_weights = False

@@ -33,8 +33,8 @@ MAX_LOST_GIB = 0.5  # GiB of host memory; a worker whose probes together keep mo
 WORKSPACE_GIB = 8 / 1024
 # On a CPU, freed blocks of at least this size return to the kernel while peaks are read.
 RETURNED_BYTES = 2**16
-# A bit in the word before each block of malloc. The bit is set if the block has its own mapping
-# from the kernel (mmap).
+# A bit in the header that malloc writes before each block. The bit is set if the block has its own
+# mapping from the kernel (mmap).
 IS_MAPPED = 2
 PACKAGES = (
     "torch",
@@ -254,8 +254,7 @@ class CpuMeter:
         self._libc.free.argtypes = [ctypes.c_void_p]
         # Addresses of blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # The limit that `return_freed` restores. Unless malloc keeps freed blocks now, the value is
-        # None.
+        # The limit that `return_freed` restores, while malloc keeps freed blocks.
         self._capped_at: int | None = None
         self.settle()
 

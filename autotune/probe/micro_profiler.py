@@ -270,7 +270,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
     start = Place(part=Part.HEAD, stage=Stage.FORWARD)
     host = (one for one in events if not (one.on_device or one.linked or RUNTIME.match(one.name)))
     for event in sorted(host, key=lambda event: (event.start_s, -event.end_s)):
-        # The stack of a thread holds the events that contain this one.
+        # The stack of a thread holds the events that contain this event.
         stack = stacks[event.thread]
         while stack and stack[-1].event.end_s <= event.start_s:
             stack.pop()

@@ -88,7 +88,7 @@ class RankPool:
     def fingerprint(self) -> Fingerprint:
         """The first rank's fingerprint.
 
-        Starts its worker if none has started yet. Raises the errors of `probe`.
+        Starts the rank's worker if necessary. Raises the errors of `probe`.
         """
         return self._ranks[0].fingerprint
 
@@ -222,7 +222,7 @@ class RankPool:
         log: Path,
         oom_kills: int,
     ) -> ProbeResult:
-        """The result of a probe in which rank `number` failed; all workers are replaced."""
+        """The result of a probe that failed on rank `number`. All workers are replaced."""
         noticed = time.monotonic()
         if message is not None and _result(message).outcome is Outcome.CRASH:
             time.sleep(GRACE_S)

@@ -115,7 +115,8 @@ class Recorder:
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
         self.evaluation_ends: list[Any] = []  # a mark for each evaluated micro batch
-        # The phase in which the allocator first returned cached memory and tried again.
+        # The phase of the allocator's first retry (it freed its cache, and tried to allocate
+        # again).
         self.retry_phase: Phase | None = None
 
         self._mark: Any = None
@@ -390,7 +391,7 @@ class Recorder:
         return self._average_kinds(times)
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
-        """The weight with which a phase's time in a timed step counts in the full run's mean step.
+        """The weight of a phase's time, in this timed step, for the mean step of the full run.
 
         When the phase began, `place` micro batches of its step had begun.
         """

@@ -99,7 +99,7 @@ class WorkerProber:
     def fingerprint(self) -> Fingerprint:
         """The worker's fingerprint.
 
-        Starts the worker if none has started yet. Raises the errors of `probe`.
+        Starts a worker if necessary. Raises the errors of `probe`.
         """
         if self._fingerprint is None:
             self.ready_process()
@@ -110,7 +110,7 @@ class WorkerProber:
     def memory_gib(self) -> float:
         """The GiB of the device's memory.
 
-        Starts the worker if none has started yet. Raises the errors of `probe`.
+        Starts a worker if necessary. Raises the errors of `probe`.
         """
         if self._fingerprint is None:
             self.ready_process()

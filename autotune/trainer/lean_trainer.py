@@ -212,7 +212,7 @@ class LeanTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Return the Trainer's optimizer.
 
-        With `optimizer_in_backward`, it steps in the backward pass.
+        With `optimizer_in_backward`, this optimizer steps in the backward pass.
         """
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
         if self.optimizer_in_backward and not self.step_hooks:
