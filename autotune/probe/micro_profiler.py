@@ -42,7 +42,7 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event of the profiler, in seconds.
+    """An event of the profiler. Its times are in seconds.
 
     `ident` is an operator's number; `linked` is the number of the operator that issued a kernel.
     `sequence` is the number of an autograd node, or -1. A forward operator makes the node. The

@@ -64,10 +64,10 @@ class Recorder:
     place. Then complete rounds are timed for `min_timed_s`: fewer if their times agree, more if the
     times disagree in a probe of a whole model.
 
-    A CPU's steps are timed for half the time, and no rounds are added: rounds on a CPU never agree,
-    because every other process of the machine delays some of them. On a CPU, timing starts after
-    all peaks are read, and malloc then keeps freed memory. Unless micro batches are long, an
-    untimed round comes first, so that malloc has freed blocks to reuse.
+    A CPU's steps are timed for half of `min_timed_s`, and no rounds are added. Rounds on a CPU
+    never agree, because every other process of the machine delays some of them. On a CPU, timing
+    starts after all peaks are read, and malloc then keeps freed memory. Unless micro batches are
+    long, an untimed round comes first, so that malloc has freed blocks to reuse.
     """
 
     def __init__(

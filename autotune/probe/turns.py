@@ -22,8 +22,8 @@ NEXT = "next"
 WANTED = "wanted.json"
 HELD = ".held"  # suffix: a file with the GiB of device memory that a process holds
 CLAIMED = ".claimed"  # suffix: a file for each request that a process has begun to compile
-# The probing process's longest wait; a turn of another process builds a few layers or runs them
-# once.
+# The probing process's longest wait in seconds. In a turn, another process builds a few layers or
+# runs them once.
 PATIENCE_S = 30.0
 POLL_S = 0.002
 # Functions of Inductor that time a matrix product on the device. Only newer versions of torch have

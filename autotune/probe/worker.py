@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # how far the memory of a process on a CPU varies at random
-LEAST_WAIT_S = 0.01  # a shorter wait for a turn means that the device was free
+LEAST_WAIT_S = 0.01  # seconds; a shorter wait for a turn means that the device was free
 # Host memory limit for describing a model, without weights; 100,000 linear layers with adapters
 # take 3 GiB.
 DESCRIBED_GIB = 8

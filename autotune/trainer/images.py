@@ -1,8 +1,8 @@
 """Puts image tokens into rows, and makes the image tensors of a micro batch.
 
-In this module, a picture is the description of an image in a row: the number of its placeholders
-(`tokens`), the number of tokens around them (`beside`), the shape of its values (`pixels`), and for
-some models the `grid` of its patches.
+In this module, a picture is the description of an image in a row. A picture has the number of the
+image's placeholders (`tokens`), the number of tokens around them (`beside`), the shape of the
+image's values (`pixels`), and for some models the `grid` of patches.
 """
 
 from collections.abc import Sequence
