@@ -81,7 +81,7 @@ class WorkerProber:
         self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        # The seconds of the last start-up, until a result has reported them.
+        # The seconds that the worker's start took; None after a result has reported them.
         self._start_s: float | None = None
         # Whether the last try ran while a process that compiles ahead still used the device.
         self._missed_turn = False

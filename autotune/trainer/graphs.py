@@ -53,7 +53,7 @@ class MicroBatchGraphs:
                     " needs a CUDA graph"
                 )
             # The capture skips the packing check, so the first run must skip it too. If only the
-            # capture skipped it, the capture would compile the layers again, and fail.
+            # capture skipped the check, the capture would compile the layers again, and fail.
             with skip_packing_check():
                 loss = self._step(batch).clone()
                 self._graphs[shape] = self._capture(batch)

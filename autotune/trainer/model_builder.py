@@ -128,9 +128,9 @@ def outline(
 ) -> PreTrainedModel | None:
     """Build the base without memory for its matrices. Shard the base, then call `materialize`.
 
-    Returns None in three cases. The unsharded base fits into `room_gib` of the device (in fp32 if
-    the base itself is trained). The head and the embedding are one weight, which sharding would
-    turn into two. The base is quantised by bitsandbytes.
+    Returns None if the unsharded base fits into `room_gib` of the device (in fp32 if the base
+    itself is trained). Returns None if the head and the embedding are one weight, because sharding
+    would turn it into two. Returns None if the base is quantised by bitsandbytes.
     """
     if settings.bitsandbytes_arguments() is not None:
         return None
@@ -331,8 +331,8 @@ def trainable_model(
 def _exclude_from_ddp(model: nn.Module) -> None:
     """Stop DDP from sending 8-bit weights.
 
-    DDP need not send them, because all ranks have the same weights. gloo could not send 8-bit
-    floats.
+    DDP need not send these weights, because all ranks load the same weights. gloo could not send
+    8-bit floats.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
     weights = [f"{name}.{one}" for name in layers for one in ("weight_fp8", "scale")]

@@ -94,7 +94,8 @@ class RunSettings:
     """Holds the content of train_config.json."""
 
     about: list[str]  # measured numbers and their device, for people who read the file
-    versions: dict[str, str]  # versions of the measurement's packages, for people who read the file
+    # Versions of the packages used in the measurement, for people who read the file.
+    versions: dict[str, str]
     model: str  # a Hub name or a directory of weights
     has_published_weights: bool  # whether the Hub has weights of this model
     use_cpu: bool  # train on the CPU even if there are GPUs
