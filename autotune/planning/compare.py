@@ -1,8 +1,8 @@
 """Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
 
-The comparison also says when buying a card pays. Every number is an estimate from one plan per
-card. The plans share errors, so cards with overlapping intervals are in the wrong order less often
-than the intervals suggest.
+The comparison also says when buying a card is cheaper than renting it. A card's numbers are
+estimates from the plan for this card. All plans share the formulas' errors. So cards with
+overlapping intervals are in the wrong order less often than the intervals suggest.
 """
 
 import math
@@ -192,7 +192,8 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
             space = space.pin(name, value)
     configs = candidates(space) if Sizes.of(task.model) else ()
 
-    # Of configurations that differ only in the micro batch, the smallest needs the least memory.
+    # Of configurations that differ only in the micro batch, the configuration with the smallest
+    # micro batch needs the least memory.
     smallest: dict[tuple[Any, ...], TrainConfig] = {}
     for config in configs:
         key = alike_but_for_rows(task, config)
@@ -219,9 +220,10 @@ def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
 def _least_by_bf16(
     spec: StudySpec, compared: Sequence[ComparedCard], say: Say
 ) -> dict[bool, Estimate]:
-    """Return the configuration that needs the least memory, with bf16 (True) and without it.
+    """Return the configuration that needs the least memory on cards with bf16, and without bf16.
 
-    One card's result is used for all cards with bf16, and another card's for all cards without it.
+    The key True is for cards with bf16, and False for cards without bf16. One card's result stands
+    for all cards of its kind.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -243,10 +245,10 @@ def _least_by_bf16(
 
 
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
-    """Return the smallest card on which a run surely fits, or None.
+    """Return the smallest card on which the configuration in `needs` surely fits, or None.
 
-    `needs` has the configuration that needs the least memory, for cards with bf16 (True) and
-    without it.
+    `needs` has the configuration that needs the least memory: under the key True for cards with
+    bf16, under False for cards without bf16.
     """
 
     def fits(card: DeviceSpec) -> bool:

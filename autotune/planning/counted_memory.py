@@ -1,4 +1,7 @@
-"""Counts memory and time of models without a formula, by a dry probe in its own process."""
+"""Counts the memory and the work of a training step by a dry probe, for models without a formula.
+
+The dry probe runs in its own process and needs no GPU.
+"""
 
 import functools
 from dataclasses import replace
@@ -14,7 +17,10 @@ from autotune.dry.prober import DryAnswer, DryProber
 def count(
     model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
 ) -> DryCount | None:
-    """Count a training step of the whole model, or return None (see `no_count`)."""
+    """Count a training step of the whole model.
+
+    Returns None if the step cannot be counted; `no_count` says why.
+    """
     return dry_count(model, config, micro_steps, objective).count
 
 
@@ -34,11 +40,14 @@ def dry_count(
     objective: Objective = Objective.SFT,
     depth: int | None = None,
 ) -> DryAnswer:
-    """Count the whole model, or `depth` of its layers, by a dry probe; or say why not."""
+    """Count a training step by a dry probe, of the whole model or of `depth` of its layers.
+
+    The answer has the count, or the reason that the step cannot be counted.
+    """
     if config.knows_ends and (config.packing or not config.has_mask):
-        # torch's own flash attention needs the same memory and no extra package. The configuration
-        # keeps packed examples apart without a mask, so each row is counted as if it held one
-        # example.
+        # Count with torch's own flash attention. It needs the same memory as the configured
+        # attention, and no extra package. The configured attention keeps packed examples apart
+        # without a mask. To count without a mask, too, each row is counted as one example.
         config = replace(
             config,
             attention="sdpa",

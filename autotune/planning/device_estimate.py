@@ -75,7 +75,8 @@ def planned_device(name: str) -> DeviceSpec:
 def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
     """Return the GiB that tensors may use: the memory minus the headroom and a CUDA context.
 
-    `memory_gib` can only lower the device's memory. Raises UsageError if the memory is unknown.
+    `memory_gib` caps the device's memory; a larger value has no effect. Raises UsageError if the
+    memory is unknown.
     """
     return max(
         memory_limit_gib(device_cap_gib(device, memory_gib), headroom, taken_gib=CONTEXT_GIB), 0.01
@@ -109,7 +110,10 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
 
 
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
-    """Return the task with its speed transfer corrected by measurements on its own device."""
+    """Return the task with its speed transfer corrected by measured speeds on the task's device.
+
+    The speed transfer converts a step time from the reference card to this device.
+    """
     if task.measured_on is None:
         return task
 

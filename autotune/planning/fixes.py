@@ -15,21 +15,27 @@ from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-# Limits of the search
-MAX_MICRO_BATCH = 1024
-MIN_LENGTH = 256
-NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # keys below these are changed in place
+MAX_MICRO_BATCH = 1024  # the largest micro batch that the search tries
+MIN_LENGTH = 256  # the shortest sequence length that the search tries, in tokens
+# Mappings in a file. A key inside such a mapping is changed there, not at the top level.
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# The rank of a change tells how much it alters the training's result, the least first: the same
-# result; another optimizer state, or no DoRA; another base, or no fp32 master weights; shorter
-# sequences; adapters instead of all parameters.
+# The rank of a change says how much the change alters the training's result, the least first:
+# - SAME_RESULT leaves the result as it is.
+# - OTHER_OPTIMIZER changes the optimizer, or switches DoRA off.
+# - QUANTIZED quantises the base, or leaves out the fp32 master weights.
+# - SHORTER shortens the sequences.
+# - ADAPTERS trains adapters instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
 Fix = tuple[int, Edits]  # the rank of a change, and the keys to write
 
 
 def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
-    """Return the file's values with the edits, each at the level where the tool reads it."""
+    """Return the file's values with the edits.
+
+    An edited key that the file has inside a mapping of NESTED is changed inside this mapping.
+    """
     new = dict(values)
     for key, value in edits.items():
         inner = next((name for name in NESTED if key in (values.get(name) or ())), None)
@@ -84,7 +90,8 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
 def _smaller_evaluation(run: ForeignConfig) -> int | None:
     """Return a smaller evaluation batch that saves memory, or None if the batch is small already.
 
-    The training's micro batch is small enough if training and evaluation use the same loss kernel.
+    If training and evaluation use the same loss kernel, the result is the training's micro batch.
+    Otherwise the result is 1.
     """
     evaluation = run.evaluation
     if evaluation is None:
@@ -129,9 +136,9 @@ class FixSearch:
     parsed: dict[str, ForeignConfig | None] = field(default_factory=dict)
 
     def each_alone(self) -> list[CheckedRun]:
-        """Return each change that helps by itself.
+        """Return the run with each single change that saves memory or makes the run fit.
 
-        A changed micro batch or length is the largest one that fits.
+        A smaller micro batch or a shorter length is the largest one that fits.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
@@ -191,7 +198,10 @@ class FixSearch:
         return min(results)[-1] if results else None
 
     def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
-        """Return the largest micro batch in an accepted state; the global batch stays the same."""
+        """Return the edited run with the largest micro batch that fits or has an accepted state.
+
+        The global batch stays the same. Returns None if no micro batch has such a state.
+        """
         run = self._parse(edits)
         if run is None:
             return None
@@ -207,7 +217,10 @@ class FixSearch:
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
-        """Read the edited file for the run's number of GPUs; return None if the tool refuses."""
+        """Parse the edited file for the run's number of GPUs.
+
+        Returns None if the tool would refuse the edited file, or if the run is unsupported.
+        """
         run = self.checked.run
         key = repr(edits)
 
@@ -246,7 +259,8 @@ class FixSearch:
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
         batch_key = key_of(run.format, "micro_batch_size")
-        # Axolotl refuses an accumulation beside `batch_size`, its older key for the rows of a step.
+        # In Axolotl, the older key `batch_size` sets the rows of a step. Axolotl refuses a file
+        # that also has the key for the accumulation.
         if run.values.get("batch_size") is not None:
             return [{batch_key: size} for size in sizes]
         accumulation_key = key_of(run.format, "accumulation")

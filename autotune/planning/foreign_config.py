@@ -1,9 +1,9 @@
 """Reads a fine-tuning run from a YAML file of TRL, Axolotl or LLaMA-Factory, as a TrainConfig.
 
-The reader executes no part of the file and looks up no names. A missing key takes the tool's own
-default, from the sources of TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5. If memory or speed
-depends on a setting that no knob expresses, the result has a note about the setting. A run for an
-objective without a probe is refused.
+The reader executes no part of the file, and does not look up the model or the dataset. A missing
+key takes the tool's own default, from the sources of TRL 1.16, Axolotl 0.19 and LLaMA-Factory
+0.9.5. If memory or speed depends on a setting that no knob expresses, the result has a note about
+the setting. A run for an objective without a probe is refused.
 """
 
 import json
@@ -30,8 +30,9 @@ from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, 
 from autotune.problem.constraints import NO_SDPA
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
-OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # adapters on these are not counted
-USUAL_ALPHAS = (16, 32)  # usual for any rank
+# Modules outside the layers; the estimate leaves out adapters on these modules
+OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
+USUAL_ALPHAS = (16, 32)  # values of lora_alpha that get no note, at any rank
 
 TOOLS = ("trl", "axolotl", "llamafactory")
 _TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
@@ -62,9 +63,9 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
 
 
 def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
-    """Return the equivalent `lora_targets` for this model, and a note on names it does not have.
+    """Return the equivalent value of the knob `lora_targets` for this model, and a note or "".
 
-    Raises UsageError if no name matches a linear layer.
+    The note names targets that get no adapter. Raises UsageError if no name matches a linear layer.
     """
     targets = config.lora_targets
     sizes = Sizes.of(model)
@@ -195,7 +196,7 @@ def _keys_of_tables() -> Iterator[str]:
 def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
     """Return accelerate's settings for the GPUs, if a run names a file with them.
 
-    Names such as fsdp2 are TRL's presets, and no files.
+    A name such as fsdp2 is a preset of TRL, not a file; the result is then empty.
     """
     if not isinstance(name, str) or Path(name).suffix not in (".yaml", ".yml", ".json"):
         return {}
@@ -288,7 +289,7 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
             f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
         )
 
-    # The tool with the most of its own keys wins.
+    # The file belongs to the tool that has the most identifying keys in the file.
     all_marks = table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
@@ -314,7 +315,7 @@ def _other_tool(values: dict[str, Any]) -> str:
 
 
 def _read(file: File, tool: str) -> ForeignConfig:
-    """Return the run that a file describes for a tool, without its original values."""
+    """Return the run that a file describes for a tool, with an empty field `values`."""
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
 
@@ -353,7 +354,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
     )
 
-    # The trainers for objectives other than SFT give all rows a mask.
+    # The trainers for objectives other than SFT pass an attention mask for all rows.
     padding = "longest" if objective is Objective.SFT else "masked"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
     gpus = table("data_parallel") + table("parallel")
@@ -406,7 +407,10 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
 
 
 def _trl_objective(file: File) -> Objective:
-    """Return the user's objective, or the one of the TRL trainer that reads the file's keys."""
+    """Return the objective that the user gave, or else the objective that the file's keys imply.
+
+    Some keys belong to only one of TRL's trainers, and each trainer has one objective.
+    """
     if file.has("objective"):
         return Objective(file.text("objective"))
 
@@ -469,7 +473,7 @@ def _objective_knobs(
         key = key_of(tool, "packing")
         raise Refused(key, f"rows of {objective} are not packed", "switch it off")
 
-    # One of KTO's losses does not compare the answers of a micro batch.
+    # KTO compares the answers of a micro batch, except with the loss apo_zero_unpaired.
     compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)
     if (
         objective is Objective.KTO
@@ -504,7 +508,8 @@ def _objective_knobs(
 def _accumulation(file: File, tool: str, micro_batch: int) -> int:
     """Return the number of micro batches per step.
 
-    An older key of Axolotl holds the number of rows per step.
+    If the tool's key for this number is missing, Axolotl's older key `batch_size` may give the
+    rows per step instead.
     """
     default = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)
     return file.whole(key_of(tool, "accumulation"), default=default)
@@ -541,7 +546,7 @@ def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     split = table("parallel") + table("split")
     file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
 
-    # Axolotl's older keys name the attention, `<name>_attention: true`.
+    # Axolotl's older keys contain the name of the attention, as in `flash_attention: true`.
     older = next((name for name in table("attention_flags") if file.flag(f"{name}_attention")), "")
     attention = file.text(key_of(tool, "attention"), default=older)
     attentions = {name: name for name in KNOBS["attention"].choices} | table("attentions")
@@ -601,7 +606,10 @@ def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
 
 
 def _refuse_single_target(file: File) -> None:
-    """Raise Refused if TRL takes a name as a pattern for whole paths, which then match none."""
+    """Raise Refused for a single name in TRL's `lora_target_modules`.
+
+    TRL takes a single name as a pattern for a layer's whole path, so the name matches no layer.
+    """
     value = file.values.get("lora_target_modules")
     pattern = value[0] if isinstance(value, list) and len(value) == 1 else value
     if isinstance(pattern, str) and re.fullmatch(r"[\w, ]+", pattern):
@@ -616,7 +624,7 @@ def _refuse_single_target(file: File) -> None:
 def _dropout(file: File, tool: str) -> float:
     """Return the choice of `lora_dropout` nearest to the file's value.
 
-    A share above zero never becomes zero, because dropout takes memory.
+    A dropout above zero never becomes zero, because dropout takes memory.
     """
     share = file.number(
         key_of(tool, "lora_dropout"), default=default_of(tool, "lora_dropout"), least=0, most=1
@@ -642,7 +650,7 @@ def _targets(file: File, names: set[str]) -> str:
 def _modules_to_save(file: File) -> str:
     """Return the modules trained beside the adapters, as the knob `modules_to_save`.
 
-    Modules that the knob does not have get a note.
+    A note names the modules that the knob cannot express.
     """
     known = table("ends")
     keys = ("lora_modules_to_save", "additional_target")
@@ -842,6 +850,7 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
     return {
         "method": method,
         # Without autocast, the base has its published dtype, and trained parameters are in fp32.
+        # For adapters, the knob's value bf16_mixed is the nearest to these dtypes.
         "precision": _precision(pure, bf16, fp16, "bf16_mixed" if method == "lora" else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
         "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,

@@ -68,8 +68,8 @@ def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
 def _loss(file: File, tool: str, config: TrainConfig) -> str:
     """Return the loss of an evaluation.
 
-    Liger's fused head avoids logits only in training. Cut Cross Entropy and TRL also avoid them in
-    evaluations.
+    Liger's fused loss avoids logits in training, but not in evaluations. Cut Cross Entropy and TRL
+    avoid logits in training and in evaluations.
     """
     fused = tool == "trl" or (file.flag("cut_cross_entropy", default=True) and _has_cut(file))
     return config.loss if fused else "full"
@@ -80,7 +80,10 @@ def _has_cut(file: File) -> bool:
 
 
 def _kept_examples(file: File) -> int:
-    """Return the number of examples whose predictions stay on the GPU, or 0 if unknown."""
+    """Return the number of examples whose predictions stay on the GPU until the evaluation ends.
+
+    Returns 0 if the run keeps no predictions there, or if the number is unknown.
+    """
     if not file.flag("compute_accuracy") or file.has("eval_accumulation_steps"):
         return 0
     share = float(file.number("val_size", default=0, least=0))

@@ -8,8 +8,9 @@ from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 
 MAX_KNOB = 2**24  # the largest number that TrainConfig accepts
-MAX_COUNT = 10**15  # some files write "all examples" as a large number
-# "auto" is on, because a recent GPU supports the feature.
+# The largest number of examples, epochs or steps; some files write "all examples" as a large number
+MAX_COUNT = 10**15
+# "auto" counts as true: the tool switches the feature on if the GPU supports it, as recent GPUs do.
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 
@@ -27,7 +28,7 @@ class File:
     """The values of a file by key. Each method reads a value as one type.
 
     If a method takes several keys, it reads the first key that is set. `notes` collects sentences
-    about the run. All methods raise Refused for a value of the wrong type.
+    about the run. The methods that return one type raise Refused for a value of another type.
     """
 
     values: dict[str, Any]
@@ -36,7 +37,7 @@ class File:
     def get(self, *keys: str) -> tuple[str, Any]:
         """Return the first key that is set and its value.
 
-        Without such a key, return the first key with None as its value.
+        If all keys are unset, return the first of `keys` with the value None.
         """
         return next(
             ((key, self.values[key]) for key in keys if self.values.get(key) is not None),
@@ -96,9 +97,9 @@ class File:
         return (value or "").strip() or default
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Return the names in a text with commas, or in a list.
+        """Return the names that a key holds: as a text with commas between them, or as a list.
 
-        The list holds names or mappings with a path.
+        An item of the list is a name, or a mapping whose key `path` holds the name.
         """
         key, value = self.get(*keys)
 
@@ -128,12 +129,12 @@ class File:
 
 
 def table(name: str) -> Any:
-    """Return a part of planning/foreign_keys.yaml."""
+    """Return the value of a top-level key of planning/foreign_keys.yaml."""
     return load_data("autotune.planning", "foreign_keys")[name]
 
 
 def quote(value: Any) -> str:
-    """Return the value as a short text for messages."""
+    """Return the value as a text of at most 60 characters for messages."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

@@ -1,7 +1,7 @@
 """Refuses a run that its tool, or a library of the tool, refuses at its start.
 
-Only conditions that depend on the file and the model's type are known, because the dataset is not
-read. The conditions are in foreign_refusals.yaml.
+The conditions are in foreign_refusals.yaml. Each condition depends only on the file and on the
+model's type. Conditions that depend on the dataset are left out, because the dataset is not read.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,10 @@ def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
 
 
 def _refuse_unknown_value(file: File, key: str, names: list[Any]) -> None:
-    """Raise Refused if the value of a key is none of these names, which may stand in lists."""
+    """Raise Refused if the value of a key is a text that is not in `names`.
+
+    An item of `names` is a name or a list of names. A text with a slash is never refused.
+    """
     known = [name for part in names for name in (part if isinstance(part, list) else [part])]
     value = file.text(key) if isinstance(file.values.get(key), str) else ""
     if value and value not in known and "/" not in value:
@@ -72,7 +75,8 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
     experts = _joined_experts(model_type)
     if experts is None:
         return
-    # The other tools adapt the linear layers that they find; fused experts are no linear layers.
+    # With all-linear, the other tools adapt only linear layers. Fused experts are a parameter, not
+    # a linear layer, so these tools do not adapt them.
     if config.lora_targets == ALL_LINEAR and tool == "trl":
         names |= set(experts["names"])
     targeted = names & set(experts["names"])
@@ -90,9 +94,10 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
 
 
 def without_dropout(config: TrainConfig, model_type: str) -> TrainConfig:
-    """Return the configuration without dropout if a mixture's fused experts get adapters.
+    """Return the configuration without dropout if it adapts all layers of a mixture of experts.
 
-    PEFT has no dropout for fused experts, so a dry probe cannot count it.
+    transformers fuses the experts of such a model. PEFT has no dropout for fused experts, so a dry
+    probe cannot count a run with dropout.
     """
     on_all = config.method == "lora" and config.lora_targets == ALL_LINEAR
     if not on_all or _joined_experts(model_type) is None:

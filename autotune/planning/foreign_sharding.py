@@ -33,7 +33,7 @@ _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 
 
 def strategy_of(values: Mapping[str, Any]) -> str | None:
-    """Return the file's strategy as a value of the knob `sharding`, or None if it names none.
+    """Return the file's strategy as a value of the knob `sharding`, or None if it is unknown.
 
     FSDP 1 counts as FSDP2, its successor.
     """
@@ -43,7 +43,7 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
     if name in _BY_STAGE:
         return name
 
-    # DeepSpeed: the stage in its own file, else the stage in the file's name
+    # DeepSpeed: read the ZeRO stage in DeepSpeed's own file, or else in the name of this file.
     deepspeed = values.get("deepspeed")
     if isinstance(deepspeed, dict):
         number = _count(_zero_settings(values).get("stage"))
@@ -71,7 +71,8 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
 def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> ForeignConfig:
     """Return the run sharded over `gpus` GPUs, or over the number that its file names.
 
-    `gpus` is the user's number. Sharding and offloading that no formula covers are `uncounted`.
+    `gpus` is the number that the user gave, or None. The result's field `uncounted` describes
+    sharding and offloading that no formula covers.
     """
     number = gpus or run.num_gpus or 1
     run = replace(run, num_gpus=gpus or run.num_gpus)
@@ -110,9 +111,9 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 
 
 def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
-    """Return the run with the memory savings that no formula covers.
+    """Return the run with the field `uncounted` if it saves memory that no formula covers.
 
-    `reason` says why no formula covers the run's sharding.
+    `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.
     """
     table = load_data("autotune.planning", "foreign_keys")
     notes = table["notes"]
@@ -131,7 +132,8 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
         freed |= terms
         exchanges = True
 
-    # The GPUs shard the terms of the strategy, or any term if the strategy is unknown.
+    # The strategy decides which terms of memory are sharded. If the strategy is unknown, all
+    # terms that it could shard are assumed at the lower bound.
     shared: set[str] = set()
     unshared_notes = list(run.notes)
     if notes["sharded"] in run.notes and number > 1:
@@ -169,7 +171,7 @@ def _splits(table: Mapping[str, Any]) -> list[str]:
 
 
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
-    """Return the numbers of parameters that DeepSpeed gathers and sends at once.
+    """Return how many parameters DeepSpeed keeps gathered, and how many gradients it sends at once.
 
     The numbers come from DeepSpeed's own file, or from the defaults of DeepSpeed and the Trainer.
     """
@@ -182,14 +184,14 @@ def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
 
 
 def _zero_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ZeRO, if DeepSpeed's own file is known."""
+    """Return the settings of ZeRO in DeepSpeed's own file, or {} if the file is unknown."""
     deepspeed = values.get("deepspeed")
     settings = deepspeed.get("zero_optimization") if isinstance(deepspeed, dict) else None
     return settings if isinstance(settings, dict) else {}
 
 
 def _count(value: Any) -> int | None:
-    """Return a number of parameters, which may be written as 5e8, or None for another value."""
+    """Return a value such as 3, "3" or 5e8 as an integer, or None for any other value."""
     try:
         return int(float(value)) if float(value) >= 0 else None
     except (TypeError, ValueError, OverflowError):
@@ -197,7 +199,10 @@ def _count(value: Any) -> int | None:
 
 
 def _fsdp_setting(values: Mapping[str, Any], key: str, *, default: Any = None) -> Any:
-    """Return a setting of FSDP: with or without its prefix, at the top level or in its mapping."""
+    """Return a setting of FSDP, whose key may have the prefix `fsdp_`.
+
+    The setting is read in the mapping `fsdp_config`, or else at the top level.
+    """
     inside = values.get("fsdp_config")
     for place in (inside if isinstance(inside, dict) else {}, values):
         for name in (f"fsdp_{key}", key):
@@ -214,9 +219,9 @@ def _is_fsdp_1(values: Mapping[str, Any]) -> bool:
 
 
 def _offloaded_terms(values: Mapping[str, Any]) -> set[str]:
-    """Return the terms of MemoryBreakdown that wait in the host's memory, at best.
+    """Return the terms of MemoryBreakdown that the run may keep in the host's memory.
 
-    Gradients follow the optimizer's state to the host.
+    If the optimizer's state is in the host's memory, the gradients are there, too.
     """
     parameters, state = {"weights", "adapters"}, {"gradients", "optimizer"}
     deepspeed = values.get("deepspeed")

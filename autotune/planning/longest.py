@@ -1,9 +1,9 @@
 """Finds the longest row that fits a card, for each method.
 
-Two steps counted without a GPU predict the row, and real steps on a GPU verify it. Layers are
-computed in tiles of tokens, the loss in chunks, and the inputs of recomputed layers are offloaded
-to the host. The memory of a row is then linear in the row's length, and the host holds a part of
-this memory (docs/longest.md).
+The memory of two training steps, counted without a GPU, predicts the length of this row. Real steps
+on a GPU verify the length. Layers are computed in tiles of tokens, the loss in chunks, and the
+inputs of recomputed layers are offloaded to the host. The memory of a row is then linear in the
+row's length, and the host holds a part of this memory (docs/longest.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,8 @@ LONG_ROWS: dict[str, Any] = {
     "loss": "chunked",
     "padding": "longest",  # this padding lets torch use flash attention
 }
-# Pairs of row lengths in tokens; the memory of one pair determines the line of memory over length.
+# Pairs of row lengths in tokens. The memory at the two lengths of a pair gives a straight line of
+# memory over length.
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
 STEP = 1_024  # predicted lengths are multiples of this number of tokens
 FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer's state
@@ -59,12 +60,12 @@ HEADROOM = 0.01  # the share of the card's memory that stays free
 PATIENCE_S = 7200.0  # the time limit of one step
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
-# The share of the GPU's peak that flash attention reaches on long rows, if only the unmasked half
-# of the products counts. FlashAttention-2 reaches 0.7 on an A100, according to its authors.
+# The share of the GPU's peak arithmetic rate that flash attention reaches on long rows, if only the
+# unmasked half of its products counts. FlashAttention-2 reaches 0.7 on an A100 (its authors say).
 # FlashAttention-2 does not use Hopper's new matrix instructions, so it reaches less on Hopper
 # (FlashAttention-3's paper).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
-# Knobs that `--set` refuses, and the options that replace it.
+# Knobs that `--set` refuses, each with the option that sets the knob instead.
 PINNED_APART = {
     "seq_len": "--most-tokens",
     "method": "--method",
@@ -144,8 +145,8 @@ class Longest:
                     return self._uncounted(method, tokens)
                 need_by_tokens[tokens] = need
 
-            # The pair with the longest rows that starts below the predicted length determines the
-            # line.
+            # Pairs come in descending order. Take the first pair whose shorter row is not longer
+            # than the predicted row.
             tokens, limited_by = self._at_limit(method, need_by_tokens)
             if tokens >= pair[0]:
                 break
@@ -165,7 +166,7 @@ class Longest:
         if (need := self._need(method, tokens)) is None:
             return self._uncounted(method, tokens)
         need_by_tokens[tokens] = need
-        if need > self.limit_gib:  # the memory is not linear up to this length
+        if need > self.limit_gib:  # memory grows faster than the line up to this length
             tokens, limited_by = self._at_limit(method, need_by_tokens)
 
         return self._predicted(method, tokens, limited_by)
@@ -221,8 +222,9 @@ class Longest:
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
         """Return the seconds of a step with one long row, or None without the card's rates.
 
-        Attention's time follows from its arithmetic below the diagonal, the other work's time from
-        its counted arithmetic and traffic. Copies to the host's memory overlap with computation.
+        Attention's time follows from the half of its products that the causal mask keeps. The other
+        work's time follows from its counted arithmetic and traffic. Copies to the host's memory
+        overlap with computation.
         """
         attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
         other_flops = {
@@ -300,12 +302,12 @@ def verify(
     most: int = 3,
     say: Callable[[str], None] = lambda text: None,
 ) -> LongestRow:
-    """Return the longest row that passed a real step on the card.
+    """Return the longest row whose step succeeded in a probe on the card.
 
-    At most `most` probes run the whole model. A few layers are probed at the full length first. The
-    memory of these layers predicts the memory of all layers, since the other layers' inputs are
-    offloaded. So the first probe of the whole model already has nearly the right length.
-    `memory_gib` is the card's memory or the cap.
+    First, a probe runs a few layers at the predicted length. The memory of these layers predicts
+    the memory of all layers, since the other layers' inputs are offloaded. Then at most `most`
+    probes run the whole model, the first one already at nearly the right length. `memory_gib` is
+    the card's memory, or the user's cap on it.
     """
     method = predicted.method
     tokens = predicted.tokens
@@ -325,11 +327,12 @@ def verify(
     config = asked.config(method, tokens)
     count = asked.count(config)
     few_layers = dry_count(asked.model, config, 1, depth=FEW_LAYERS).count
-    if count is None:  # the user's cache cannot keep counts, and the second count failed
+    if count is None:  # `predict` counted it, but the cache kept no count, and this count failed
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
     if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:
-        # If a few layers need more than their count, all layers need the same amount more.
+        # If the few layers need more GiB than were counted for them, assume that all layers
+        # together need the same number of GiB more than counted.
         extra_gib = (
             trial.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
         )
@@ -473,9 +476,9 @@ def find_longest(
 
 
 def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -> None:
-    """Warn about knobs without effect.
+    """Raise UsageError for an unknown method or an impossible knob.
 
-    Raises UsageError for an unknown method or an impossible knob.
+    `say` gets a warning for each knob without effect.
     """
     if method not in METHODS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Evaluates a profiled micro batch: device bounds, lost time, and requirements for the host.
+"""Evaluates a profiled micro batch: the least time of its work, and its needs from the host.
 
 A dry probe counts the work. The device's rates were measured just before the profile.
 """
@@ -28,8 +28,9 @@ NOT_MOVED = (
 LOADER_SHARE = (
     0.1  # the share of a micro batch that a loader in the training's own process may take
 )
-PROCESS_GIB = 2.0  # host memory for PyTorch and transformers; without CUDA they take 0.5 GiB
-CHECKPOINT_S = 60.0  # the longest that writing a checkpoint should take
+# Host memory in GiB of a process with PyTorch, transformers and CUDA; without CUDA, it takes 0.5
+PROCESS_GIB = 2.0
+CHECKPOINT_S = 60.0  # a disk is fast enough if it writes a checkpoint in this many seconds
 
 
 def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
@@ -45,7 +46,11 @@ def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
 def bounds(
     profile: MicroBatchProfile, count: DryCount | None, rates: DeviceRates, config: TrainConfig
 ) -> tuple[Bound, ...]:
-    """Return measured and least seconds of matrix products, attention and memory traffic."""
+    """Return the measured and the least possible seconds of each kind of work.
+
+    The kinds are matrix products, attention, and all other work, which moves bytes. The least
+    seconds are None if they are unknown.
+    """
 
     def seconds_of(*kinds: KernelClass) -> float:
         return sum(one.seconds for one in profile.micro_work if one.kind in kinds)
@@ -71,8 +76,8 @@ def bounds(
             for name, seconds in seconds_by_work.items()
         )
 
-    # A causal mask hides half of the products of attention. Only some counts leave out the hidden
-    # half.
+    # A causal mask hides half of the products of attention. Only the counts of "efficient" kernels
+    # leave out the hidden half, so the other counts are halved.
     halves = {
         name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name
     }
@@ -121,10 +126,10 @@ def host_needs(
     examples_per_s: float,
     tokenised_per_s: float | None,
 ) -> Iterator[HostNeed]:
-    """Yield the run's needs for each part of the machine; memory and disk follow from a count.
+    """Yield the run's need for each part of the machine, and the amount that the machine has.
 
-    Training consumes `examples_per_s`; the other rates were measured on this machine. Without a
-    count, memory and disk are left out.
+    Training consumes `examples_per_s`. The disk's rate and `tokenised_per_s` were measured on this
+    machine. `count` gives the needs for host memory and disk; without it, both are left out.
     """
     separate_process = config.loader_workers > 0
     rows_per_s = profile.rows / profile.micro_s
@@ -153,7 +158,7 @@ def host_needs(
             yield HostNeed(
                 part=limit.part, found=value, needed=limit.least, unit=limit.unit, why=limit.why
             )
-    if count is None:  # the size of the model is unknown, too
+    if count is None:  # without a count, the size of the model is unknown
         return
 
     weights_gib = gib(2 * count.total_params)

@@ -25,16 +25,16 @@ from autotune.study.scaling import RankPlan, Scaling, with_efficiency
 from autotune.study.summary import Candidate, Recipe
 
 NUMBERS = (1, 2, 4, 8)
-# With packed rows, a global batch is rounded to whole micro batches. The global batch may grow by
-# this factor.
+# With packed rows, a global batch is rounded to whole micro batches. Rounding may increase the
+# global batch at most by this factor.
 LARGER_BATCH = 1.05
 
 
 def on_other_numbers(recipe: Recipe) -> Scaling:
-    """Return the study's best configuration per number of GPUs, if it compared several numbers.
+    """Return the best configuration for each number of GPUs, if the study compared several numbers.
 
-    Otherwise return the winner's run on NUMBERS of GPUs, by the faster of DDP and FSDP2. The result
-    has no rows if no formula covers the model, or if the link between the cards is unknown.
+    Otherwise return the winner's run on each number of GPUs in NUMBERS, by the fastest strategy of
+    PROBED. The result has no rows if no formula gives the winner's step time.
     """
     own = recipe.config.num_gpus
     if len(recipe.by_gpus) > 1:
@@ -55,7 +55,10 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
 
 
 def _rows_with_efficiency(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
-    """Return the rows with their efficiency relative to the fewest GPUs that have a speed."""
+    """Return the rows with their efficiency relative to the first row that has a speed.
+
+    The first row has the fewest GPUs.
+    """
     return with_efficiency(rows, next((row for row in rows if row.tokens_per_s is not None), None))
 
 
@@ -140,7 +143,7 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
     by_formula = estimate(task, config, math.inf)
 
     def measured_pace() -> StepTimeEstimate | None:
-        """Return the formula's time on one GPU, scaled by the ratio of measured to predicted."""
+        """Return the formula's step time on one GPU, times the ratio of measured to predicted."""
         single = by_formula.single_gpu if by_formula else None
         return single and _corrected(recipe, single, ratio, config)
 
@@ -197,7 +200,8 @@ def _corrected(
 ) -> StepTimeEstimate:
     """Return the formula's step time multiplied by the measured ratio.
 
-    With the winner's micro batch, the result has the measurement's error, otherwise the formula's.
+    If `config` has the winner's micro batch, the result's error is the measurement's error.
+    Otherwise the result keeps the formula's error.
     """
     scaled = single_gpu_step.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:

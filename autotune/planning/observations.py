@@ -57,7 +57,7 @@ def read_submission(path: Path) -> tuple[Observation, ...]:
 
 
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
-    """Check a submission, and copy it into `directory` under its digest.
+    """Check a submission, and copy it into `directory`. The digest names the copy.
 
     Returns the path of the copy, and whether the copy existed before.
 
@@ -66,7 +66,7 @@ def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
         StorageError: `directory` cannot be written.
     """
     submission = _load(path)
-    # Its digest names the file, so the author cannot choose the path.
+    # The submission's digest names the copy, so the submission's author cannot choose a path.
     target = directory / f"{submission.digest}.json"
     try:
         was_there = _load(target) == submission
@@ -154,5 +154,5 @@ def _load(path: Path) -> "Submission":
 
 
 def _short(text: str) -> str:
-    """Make a file author's text safe to print on one line of a terminal."""
+    """Return a text from an untrusted file, made safe to print on one line of a terminal."""
     return printable(text)[:300]

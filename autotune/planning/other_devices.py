@@ -1,7 +1,8 @@
 """Estimates the winner's run on every other known card: whether it fits, its time and its cost.
 
-The winner's memory was measured or extrapolated, and is the same on other cards. Speed is
-projected. `compare` searches for the best configuration of each card.
+The winner is the study's best configuration. Its memory was measured or extrapolated, and is
+assumed to be the same on other cards. Its speed is projected. In contrast, `compare` searches for
+the best configuration of each card.
 """
 
 import math
@@ -73,7 +74,8 @@ def _estimate_on(
     limit = device_limit_gib(card, headroom)
     price = find_price(card.name)
 
-    # Measured memory gets the formula's error, too: contexts and workspaces differ by card.
+    # Even measured memory gets the formula's error, because CUDA contexts and workspaces differ
+    # from card to card.
     state = _missing_feature(card, winner.config) or memory_state(need, limit)
     estimated = Estimate(
         device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
@@ -91,7 +93,7 @@ def _estimate_on(
     return replace(
         estimated,
         tokens_per_s=speed.tokens_per_second,
-        # The source is the card of the probes, so its results are measured and not projected.
+        # The probes ran on `source`, so results on this card are not projected.
         cost=replace(
             cost,
             evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED,

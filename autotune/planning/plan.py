@@ -42,8 +42,8 @@ from autotune.report.values.plan import (
 from autotune.study.ranking import Scored, choose, why
 
 MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
-# The largest step between two enumerated configurations of a large space. With a larger step, the
-# enumeration takes more time than the estimates.
+# Of a large space, every n-th configuration is estimated, with n up to this number. With a larger
+# n, enumerating the space would take longer than the estimates, so a random sample is estimated.
 MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
 # The knobs that determine the memory between steps
@@ -110,7 +110,10 @@ def plan_setup(
     *,
     counted: bool = False,
 ) -> Plan:
-    """Plan a study; if nothing fits, plan its wider reserve space. Raises UsageError."""
+    """Plan a study. If nothing fits, plan the study with its reserve space, which has more values.
+
+    Raises UsageError in the cases of `plan`.
+    """
     result = plan_task(setup.task, limit_gib, observations, counted=counted)
     if (
         result.best is not None
@@ -188,16 +191,16 @@ def _fitting(
     limit_gib: float,
     observations: Sequence[Observation],
 ) -> tuple[dict[TrainConfig, Estimate], int]:
-    """Return the configurations that surely fit and have a speed, and count those without a speed.
+    """Return the estimates of the configurations that surely fit and have a speed.
 
-    Most configurations do not fit on a card. A configuration is skipped if a similar one did not
-    fit.
+    Also return the number of configurations that surely fit but have no speed. Most configurations
+    do not fit on a card. A configuration is skipped if a similar one with less memory did not fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
     # The smallest micro batch that does not fit, by the other knobs
     too_large: dict[tuple[Any, ...], int] = {}
-    # The values of _LASTING whose memory between steps alone does not fit
+    # Values of the knobs in _LASTING whose memory between steps alone exceeds the limit
     hopeless = set()
     for config in configs:
         key = alike_but_for_rows(task, config)
@@ -282,7 +285,7 @@ def count_leanest(
     """Count the configuration that needs the least memory; return None if it cannot be counted."""
     spaces = [task.space]
     if "full" in task.space.choices("loss"):
-        # The logits of some heads cannot be computed in chunks.
+        # For some models, the logits cannot be computed in chunks. So try the full loss, too.
         spaces.append(task.space.pin("loss", "full"))
     configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
     estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)
@@ -305,7 +308,8 @@ def _baseline(
             return estimated
         fallback = fallback or estimated
 
-        # A count takes seconds. If the smallest micro batch does not fit, no other does.
+        # A count takes seconds. If the smallest micro batch does not fit, larger ones do not
+        # either, so they are not counted.
         if counted and number == 0:
             smallest = estimate(task, task.baselines[-1], limit_gib, observations, count=count)
             fallback = fallback or smallest
@@ -322,9 +326,9 @@ def _baseline(
 
 
 def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
-    """Return the space without values that have no formula.
+    """Return the space without the values that no formula covers.
 
-    Knobs without an effect on any formula get their values from `baseline`.
+    A knob that affects no formula is pinned to its value in `baseline`.
     """
     for name in ("attention", "dora", "rslora", "loader_workers"):
         if (knob := space.knob(name)) and getattr(baseline, name) in knob.choices():
@@ -341,7 +345,7 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
 
 
 def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
-    """Return tables by name: the lengths and micro batches that fit.
+    """Return tables by name. A table says which row lengths and micro batches fit.
 
     The tables cover LoRA, QLoRA and full fine-tuning in their usual forms.
     """
@@ -387,7 +391,10 @@ def _table_name(config: TrainConfig) -> str:
 def table_cells(
     task: Task, base: TrainConfig, limit_gib: float, batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[Cell]:
-    """Yield the cells of a table, one length after the other; other knobs are as in `base`."""
+    """Yield the cells of a table, for each length and each micro batch.
+
+    The other knobs have their values in `base`.
+    """
     row_lengths = Lengths.constant(max(lengths))  # every row has the full length
     workload = Workload(
         lengths=row_lengths, global_batch=2 * math.lcm(*batches), objective=task.workload.objective

@@ -162,9 +162,10 @@ def check(
 def _changes(
     context: CheckContext, checked: CheckedRun
 ) -> tuple[CheckedRun | None, tuple[tuple[CheckedRun, float], ...]]:
-    """Return the changes that together make the run fit, and each helpful change with its saving.
+    """Return the run with changes that make it fit, and each single change that helps.
 
-    A run that fits gets no changes.
+    Each single change has the GiB that it saves. The first value is None if no changes suffice. A
+    run that already fits gets no changes.
     """
     if checked.state == FITS:
         return None, ()
@@ -188,9 +189,9 @@ def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """Return the model that a file names, and a sentence if a similar model is assumed.
 
-    A known model's copies under another organization or in a local directory have its shape. Chat
-    models tuned from a known model have that model's shape, too. Raises UsageError for an unknown
-    model.
+    A copy of a known model under another organization, or at a path that does not exist here, is
+    assumed to have the known model's shape. A chat model tuned from a known model is assumed to
+    have the known model's shape, too. Raises UsageError for an unknown model.
     """
     spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
@@ -212,7 +213,7 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
 def _task(
     spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say
 ) -> tuple[Task, tuple[str, ...]]:
-    """Return the task with the run's examples and global batch, and warnings about lengths."""
+    """Return the task with the run's examples and global batch, and warnings about cut-off rows."""
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}
@@ -258,7 +259,8 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 def _similar_config(config: TrainConfig) -> TrainConfig:
     """Return a default configuration with the run's knobs that decide whether a formula covers it.
 
-    Knobs are left out if the estimate replaces their values by others.
+    The other knobs keep their defaults. For them, the estimate replaces values that no formula
+    covers by similar values.
     """
     return TrainConfig(
         method=config.method, precision=config.precision, lora_targets=config.lora_targets
@@ -427,7 +429,10 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
 
 
 def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[str]:
-    """Yield a sentence if the evaluation sets the run's peak; it also says the need of a step."""
+    """Yield a sentence if an evaluation, not a training step, needs the most memory of the run.
+
+    The sentence also says how much memory a training step needs.
+    """
     run = checked.run
     evaluation = run.evaluation
     if evaluation is None or checked.bounds.reported.phase is not Phase.EVALUATE:

@@ -24,8 +24,8 @@ from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
-# The factor by which offloading slows a step, from `benchmarks/levers.py reference`: Mistral-7B on
-# an H200
+# The step time with offloaded checkpoints, divided by the step time without offloading. Measured by
+# `benchmarks/levers.py reference` with Mistral-7B on an H200.
 OFFLOADED = 1.06
 
 
@@ -121,7 +121,10 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
 
 
 def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | None:
-    """Return the bounds of a step of `steps` micro batches; with EVALUATES, of an evaluation."""
+    """Return the memory bounds of a step of `steps` micro batches.
+
+    If `steps` is EVALUATES, return the memory bounds of an evaluation batch.
+    """
     config = run.config
     sizes = Sizes.of(model)
     # DoRA needs more memory; the additional amount was not measured.
@@ -181,7 +184,8 @@ def _least(
 def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
     """Return the memory bounds of a counted run.
 
-    A count ignores offloading and a base in float32.
+    `memory` was counted without offloading and without a base in float32. The bounds take both into
+    account.
     """
     in_fp32 = FP32_BASE in run.notes
     low = high = memory
@@ -220,7 +224,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
         * sizes.linear_params
         / sizes.layers
     )
-    # 4 bytes per value instead of 2; an evaluation holds four such tensors besides a layer's own
+    # A hidden state takes 4 bytes per value instead of 2. An evaluation holds four hidden states
+    # besides the tensors inside the current layer.
     num_hidden = 4 if memory.phase is Phase.EVALUATE else num_recomputed
     checkpoints = config.tokens * num_hidden * sizes.hidden
     head = sizes.embedding if memory.logits else 0
@@ -237,9 +242,9 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     """Return the step time on the reference card, or None if no formula covers the run."""
     config = context.workload.at_mean(run.config)
     if run.uncounted is not None and run.uncounted.exchanges:
-        return None  # the time of the run's transfers is unknown
+        return None  # the time to send weights or gradients is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
-        return None  # the time of the base's casts is not counted
+        return None  # a count leaves out the time to cast the float32 base
 
     steps = min(run.accumulation, 2)
     host = host_of(context.task.calibration)

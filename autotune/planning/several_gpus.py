@@ -1,7 +1,7 @@
-"""Plans the same run on several numbers of GPUs, with the best configuration of each strategy.
+"""Plans the same run for several numbers of GPUs, each with the best configuration per strategy.
 
-Every number is projected by formula. Collectives between hosts run at the network's bandwidth if
-the GPUs' link is faster.
+All results are projected by formula. Collectives between hosts run at the bandwidth of the network
+or of the GPUs' link, whichever is lower.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
-# Knobs that candidates for one GPU do not have
+# Knobs of runs on several GPUs; the search space for one GPU does not have them
 OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")
 
 
@@ -51,7 +51,7 @@ def plan_spec(
 ) -> GpuPlan:
     """Plan a study for the numbers of GPUs in `gpus`, or for the number in `spec.gpu` (8xh100).
 
-    With `nodes`, the numbers are GPUs per host, and each number of hosts is planned. `network` is
+    `nodes` lists the numbers of hosts to plan; the numbers of GPUs are then per host. `network` is
     the bandwidth between the hosts (`gpu_counts.parse_network`).
 
     Raises UsageError if a part of the spec, a number or the deadline is impossible, or if no
@@ -241,9 +241,10 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 
 
 def _score(estimated: Estimate) -> float:
-    """Return the speed that orders the configurations of a strategy.
+    """Return the speed by which the configurations of a strategy are ranked.
 
-    If the link's bandwidth is unknown, the speed of one GPU alone decides.
+    If the link's bandwidth is unknown, this is the speed of one GPU without communication. If no
+    speed is known, all configurations rank equally.
     """
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s

@@ -20,7 +20,9 @@ from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
-AGREEMENT = 0.01  # the largest relative difference of tokens/s from a step's tokens / its time
+# The largest accepted relative difference between the submitted tokens/s and the tokens of a step
+# divided by the step's time
+AGREEMENT = 0.01
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\z")]
@@ -67,7 +69,9 @@ class MeasuredRow(BaseModel):
 
 
 class Submission(BaseModel):
-    """The file, with field names as keys. `rows` has the winner, and the baseline if known.
+    """A submission's file. The names of the fields are the file's keys.
+
+    `rows` has the winner's measurement, and the baseline's measurement if there is one.
 
     `gpu` and `model` are catalogue names; `model` is None for any other model. `product` is the
     driver's name of the GPU.
@@ -225,9 +229,9 @@ def _is_catalogued(name: str, digest: str) -> bool:
 
 
 def _public(version: str) -> str:
-    """Return the version without its local part, which may contain private text.
+    """Return the version without the part after "+", which may contain private text.
 
-    A local part that names the device of a torch build stays.
+    If this part names the device of a torch build, such as cu128, it stays.
     """
     public, _, local = version.partition("+")
     return version if re.fullmatch(r"(cu|cpu|rocm|xpu)[0-9.]*", local) else public

@@ -30,7 +30,8 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-STEP = 1.2  # of models whose sizes differ by less than this factor, one is listed
+# One model is listed for all models whose numbers of parameters differ by at most this factor
+STEP = 1.2
 HOPELESS = 1.5  # if a model needs more than this multiple of the limit, no other knob makes it fit
 LEAST_PARAMS = 10**8
 SHORTEST, LONGEST = 128, 2**20  # the shortest and the longest row to try, in tokens
@@ -83,7 +84,8 @@ def _entry_with_row(
 ) -> Entry:
     """Return the entry with its longest row.
 
-    The knobs pinned by PINS are freed only if they may decide whether anything fits.
+    The search first pins the knobs in PINS. It is repeated without these pins if nothing fits, and
+    if another value of the pinned knobs may fit.
     """
     limit_gib = limit_of(spec, device)
     entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)
@@ -177,10 +179,10 @@ def _size(item: tuple[int, ModelSpec]) -> tuple[int, str]:
 
 
 def longest_row(setup: Setup, limit_gib: float) -> int | None:
-    """Return the longest row that surely fits: a power of two, or all positions of the model.
+    """Return the tokens of the longest row that surely fits, by formula.
 
-    The row belongs to the configuration that needs the least memory, by formula. Returns None if
-    not even the shortest row fits.
+    The result is a power of two, or the model's context length. The row belongs to the
+    configuration that needs the least memory. Returns None if not even the shortest row fits.
     """
     task = open_reserve(setup).task
     space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))
