@@ -140,7 +140,10 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
 
 
 def _largest_models(result: Trainable) -> Iterator[str]:
-    """Name each method's largest model that surely fits without learning differently."""
+    """Name the largest model that surely fits, for each method.
+
+    A model that fits only with a setting that changes learning does not count.
+    """
     for method, title in METHODS.items():
         entries = [one for one in result.entries if one.method == method]
         fits = {one.model for one in entries if one.state == FITS}
@@ -167,7 +170,7 @@ def _verdict(entry: Entry) -> str:
     """Return the verdict on an entry.
 
     For example 'fits, rows to 8,192', 'fits*, rows to 2,048', 'tight', 'no: needs 63 GiB' or
-    'refused'. A star marks configurations that learn differently.
+    'refused'. A star means that the model fits only with a setting that changes learning.
     """
     if entry.problem:
         return "refused"
@@ -197,15 +200,16 @@ def _refusals(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-# --- the cost of sizes, and the purchase of a card
+# --- the cost of runs by number of examples, and the purchase of a card
 
 
 def costs_answer(
     comparison: Comparison, sizes: Sequence[int], budget: PurchaseBudget | None, today: date
 ) -> Answer:
-    """Return the prices of the cards and the cost of each size, for each model and method.
+    """Return the prices of the cards and the cost of the run, for each model and method.
 
-    With a purchase budget, the answer also says which card to buy.
+    The cost is given for each number of examples in `sizes`. With a purchase budget, the answer
+    also says which card to buy.
     """
     sentences: list[str] = []
     tables: list[Table] = []
@@ -233,7 +237,7 @@ def costs_answer(
         caption = "USD by number of examples, on demand and at spot, with 80 % intervals"
         group_drawings[caption] = partial(figures.sizes, costs, group)
 
-        # Titles name the group if there are several.
+        # If there are several groups, each title and sentence starts with its group's name.
         prefix = f"{heading(group)}: " * (len(comparison.groups) > 1)
         tables += [replace(table, title=prefix + table.title) for table in group_tables]
         drawings |= {prefix + name: draw for name, draw in group_drawings.items()}
@@ -281,7 +285,7 @@ def _usd(usd: float | None, low: float | None, high: float | None) -> str:
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
     """Name the cheapest card for this number of examples, on demand and at spot.
 
-    Cards of a measured kind win over cards of an unmeasured kind.
+    A card of a measured kind wins over a cheaper card of an unmeasured kind.
     """
     rows = [one for one in costs if one.examples == examples]
 
@@ -341,9 +345,9 @@ def _buying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
 
 
 def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
-    """Return the table of the hours of use until a purchase pays.
+    """Return the table of the hours of use after which buying is cheaper than renting.
 
-    Each card has a row against renting the same card, and a row against the cheapest card.
+    Each card has two rows: against renting the same card, and against renting the cheapest card.
     """
     rows = []
     for one in bought:
@@ -378,7 +382,8 @@ def _pays(
 ) -> str:
     """Return '3,863 h, 22.2 months', 'never', or a dash if no price is known.
 
-    The text ends with the rented card, if another card than the bought one is rented.
+    `hours` are None if buying never gets cheaper than renting. If `rented` names the rented card,
+    the text ends with this name.
     """
     if not known:
         return DASH
@@ -412,7 +417,7 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
 
 
 def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) -> str:
-    """Say when the card pays against renting another one."""
+    """Say after how many hours of use buying the card is cheaper than renting."""
     if hours is None:
         return f"The card never pays against {against}"
     months = f"{budget.months(hours):,.1f} months at {budget.hours_per_week:g} h a week"

@@ -1,4 +1,4 @@
-"""Renders a comparison of cards as a page, a document, a spreadsheet or data for a program.
+"""Renders a comparison of cards as HTML, Markdown, CSV or JSON.
 
 `COLUMNS` defines a card's row once for all forms that people read; `values.compared` defines it for
 programs. Names come from users, so each form escapes them. An unknown value is a dash for people
@@ -269,7 +269,7 @@ def _rivals(names: tuple[str, ...]) -> str:
 
 
 def _own_card(comparison: Comparison, group: Group) -> str:
-    """Describe the cost of a run on the user's card, and when the card pays."""
+    """Describe the cost of a run on the user's card, and when the card beats renting."""
     owned = comparison.owned
     own_run = comparison.own_run(group)
     card = comparison.own_card(group)
@@ -322,7 +322,10 @@ def _no_formula(value: Any) -> Any:
 
 
 def _escape(text: str) -> str:
-    """Escape text for Markdown: no markup, no end of the cell, and no formula between dollars."""
+    """Escape text for a cell of a Markdown table.
+
+    The text cannot add markup, end its cell, or open a formula with a dollar sign.
+    """
     return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(text, quote=False))
 
 

@@ -35,7 +35,7 @@ from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
 PAGE = "/dashboard/studies/0"  # the first study of a storage in memory
-TITLES = {  # the figures that fit in half a window
+TITLES = {  # titles of the figures to show: the ones that are readable in half a window
     "scatter": "Useful tokens/s against peak reserved memory",
     "history": "Useful tokens/s of each trial",
     "importances": "Share of the variation of speed between the values of each knob",
@@ -134,7 +134,7 @@ def _importances(summary: StudySummary, start_response: StartResponse) -> Iterab
 class Copy(optuna.storages.InMemoryStorage):
     """A storage that gives the winner's trial to the dashboard as the best trial.
 
-    The fastest trial may have a less capable configuration than the winner.
+    Optuna would take the fastest trial, which may have a less capable configuration.
     """
 
     winner: int | None = None
@@ -190,9 +190,9 @@ class LiveDashboard:
 
 
 class ReportStore:
-    """An artifact store of the reports, under names that no foreign page can guess.
+    """The reports as an artifact store of Optuna, under random names that other pages cannot guess.
 
-    Opening a report renders it. `out` is the study's directory, as the report shows it.
+    A report is rendered when it is opened. `out` is the study's directory, as the report shows it.
     """
 
     def __init__(self, out: str) -> None:
@@ -273,9 +273,9 @@ def _winner(summary: StudySummary, num_trials: int) -> int | None:
 def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
     """Copy a trial, with its constraints under the key that optuna-dashboard 0.21 reads.
 
-    Before Optuna 5, all constraints were under the one key `constraints`. The keys of Optuna 5 are
-    removed, because constraints under both kinds of keys would count twice. `config` is removed
-    because it repeats the parameters.
+    optuna-dashboard reads them under the key `constraints`, as Optuna wrote them before version 5.
+    The keys of Optuna 5 are removed, because the constraints would count twice. The attribute
+    `config` is removed, because it repeats the trial's parameters.
     """
     visible = copy.copy(trial)
     others = {

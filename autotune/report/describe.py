@@ -2,7 +2,7 @@
 
 The texts cover outcomes, numbers, configurations, ablations and verifications. The terminal, the
 report, the dashboard, `autotune status` and notebooks use these texts. Exported files have their
-own header (`export.header`), because exports come before reports.
+own header (`export.header`), because the package `export` does not import this package.
 """
 
 import math
@@ -101,9 +101,10 @@ def candidate_line(candidate: Candidate) -> str:
 
 
 def speed_up(recipe: Recipe) -> str:
-    """Compare the winner's speed with the baseline's, without a ratio if both are within the error.
+    """Compare the winner's speed with the baseline's speed.
 
-    A ratio is labelled if one of the two was not measured as a whole model.
+    A difference within the error of measurement gets no ratio. If one of the two speeds was
+    extrapolated from a few layers, the ratio is labelled as extrapolated.
     """
     if recipe.unsteady is not None:
         return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
@@ -133,9 +134,10 @@ def gpus(config: TrainConfig) -> str:
 
 
 def speed_up_range(recipe: Recipe) -> str:
-    """Describe the interval as '2.07 to 2.15 times its 8,003 tokens/s'.
+    """Describe the interval of the speed-up as '2.07 to 2.15 times its 8,003 tokens/s'.
 
-    The text is empty without a baseline, or if the baseline is the winner.
+    The tokens/s are the baseline's. Without a baseline, or if the baseline is the winner, the text
+    is empty.
     """
     if (
         recipe.speedup_interval is None
@@ -149,9 +151,9 @@ def speed_up_range(recipe: Recipe) -> str:
 
 
 def factors(decomposition: Decomposition | None) -> str:
-    """List the factors as 'padding or packing 3.10, compilation 1.22'.
+    """List the factors of the speed-up as 'padding or packing 3.10, compilation 1.22'.
 
-    The product of the factors is the speed-up. Factors of 1.00 are left out.
+    The speed-up is the product of its factors. Factors of 1.00 are left out.
     """
     parts: list[tuple[str, str]] = []
     if decomposition:
@@ -258,7 +260,10 @@ def pauses(cost: CostProjection) -> tuple[str, ...]:
 
 
 def left_out(cost: CostProjection) -> str:
-    """Return 'They do not include start-up, checkpoint saves and evaluation.', for this run."""
+    """Return a sentence on the parts of a run that its time and cost leave out.
+
+    For example 'They do not include start-up, checkpoint saves and evaluation.'
+    """
     *others, last = cost.left_out
     return f"They do not include {', '.join(others)}{' and ' * bool(others)}{last}."
 
@@ -338,7 +343,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
     if config.offloads:
         recomputed[1] += ", with its inputs in host memory"
 
-    # The usual targets of adapters have a phrase of their own.
+    # The usual values of `lora_targets` have a phrase in KNOBS; other targets are named.
     own_targets = config.lora_targets not in KNOBS["lora_targets"].choices
     values = {name: getattr(config, name) for name in KNOBS}
     return (
@@ -377,7 +382,10 @@ def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> di
 
 
 def training_data(summary: StudySummary) -> list[str]:
-    """Return the path of the study's dataset and the option for its split; empty if it has none."""
+    """Return the arguments for the study's dataset: its path, and the option for its split.
+
+    The result is empty if the study has no dataset.
+    """
     if summary.dataset is None:
         return []
     split = ["--split", summary.split] if summary.split else []
@@ -435,9 +443,9 @@ def failed_verification(result: Verification) -> str | None:
 
 
 def broken_promise(summary: StudySummary) -> str | None:
-    """Return how the winner's exported run failed its verification, for first screens.
+    """Return how the winner's exported run failed its verification, for a report's first screen.
 
-    It is None if the run holds, or if this winner was not verified.
+    Return None if the verification succeeded, or if this winner was not verified.
     """
     result = summary.verification
     if result is None or summary.recipe is None or result.config != summary.recipe.config:
@@ -450,7 +458,7 @@ def broken_promise(summary: StudySummary) -> str | None:
 
 
 def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
-    """Describe a knob's factor in the winner's speed, and the memory that the knob costs."""
+    """Describe how one knob's value in the winner changes the speed and the memory."""
     winner = result.winner
     if knob.evidence is Evidence.DISTURBED and knob.outcome is Outcome.OK:
         return "no comparison: other work disturbed the measurement"
@@ -475,7 +483,7 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 def ablation(result: Ablation) -> list[str]:
     """Return a line for each knob, the most helpful first.
 
-    A comparison has the weaker evidence of its two sides.
+    A line compares two measurements, and has the weaker evidence of the two.
     """
     lines = []
     for knob in result.ranked():

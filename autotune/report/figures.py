@@ -62,7 +62,8 @@ LONG_S = 900.0  # a time axis longer than this is in minutes, a shorter one in s
 FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
 NARROW = 20  # the most characters in a line of a label beside a wide figure
 WRAP = 26  # the most characters of a bar's name on one line; a phone shows a few more
-EDGE = 1.5  # the memory axis ends at this multiple of the limit; larger trials are drawn there
+# The memory axis ends at this multiple of the limit; trials with more memory are drawn at its end.
+EDGE = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def scatter(
 ) -> dict[str, Any] | None:
     """Plot useful tokens/s against peak reserved memory for trials with a known memory.
 
-    `candidates` are marked.
+    A circle and a name mark each of the `candidates`.
     """
     rows = tuple(row for row in rows if memory_gib(row) is not None)
     edge = float("inf") if limit_gib is None else limit_gib * EDGE
@@ -204,7 +205,7 @@ def horizontal_bars(
     """Plot one bar below another. `x` titles the axis, and `ticks` is its format in d3's language.
 
     `line_at` draws a vertical line. With `end`, the axis reaches from 0 to slightly beyond `end`,
-    for its label.
+    so that the label of `end` fits.
     """
     figure = empty()
     names = [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
@@ -244,9 +245,10 @@ def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
-    """Plot the cost of each other learning cell against the winner, the cheapest on top.
+    """Plot the extra cost of each learning cell compared with the winner, the cheapest on top.
 
-    Cells that learn more than the winner are highlighted.
+    A learning cell is a group of configurations that learn alike. Cells that learn more than the
+    winner are highlighted.
     """
     bars = []
     for row in rows:
@@ -425,7 +427,8 @@ def _model_label(model: ModelSpec) -> str:
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
     """Return the line of a card of the group, in the colour that the card has in all figures.
 
-    `how` is the dash of the line, if the dash has its own meaning.
+    `how` is the line's dash style. By default, the dash style only distinguishes cards that have
+    the same colour.
     """
     number = [one.device.name for one in group.cards if one.cost].index(card)
     return {
@@ -435,9 +438,9 @@ def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
 
 
 def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
-    """Plot the USD of each number of examples on log axes.
+    """Plot the USD of a run against its number of examples, on log axes.
 
-    Each card with a price has a line; its spot price has a dotted line.
+    Each card with a price has a line. A card with a spot price also has a dotted line.
     """
     figure = empty()
     cards = list(dict.fromkeys(one.card for one in costs))
@@ -479,8 +482,8 @@ def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
 def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     """Plot USD by hours of use, for the card to buy and for renting the cheapest card.
 
-    Renting for the same work has a line on demand and a line at spot. Return None if the card never
-    pays.
+    Renting for the same work has a line on demand and a line at spot. Return None if buying never
+    gets cheaper than renting.
     """
     best = next(iter(bought), None)
     cheapest = group.cheapest
@@ -564,9 +567,9 @@ def _scaling_hover(info: Scaling, row: RankPlan) -> str:
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
-    """Plot the winner's speed with each knob in turn as in the baseline, the slowest on top.
+    """Plot the winner's speed after one knob was set to the baseline's value, for each knob.
 
-    A configuration that does not fit has no bar.
+    The slowest configuration is on top. A configuration that does not fit has no bar.
     """
     if ablation is None or not any(knob.tokens_per_s for knob in ablation.undone):
         return None
@@ -640,7 +643,10 @@ def micro_batch(report: ProfileReport) -> dict[str, Any] | None:
 
 
 def parallel_px(info: ParallelInfo) -> int:
-    """Return the width, in pixels, at which no value of an axis reaches the next axis."""
+    """Return the least width of the figure in pixels.
+
+    At this width, no label of an axis reaches the next axis.
+    """
     longest = max((len(value) for _, values in info.axes for value in values), default=0)
     return round((len(info.axes) + 1) * (12 + 6.5 * max(longest, 12)))
 
@@ -735,9 +741,9 @@ def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, An
 
 
 def rates(result: Learning | None) -> dict[str, Any] | None:
-    """Plot the mean held-out loss over seeds by learning rate, a line for each number of steps.
+    """Plot the held-out loss, averaged over seeds, against the learning rate.
 
-    Attempts that diverged are left out.
+    Each number of steps has a line. Attempts that diverged are left out.
     """
     if result is None:
         return None
@@ -794,7 +800,7 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
 def _add_limit_line(figure: Any, limit_gib: float) -> None:
     """Add the memory limit as a vertical line.
 
-    The line's upright label stands to its right, where no configuration fits.
+    Its upright label is to the right of the line, beyond the limit.
     """
     line = {"color": ACCENT, "width": 1.5, "dash": "dash"}
     upright = {"textangle": -90, "xanchor": "left", "yanchor": "top", "xshift": 2}

@@ -194,7 +194,7 @@ def script_json(data: Any) -> "Markup":
 
 
 def plotly_markup(drawn: dict[str, Any]) -> "Markup":
-    """Return the plotting library (5 MB) if the page has figures, otherwise nothing."""
+    """Return the text of plotly.js (5 MB) if the page has figures, otherwise an empty text."""
     from markupsafe import Markup
 
     return Markup(plotly_js() if drawn else "")  # noqa: S704 (the library's own file)

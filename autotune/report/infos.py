@@ -19,15 +19,17 @@ from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
-# If an axis of the map has more distinct values than this, the values are grouped by powers of two.
+# In the map of micro batch sizes and row lengths, an axis with more distinct values than this
+# groups the values by powers of two.
 MAX_AXIS = 10
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the rest")
-# The least speeds of the two faster groups of lines, as shares of the fastest speed.
+# The lines of the parallel coordinates form three groups by speed. The fastest group begins at
+# CLOSE times the fastest speed, and the next group at HALF of the fastest speed.
 CLOSE = 0.95
 HALF = 0.5
-SHORTEST_ROW = 128
-# A knob's share of the variation needs this number of measured configurations. Two values of the
-# knob need MIN_OF_VALUE configurations each.
+SHORTEST_ROW = 128  # the shortest row length in the table of row lengths, in tokens
+# A knob's share of the variation of speed is computed from at least this number of measured
+# configurations. At least two values of the knob need MIN_OF_VALUE configurations each.
 MIN_MEASURED = 20
 MIN_OF_VALUE = 3
 
@@ -101,10 +103,11 @@ class Importance:
 class CellRow:
     """The best candidate of one learning cell: of the configurations that learn alike.
 
-    `extra` is its cost per useful token divided by the winner's cost, minus 1. `interval` contains
-    `extra` according to the spreads of both speeds. `changes` names the learning knobs that differ
-    from the winner's; `learns_more` says whether the candidate learns more. `cut` is the share of
-    all tokens that is cut off, and `padding` the share of the candidate's rows that is padding.
+    `extra` is its cost per useful token divided by the winner's cost, minus 1. `interval` is the
+    interval of `extra`, from the spreads of both speeds. `changes` names the learning knobs whose
+    values differ from the winner's; `learns_more` says whether the candidate learns more. `cut` is
+    the share of the dataset's tokens that is cut off, and `padding` the share of padding tokens in
+    the candidate's rows.
     """
 
     candidate: Candidate
@@ -129,10 +132,11 @@ class CellRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRow:
-    """The effect of rows of `seq_len` tokens.
+    """The effect of limiting rows to `seq_len` tokens.
 
-    `examples_cut` and `tokens_cut` are the shares that are cut off. `fill` and `packed_fill` are
-    the filled shares of unpacked and packed rows.
+    `examples_cut` is the share of examples that lose tokens, and `tokens_cut` the share of tokens
+    that are cut off. `fill` and `packed_fill` are the shares of a row without padding, for unpacked
+    and for packed rows.
     """
 
     seq_len: int
@@ -145,7 +149,7 @@ class LengthRow:
 
 
 def candidates(summary: StudySummary) -> dict[str, Candidate]:
-    """Return the winner and the baseline by these names, as far as they exist."""
+    """Return the study's winner and baseline under the keys "winner" and "baseline", if known."""
     if summary.recipe is None:
         return {}
     pair = {"winner": summary.recipe.winner, "baseline": summary.recipe.baseline}
@@ -218,7 +222,10 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
 
 
 def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
-    """Compare the winners of two studies in the same way; `winner` is the second study's."""
+    """Compare the winners of two studies in the same way.
+
+    In the rows, `winner` is the second study's winner, and `baseline` the first study's winner.
+    """
     low, high = speed_ratio(first, second)
     return _compare((second, second.winner), (first, first.winner), differs=not low <= 1.0 <= high)
 
@@ -274,7 +281,10 @@ def _compare(
 
 
 def costs(recipe: Recipe) -> tuple[CostProjection, ...]:
-    """Return the costs of the user's workload and of the table sizes, by size, each once."""
+    """Return the run's cost for several numbers of examples, the smallest first.
+
+    The numbers are the user's and the usual ones of `by_examples`.
+    """
     sizes = {cost.examples: cost for cost in (*recipe.by_examples, recipe.winner.cost)}
     return tuple(sizes[examples] for examples in sorted(sizes))
 
@@ -358,9 +368,10 @@ def importances(summary: StudySummary) -> dict[str, Importance]:
 
 
 def _importance(pairs: list[tuple[Any, float]]) -> Importance:
-    """Return the share with its interval from a block jackknife.
+    """Return the share of the variation, with an interval from a block jackknife.
 
-    Each of its MIN_MEASURED rounds leaves out every twentieth pair, from another start.
+    The jackknife divides the pairs into MIN_MEASURED blocks, and leaves out one block in each
+    round.
     """
     share = _explained(pairs)
     others = [
@@ -372,7 +383,7 @@ def _importance(pairs: list[tuple[Any, float]]) -> Importance:
 
 
 def _explained(pairs: list[tuple[Any, float]]) -> float:
-    """Return the share of the variance between the means of the groups, corrected for chance.
+    """Return the share of the numbers' variance that the groups explain, corrected for chance.
 
     A pair has the name of its group and a number.
     """
@@ -423,9 +434,10 @@ def trade_offs(recipe: Recipe) -> list[str]:
 
 
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
-    """Return a table row for each tested seq_len, and for powers of two up to about the longest.
+    """Return a table row for each tested seq_len, and for powers of two from SHORTEST_ROW on.
 
-    The result is empty if all examples have the same length.
+    The powers of two end at about the longest example or tested seq_len. The result is empty if all
+    examples have the same length.
     """
     recipe = summary.recipe
     if recipe is None or len(recipe.workload.lengths.counts) == 1:
@@ -471,7 +483,7 @@ def _settings(recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
 def _labels(values: set[int]) -> dict[int, str]:
     """Return the label of each value in ascending order.
 
-    Of many values, neighbours share a label.
+    If there are more than MAX_AXIS values, values between the same two powers of two share a label.
     """
     if len(values) <= MAX_AXIS:
         return {value: f"{value:,}" for value in sorted(values)}

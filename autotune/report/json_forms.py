@@ -34,7 +34,7 @@ from autotune.study.nodes import NodeRow
 from autotune.study.scaling import GpuPlan
 from autotune.study.summary import Status, SummaryFile, Verification
 
-# The type of each command's answer. An option in a key makes the command print another answer.
+# The type of each command's answer. A key names an option if the option changes this type.
 ANSWERS: dict[str, Any] = {
     "gpus": list[Gpu],
     "models": list[ModelSpec],

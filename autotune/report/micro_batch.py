@@ -42,7 +42,7 @@ def _findings(report: ProfileReport) -> Iterator[str]:
     """Yield the main uses of time, the largest loss, and the host's insufficient parts."""
     yield f"The configuration is {report.config.label()}."
 
-    # Compiled layers hide the parts of the model, so kinds of kernels say more.
+    # Compiled layers hide the parts of the model. Then name the kinds of kernels instead.
     work = report.profile.micro_work
     total = sum(one.seconds for one in work) or 1.0
     hidden = any(one.part is None for one in work)
@@ -68,9 +68,9 @@ def _findings(report: ProfileReport) -> Iterator[str]:
 
 
 def _whole_s(report: ProfileReport) -> float:
-    """Return the time of a micro batch, the base of shares.
+    """Return the seconds of a micro batch; shares of the time refer to these seconds.
 
-    On a CPU, the time includes the profiler.
+    On a CPU, the seconds include the profiler's overhead.
     """
     return report.profile.micro_s if report.profile.on_gpu else report.profile.profiled_s
 

@@ -1,8 +1,8 @@
 """The OOM report: each trial that did not fit, its excess, its use of memory, and remedies.
 
-The report also lists the nearest configurations that fit. The functions are pure: a StudySummary
-becomes an OomReport, as Markdown or as plain data. Refusals, which were predicted and never probed,
-are listed with OOMs.
+The report also lists the nearest configurations that fit. A refusal is a trial that was not probed,
+because it was predicted not to fit; the report lists it, too. The functions are pure: a
+StudySummary becomes an OomReport, as Markdown or as plain data.
 """
 
 import heapq
@@ -21,7 +21,8 @@ from autotune.core.units import DASH, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
-# A term with at least this share of the memory gets its own advice, like the largest term.
+# The largest term of memory gets advice. Any other term gets advice if it has at least this share
+# of the memory.
 WORTH_ADVICE = 0.25
 Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
@@ -120,7 +121,7 @@ class OomReport:
 
     @property
     def configurations(self) -> tuple[OomEntry, ...]:
-        """The first entry of each configuration, because a search may propose one twice."""
+        """The first entry of each configuration; a search may try a configuration twice."""
         return tuple(
             {tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values()
         )[::-1]

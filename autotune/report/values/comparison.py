@@ -119,7 +119,8 @@ class Group:
     def cheapest(self) -> ComparedCard | None:
         """The cheapest card on demand, or None if no cost is known.
 
-        The faster of two equally cheap cards wins. A guess wins only if every cost is a guess.
+        The faster of two equally cheap cards wins. A card with a guessed speed wins only if all
+        speeds are guesses.
         """
         priced = [card for card in self.cards if card.usd is not None]
         return min(
@@ -140,7 +141,7 @@ class Group:
     def fastest(self) -> ComparedCard | None:
         """The fastest card, or None if the run fits no card.
 
-        A guess wins only if every speed is a guess.
+        A card with a guessed speed wins only if all speeds are guesses.
         """
         fastest = max(
             self.cards,
@@ -249,8 +250,9 @@ class OwnRun:
     """One run on the user's card. Field names are keys of the JSON output.
 
     `usd` is the run's share of the purchase price, plus electricity at the card's power limit.
-    `rented` is the cheapest card, for comparison. `pays_after_runs` is the number of runs after
-    which the purchase pays. This number is None if the card never pays or no price is known.
+    `rented` is the cheapest card to rent. `pays_after_runs` is the number of runs after which the
+    user's card has cost less than renting. This number is None if that never happens, or if no
+    price is known.
     """
 
     usd: float
@@ -262,7 +264,10 @@ class OwnRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A rented or owned card that can do the run. `usd_high` and `hours_high` end the intervals."""
+    """A rented or owned card that can do the run.
+
+    `usd_high` and `hours_high` are the upper ends of the intervals of cost and time.
+    """
 
     name: str
     usd: float | None
