@@ -35,7 +35,7 @@ class DeviceSpec:
 
     A rate is None if the rate is unknown or the hardware lacks the number format. `link_gb_s` is
     the bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if
-    it describes the card, or None for a card of the catalogue.
+    the user described the card, or None for a card of the catalogue.
     """
 
     name: str

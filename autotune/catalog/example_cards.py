@@ -12,7 +12,10 @@ from autotune.catalog.prices import EXAMPLE, Price
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleCard:
-    """The GiB for tensors and headroom, without the libraries' memory, and the USD per hour."""
+    """The memory and the price of the card.
+
+    `memory_gib` is for tensors and headroom. It leaves out the memory of the libraries.
+    """
 
     memory_gib: float
     usd_per_hour: float

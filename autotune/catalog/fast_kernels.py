@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.core.files import load_data
 
-# The entries of a config's list of layers that need no kernel of these packages.
+# Types of layers that need no kernel of these packages, as a config's `layer_types` names them.
 _USUAL_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"} | {
     "mlp",
     "moe",
@@ -16,7 +16,10 @@ _USUAL_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_at
 
 
 def kernel_packages(config: dict[str, Any], text_type: str) -> dict[str, str]:
-    """Return the packages for the layers of a model: the name on PyPI, by the name in an import."""
+    """Return the packages with fast kernels for a model's layers.
+
+    A key is the name in an import, and its value is the package's name on PyPI.
+    """
     data = load_data("autotune.catalog", "data/fast_kernels")
     text = config.get("text_config")
     layers = (text if isinstance(text, dict) else config).get("layer_types")

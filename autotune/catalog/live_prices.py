@@ -18,12 +18,12 @@ from autotune.catalog.prices import Price, best_first
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.text import printable
 
-TIMEOUT_S = 20.0  # without it, gpuhunt waits for its server forever
+TIMEOUT_S = 20.0  # without a timeout, gpuhunt waits for its server forever
 # Flags of offers with conditions that a study cannot meet: at least two machines, or days of
 # notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# Names with another meaning in clouds: the catalogue means the workstation card, clouds rent the
-# server edition.
+# Names that mean another card in clouds than in the catalogue. Clouds rent the server edition, and
+# the catalogue's name means the workstation card.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 
@@ -37,7 +37,10 @@ def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price
 
 
 def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
-    """Convert gpuhunt's items to prices, without unknown GPUs and spot-only offers."""
+    """Convert gpuhunt's items to prices.
+
+    Unknown GPUs are left out, and so are instances that are only offered at spot.
+    """
     # For each provider, device and GPU count: the cheapest spot offer (True) and on-demand offer
     # (False).
     cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}

@@ -31,7 +31,11 @@ _LAST_TUNED = re.compile(_WORDS + "$")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The position of a catalogue row, and the Hub name to load weights from, or None."""
+    """The position of the catalogue row that matches a name.
+
+    `published` is the name on the Hub to load the weights from. If it is None, the weights come
+    from the row's own name.
+    """
 
     row: int
     published: str | None
@@ -44,7 +48,7 @@ class ModelNames:
         self.exact: dict[str, int] = {}
         self._organisations: list[set[str]] = []
         self._by_last_part: dict[str, set[int]] = {}  # the part of the name after the slash
-        self._by_plain_name: dict[str, set[int]] = {}  # that part without words about tuning
+        self._by_plain_name: dict[str, set[int]] = {}  # the last part without words about tuning
 
         for number, row in enumerate(rows):
             organisations: set[str] = set()
@@ -58,10 +62,11 @@ class ModelNames:
             self._organisations.append(organisations)
 
     def find(self, name: str, *, any_organisation: bool = False) -> Match | None:
-        """Return the only row with the shape of the model that has this name.
+        """Return the row with the shape of the model that has this name.
 
-        Returns None if no row or several rows match. An organisation in the name must have
-        published the row's model or be a mirror, unless `any_organisation` is true.
+        Returns None if no row or several rows match. If the name has an organisation, this
+        organisation must have published the row's model or be a mirror. `any_organisation` accepts
+        every organisation.
         """
         if name.lower() in self.exact:
             return Match(self.exact[name.lower()], name if "/" in name else None)
@@ -93,10 +98,10 @@ def _without_maker(last: str) -> str:
 
 
 def _name_variants(last: str) -> Iterator[str]:
-    """Yield the name, then remove tuning words from its end one by one, and at last all of them.
+    """Yield the name, then the name with fewer and fewer tuning words at its end.
 
-    So a tuned version's row is found before its base's row: Qwen3-4B-Instruct-2507 has another
-    context length than Qwen3-4B.
+    The last name has no tuning words at all. So the row of a tuned version is found before the row
+    of its base: Qwen3-4B-Instruct-2507 has another context length than Qwen3-4B.
     """
     yield last
     while (word := _LAST_TUNED.search(last)) is not None:

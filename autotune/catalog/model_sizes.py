@@ -71,7 +71,7 @@ class Sizes:
 
     @property
     def embedding(self) -> int:
-        """The number of parameters of the embedding; a separate head has as many."""
+        """The number of parameters of the embedding; an untied head has the same number."""
         return self.vocab * self.hidden
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Sizes:
         return replace(self, tied=False, capped=False, params=self.params - head)
 
     def adapted(self, config: TrainConfig) -> set[str]:
-        """Return the names of the matrices with adapters; `lora_targets` may name other layers."""
+        """Return the names of the matrices of a layer that get adapters under `config`."""
         if config.method == "full":
             return set()
         names = target_modules(self.family, config.lora_targets)

@@ -1,7 +1,7 @@
 """ModelSpec: the shape of a model, by catalogue name, local directory or Hub id.
 
-Only the config is read, and a model's own code is never run. Whether transformers knows the
-`model_type` shows when a probe builds the model.
+Only the config is read, and a model's own code is never run. An unknown `model_type` is found only
+when a probe builds the model with transformers.
 """
 
 import copy
@@ -24,13 +24,13 @@ from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
 from autotune.trainer.settings import DEQUANTISED
 
-# Each size has several names, depending on the model family.
+# The keys of a config that hold each size; different model families use different keys.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_LAYER_LISTS = ("layers_block_type", "layer_types")  # with an entry for each layer
+_LAYER_LISTS = ("layers_block_type", "layer_types")  # keys of lists with an entry for each layer
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _VOCAB = ("vocab_size",)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-MAX_SIZE = 2**31  # no size of a model is larger
+MAX_SIZE = 2**31  # a larger size in a config is an error
 
 # Keys of a config.json about how it was saved or is to be run, not about the model. An attention
 # implementation may name a Hub repository, and transformers would download and run its kernels.
@@ -101,10 +101,10 @@ class ModelSpec:
         return digest_of(self.config)
 
     def size(self, *keys: str) -> int | None:
-        """Return the first of these keys with a valid size, a positive integer up to `MAX_SIZE`.
+        """Return the value of the first of these keys that holds a valid size.
 
-        Keys in text_config come first. If the config has none of them, the result is the size that
-        transformers assumes for its type.
+        A valid size is a positive integer up to `MAX_SIZE`. Keys in text_config come first. If all
+        keys are missing, the result is the default of transformers for the model's type.
         """
         text = self.config.get("text_config")
         parts = [part for part in (text, self.config) if isinstance(part, dict)]
@@ -128,9 +128,9 @@ class ModelSpec:
     def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
         """Return the model with other values for these keys of its config, and random weights.
 
-        Keys about how to run a model are left out, as from a config.json. Raises UsageError for a
-        config that cannot be trained. An unknown key, in neither the model's config nor the
-        catalogue, also raises it, because it would have no effect.
+        Keys about how to run a model are left out, as from a config.json. Raises UsageError if the
+        new config cannot be trained, or if a key is neither in the model's config nor in any config
+        of the catalogue. An unknown key would have no effect.
         """
         config = self.config | overrides
         shown = f"{self.name} with these overrides"
@@ -159,7 +159,7 @@ class ModelSpec:
 
     @property
     def sees_images(self) -> bool:
-        """Whether it takes images in addition to text."""
+        """Whether the model takes images in addition to text."""
         return sees_images(self.config)
 
     @property
@@ -169,7 +169,7 @@ class ModelSpec:
 
     @property
     def kernel_packages(self) -> dict[str, str]:
-        """The packages with fast kernels for its layers: the name on PyPI, by the imported name."""
+        """The packages with fast kernels for the model's layers: {imported name: name on PyPI}."""
         return kernel_packages(self.config, self.text_type)
 
     @property
@@ -193,7 +193,7 @@ class ModelSpec:
         return self.size(*_CONTEXT)
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
-        """Return the necessary FLOPs for a trained token, if the total of parameters is known."""
+        """Return the FLOPs that training on one token needs, or None if `params` is unknown."""
         if self.params is None:
             return None
         return flops_per_token(self.config, self.params, method, seq_len)
@@ -210,10 +210,10 @@ def list_models() -> tuple[ModelSpec, ...]:
 def resolve_model(name: str) -> ModelSpec:
     """Return the model for a catalogue name or alias, a local directory, or a Hub id.
 
-    Names match in any case. A directory needs a config.json. If a Hub id matches a row by its name
-    (`model_names`), the result is that row under the Hub id, without a request to the Hub. The
-    shape then comes from the row, and the weights of a run from the Hub id. Raises UsageError for
-    other names, and for an unusable config.
+    Upper and lower case are equal. A directory needs a config.json. If the name in a Hub id matches
+    a row of the catalogue (`model_names`), the result has the row's shape and the Hub id as its
+    name, without a request to the Hub. A run loads the weights from the Hub id. Raises UsageError
+    for other names, and for an unusable config.
     """
     known = _names().exact
     if name.lower() in known:
@@ -293,7 +293,7 @@ def _from_directory(path: Path) -> ModelSpec:
 def _processor_in(path: Path) -> dict[str, Any] | None:
     """Return the settings for images in a model's directory.
 
-    They are in a file of their own, or in the processor's file.
+    The settings are in preprocessor_config.json, or else in processor_config.json.
     """
     if (file := path / "preprocessor_config.json").is_file():
         return _read_object(file)
@@ -327,7 +327,7 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
 def reach_hub(name: str, file: str) -> None:
     """Fail at once unless a file of a model is in the cache or on the Hub.
 
-    If the Hub cannot be reached, each download of huggingface_hub retries for 23 s.
+    Without this check, a download by huggingface_hub retries for 23 s if the Hub is unreachable.
     """
     import huggingface_hub as hub
 
@@ -461,7 +461,8 @@ def _shape_of(value: Any) -> Any:
 # input, and 2 for its own gradient. A frozen parameter has no gradient of its own.
 FLOPS_PER_PARAMETER = {"lora": 4, "full": 6}
 
-# The families with known matrix products, by the default of whether head and embedding are tied.
+# The families with known matrix products. Head and embedding share their weights by default in the
+# tied families, but not in the untied families.
 _TIED = ("gemma", "gemma2", "gpt2")
 _UNTIED = ("gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
@@ -471,13 +472,14 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
 
     After PaLM, appendix B: the count has only the operations that the mathematics needs, so no
     recomputation by checkpointing. LoRA's own matrices are left out (0.9 % of the step at rank 16
-    on all linear layers of a 7B model). Norms and biases, far less, are counted like matrices.
+    on all linear layers of a 7B model). Norms and biases are counted like matrices, since they have
+    far fewer parameters.
 
-    Causal attention: each token attends to c tokens on average. Each of these costs 2 FLOPs per
-    head dimension in QK^T and 2 in PV. The backward pass costs twice the forward pass, under LoRA
-    too, because adapters in lower layers need the gradients of q, k and v. That gives
-    12 c heads head_dim per layer. Over the causal half of the square, c = seq_len / 2, so it is
-    6 seq_len heads head_dim.
+    Causal attention: each token attends to c tokens on average. Each of the c tokens costs 2 FLOPs
+    per head dimension in QK^T and 2 in PV. The backward pass costs twice the forward pass, under
+    LoRA too, because adapters in lower layers need the gradients of q, k and v. The sum is
+    12 c heads head_dim per layer. Without a sliding window, c = seq_len / 2, so the sum is
+    6 seq_len heads head_dim per layer.
     """
     if config.get("model_type") not in _TIED + _UNTIED:
         return None
@@ -493,7 +495,8 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
 def _multiplied_params(config: dict[str, Any], params: int) -> int:
     """Return the number of parameters that a token is multiplied by.
 
-    An embedding is only looked up; if it is tied to the head, the head multiplies by it.
+    An embedding is only looked up, so it does not count. If the embedding is tied to the head, it
+    counts, because the head multiplies by its weights.
     """
     family = config["model_type"]
     if not config.get("tie_word_embeddings", family in _TIED):
@@ -530,7 +533,7 @@ def _mean_context(seq_len: int, window: int | None) -> float:
 def _windows(config: dict[str, Any]) -> list[int | None]:
     """Return the sliding window of each layer, or None for full attention.
 
-    The rules are the ones of the transformers configs.
+    The rules are the same as in the configs of transformers.
     """
     family = config["model_type"]
     layers = range(config.get("num_hidden_layers") or config["n_layer"])

@@ -19,7 +19,7 @@ MAX_SIZE = 1e6  # the maximum of any rate or size; a larger number is a typing e
 def split_names(text: str) -> list[str]:
     """Split a text into cards at its commas: 'a10,memory=24,tdp_w=450,h100' has three cards.
 
-    Consecutive parts with an equals sign describe one card, until a key repeats.
+    Consecutive parts with an equals sign describe one card; a repeated key begins the next card.
     """
     cards: list[str] = []
     keys: set[str] = set()  # the keys of the last card, if the text describes it

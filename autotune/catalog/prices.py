@@ -26,7 +26,8 @@ MAX_USD = 1e6  # the maximum for one hour of one offer; a larger number is a typ
 class Price:
     """USD for one hour of one GPU, rented on demand in an instance of `count` GPUs.
 
-    A price without `as_of` is undated.
+    `quotable` is False for an old or second-hand price, which is used only if no other is known.
+    `as_of` is the date of the price, or None if the date is unknown.
     """
 
     provider: str
@@ -96,13 +97,13 @@ def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
 
 
 def best_first(device: str, prices: Iterable[Price]) -> list[Price]:
-    """Return the prices of `device` in order of preference."""
+    """Return the prices of `device` in order of preference (see `prices_of`)."""
     rows = (price for price in prices if price.device == device)
     return sorted(rows, key=lambda price: (not price.quotable, price.count, price.usd_per_hour))
 
 
 def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
-    """Return the first of `prices_of`, or None if no row has `device`."""
+    """Return the first of `prices_of`, or None if no price of `device` is known."""
     return next(iter(prices_of(device, own)), None)
 
 
@@ -159,9 +160,9 @@ def age(as_of: str | None, today: date) -> str:
 
 
 def describe_price(price: Price | None, today: date) -> str:
-    """Describe a price with its provider, its age, and its instance if it has several GPUs.
+    """Describe a price with its provider and its age, such as '$0.75/h, lambda, 3 months old'.
 
-    '$0.75/h, lambda, 3 months old'.
+    If the price is of an instance with several GPUs, the text says so.
     """
     if price is None:
         return f"{DASH} ({NO_PRICE})"
