@@ -13,9 +13,9 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
 from autotune.core.machine import multiplies_bf16
 
-# The GiB per marketed GB that are assumed for a card whose total in nvidia-smi is unknown. Known
-# ratios are 0.995 to 1.0 (H100 0.9956, H200 0.9957, A100 1.0). On these three cards, ECC takes no
-# memory.
+# The memory in GiB divided by the marketed GB, assumed for a card whose total in nvidia-smi is
+# unknown. Known ratios are 0.995 to 1.0 (H100 0.9956, H200 0.9957, A100 1.0). On these three cards,
+# ECC takes no memory.
 GIB_PER_MARKETED_GB = 0.99
 
 # The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an

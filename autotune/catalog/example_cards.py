@@ -37,8 +37,8 @@ _OF_MODELS = {"demo-3m": ExampleCard(memory_gib=0.3, usd_per_hour=0.60)}
 
 
 def example_card(model: ModelSpec, device: DeviceSpec) -> ExampleCard | None:
-    """Return the example card that `device` stands in for with `model`.
+    """Return the example card for a study of `model` on `device`, or None.
 
-    The result is None for a GPU, and for every published model.
+    Only the model demo-3m on a CPU has an example card.
     """
     return _OF_MODELS.get(model.name) if device.kind == "cpu" else None

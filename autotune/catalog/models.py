@@ -164,7 +164,7 @@ class ModelSpec:
 
     @property
     def text_type(self) -> str:
-        """The name in transformers of the language model, without a wrapper for images."""
+        """The language model's type in transformers, also if a wrapper for images contains it."""
         return text_type(self.config)
 
     @property
@@ -174,7 +174,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """The decoder layers of the language model."""
+        """The number of decoder layers of the language model."""
         return self._required_size(_LAYERS)
 
     @property
@@ -184,7 +184,7 @@ class ModelSpec:
 
     @property
     def vocab_size(self) -> int:
-        """The rows of the embedding."""
+        """The number of rows of the embedding."""
         return self._required_size(_VOCAB)
 
     @property
@@ -304,7 +304,7 @@ def _processor_in(path: Path) -> dict[str, Any] | None:
 
 
 def _from_hub(name: str, hint: str) -> ModelSpec:
-    """Fetch only config.json."""
+    """Return the model for a Hub id. Only its config.json is fetched."""
     try:
         import huggingface_hub as hub
         from huggingface_hub.utils.tqdm import disable_progress_bars

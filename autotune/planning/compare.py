@@ -122,7 +122,10 @@ def compare(
 
 
 def _how_sure(groups: Sequence[Group]) -> str:
-    """Return the sources of memory and speed with their errors: the formula, counting, or both."""
+    """Say how memory and speed were estimated, and how large the errors are.
+
+    Memory and speed come from the formula, from counting, or from both.
+    """
     needs = [card.least for group in groups for card in group.cards if card.least]
     counted_flags = {need.memory is not None and need.memory.counted for need in needs}
     plans = (card.plan for group in groups for card in group.cards if card.plan)
@@ -175,7 +178,10 @@ def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySp
 def compare_card(
     setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()
 ) -> ComparedCard:
-    """Plan the study on its card, and find the least memory that it needs. Raises UsageError."""
+    """Plan the study on its card, and find the configuration that needs the least memory.
+
+    Raises UsageError in the cases of `plan_setup`.
+    """
     plan = plan_setup(setup, limit_gib, observations, counted=True)
     leanest = least_memory(open_reserve(setup).task, limit_gib) or plan.baseline
     return ComparedCard(device=setup.task.device, plan=plan, least=leanest)
@@ -184,7 +190,8 @@ def compare_card(
 def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     """Return the configuration of the space that needs the least memory, or None if unknown.
 
-    If the formula covers no configuration, a dry probe counts the one with the least memory.
+    If the formula covers no configuration, the configuration is chosen knob by knob, and a dry
+    probe counts its memory.
     """
     space = task.space
     for name, value in space.leanest().items():

@@ -1,9 +1,9 @@
 """Estimates one configuration on one device by formula: whether it fits, its speed and its cost.
 
-The device's time is the reference card's time (`prediction/step_time`), transferred to the device
-(`prediction/transfer`). Other users' measurements of the same method on the device correct that
-time. The CPU time to launch kernels is estimated for an unknown host. A calibration replaces the
-assumptions about the calibrated card and host.
+The step time on the device is the reference card's step time (`prediction/step_time`), converted
+to the device (`prediction/transfer`). Other users' measurements of the same method on the device
+correct the converted time. The CPU time to launch kernels is estimated for an unknown host. A
+calibration replaces the assumptions about the calibrated card and host.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,10 @@ RANK_ACCURACY = (
 def how_sure(
     *, counted: bool = False, objective: Objective = Objective.SFT, num_gpus: int = 1
 ) -> str:
-    """Return the sources of memory and speed and their errors, for one GPU or for several."""
+    """Say how memory and speed are estimated and how large the errors are.
+
+    The text differs between one GPU and several GPUs.
+    """
     if num_gpus > 1:
         return RANK_ACCURACY
     if counted:
@@ -98,7 +101,7 @@ def smallest_card(fits: Callable[[DeviceSpec], bool]) -> DeviceSpec | None:
 
 
 def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
-    """Return why `estimate` has no result for a configuration."""
+    """Return the reason that `estimate` returns None for a configuration."""
     covers = f"there is no formula for {unsupported(task.model, config)}"
     if not counted or config.num_gpus > 1:
         return covers

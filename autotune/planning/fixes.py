@@ -1,4 +1,4 @@
-"""Finds changes to another tool's file that make its run fit a card."""
+"""Finds changes to a file of TRL, Axolotl or LLaMA-Factory that make its run fit a card."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -156,7 +156,7 @@ class FixSearch:
         return [fixed for fixed in changes if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
 
     def saved_gib(self, fixed: CheckedRun) -> float:
-        """Return the GiB that this change saves."""
+        """Return the GiB that the changed run `fixed` saves compared with the original run."""
         return self.checked.estimate.need_gib - fixed.estimate.need_gib
 
     def best(self) -> CheckedRun | None:
@@ -186,7 +186,10 @@ class FixSearch:
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
     ) -> CheckedRun | None:
-        """Return the accepted result with the fewest changes for this rank and length."""
+        """Return the run with the fewest changes of this rank that has an accepted state.
+
+        `length` is the changed sequence length, or {}. The faster of two equal runs wins.
+        """
         results = []
         for place, (count, edits) in enumerate(_subsets(fixes, rank)):
             fixed = self._largest(edits, length, accepted)
@@ -279,7 +282,7 @@ class FixSearch:
 
 
 def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
-    """Yield each combination of this rank: the number of its changes, and their edits merged.
+    """Yield each combination of changes with this rank, as (number of changes, merged edits).
 
     The rank of a combination is the largest rank of its changes. No change in `fixes` has the rank
     SHORTER, so SHORTER includes all combinations of lower ranks. SAME_RESULT includes the

@@ -109,7 +109,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     """
     values = _load(path)
     tool = _tool_of(path, values)
-    values.pop("objective", None)  # an entry of this program; no tool has this key
+    values.pop("objective", None)  # no tool has this key; it is only set below
     if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
@@ -137,7 +137,7 @@ def at_line(path: Path, refusal: Refused, ignored: str = "") -> UsageError:
 
 
 def _command_objective(objective: str) -> str:
-    """Return the objective of a TRL command. Raises UsageError if no command trains for it."""
+    """Return `objective`. Raises UsageError if no command of TRL trains for this objective."""
     objectives = [str(one) for one in Objective if "trl" in one.trainers]
     if objective not in objectives:
         raise UsageError(
@@ -380,7 +380,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
 
 
 def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
-    """Return the knobs that a file sets, besides the sizes of micro batch and rows."""
+    """Return the knobs that a file sets, except the micro batch size and the row length."""
     read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
     knobs = read_knobs[tool](file)
     if tool != "trl" and file.has(*table("noted")["own_loss"]):
@@ -671,7 +671,7 @@ def _modules_to_save(file: File) -> str:
 
 
 def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> str:
-    """Return the precision of the first of these flags that is set."""
+    """Return the precision of the first flag that is true, or `otherwise` if all are false."""
     if pure:
         return "bf16_pure"
     if bf16:
@@ -707,7 +707,7 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     if dtype == "float16":
         precision = "fp16_mixed"
     elif dtype != "float32" and not (lora and precision != "fp32"):
-        # The trained parameters are in bf16 themselves, with autocast or without.
+        # The trained parameters themselves are in bf16, whether autocast is on or off.
         precision = "bf16_pure"
 
     recompute_options = file.mapping(
@@ -791,7 +791,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
 
     checkpointing = "offload"
     if not offload:
-        sharding = file.mapping("fsdp_config")  # FSDP has its own activation checkpointing
+        sharding = file.mapping("fsdp_config")  # it has FSDP's own key for checkpointing
         fsdp_recomputes = any(
             sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
         )
@@ -809,7 +809,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
 
 
 def _axolotl_precision(file: File, adapter: str) -> str:
-    """Return the precision; without an adapter, bf16 also covers the weights."""
+    """Return the precision. Without an adapter, Axolotl's bf16 also stores the weights in bf16."""
     fp16 = file.flag("fp16") or file.flag("float16")
     bf16_mode = file.values.get("bf16", "auto")  # a key without a value switches bf16 off
     bf16 = file.flag("bfloat16") or bf16_mode == "full"

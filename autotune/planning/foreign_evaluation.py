@@ -1,7 +1,7 @@
 """Reads the evaluations between the steps of a run that another tool's file describes.
 
-transformers' Trainer frees the logits of each batch, unless metrics are computed. The sources are
-transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5.
+transformers' Trainer frees the logits of each batch, unless metrics are computed. The rules follow
+the sources of transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "false", "No", "NO")
 def evaluation_of(
     file: File, tool: str, config: TrainConfig, objective: Objective
 ) -> Evaluation | None:
-    """Return a run's evaluation, or None if it has none."""
+    """Return a run's evaluation, or None if the run does not evaluate."""
     evaluates = {"trl": _in_trl, "axolotl": _in_axolotl, "llamafactory": _in_llamafactory}
     if not evaluates[tool](file):
         return None
@@ -58,7 +58,7 @@ def _in_axolotl(file: File) -> bool:
 
 def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
     """Return the examples in an evaluation batch, or None for the training's micro batch."""
-    # Axolotl evaluates packed rows in the training's batches.
+    # If rows are packed, Axolotl's evaluation batch has the size of the training's micro batch.
     if tool == "axolotl" and config.packing and file.flag("eval_sample_packing", default=True):
         return None
     default = default_of(tool, "eval_batch")

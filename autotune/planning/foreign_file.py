@@ -118,7 +118,7 @@ class File:
         return tuple(part.strip() for part in parts if part.strip())
 
     def mapping(self, *keys: str) -> "File":
-        """Return the mapping that a key holds, as a file with the same notes."""
+        """Return the mapping that a key holds, as a File that shares this file's notes."""
         key, value = self.get(*keys)
         if value is not None and not isinstance(value, dict):
             raise Refused(key, f"keys with values are needed, not {quote(value)}")

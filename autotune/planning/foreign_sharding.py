@@ -166,7 +166,7 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
 
 
 def _splits(table: Mapping[str, Any]) -> list[str]:
-    """Return the keys that split rows or layers among GPUs, not the model's parameters alone."""
+    """Return the keys of parallelism that splits rows or layers among GPUs, besides parameters."""
     return [*table["parallel"], *table["split"]]
 
 

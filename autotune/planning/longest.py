@@ -57,7 +57,7 @@ FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer
 LONG_SHARE = 0.04
 LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by at least 2 %
 HEADROOM = 0.01  # the share of the card's memory that stays free
-PATIENCE_S = 7200.0  # the time limit of one step
+PATIENCE_S = 7200.0  # the time limit of one step in a probe
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
 # The share of the GPU's peak arithmetic rate that flash attention reaches on long rows, if only the
@@ -83,10 +83,11 @@ ALLOCATOR_SHARE = 0.06
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """A query: a model, a card, its GiB for tensors, and the host's GiB for layer inputs.
+    """A query for the longest row of a model on a card.
 
-    `most_tokens` limits the length of predicted and tried rows. `host_limit_gib` is None if the
-    host is unknown.
+    `limit_gib` is the card's memory for tensors. `host_limit_gib` is the host's memory for layer
+    inputs, or None if the host is unknown. `most_tokens` limits the length of predicted and tried
+    rows.
     """
 
     model: ModelSpec
@@ -116,7 +117,10 @@ class Longest:
         return gib(self.model.num_layers * layer_bytes) if config.offloads else 0.0
 
     def bounds(self, method: str) -> dict[str, int]:
-        """Return the most tokens that the user and the host's memory allow, by the limit's name."""
+        """Return the largest row length in tokens that each limit allows, by the limit's name.
+
+        The limits are the user's `most_tokens` and the host's memory.
+        """
         limits = {} if self.most_tokens is None else {"what was asked for": self.most_tokens}
         gib_per_token = self.host_gib(self.config(method, STEP)) / STEP
         if self.host_limit_gib is not None and gib_per_token:
@@ -172,7 +176,7 @@ class Longest:
         return self._predicted(method, tokens, limited_by)
 
     def _uncounted(self, method: str, tokens: int) -> LongestRow:
-        """Return the row of a method whose steps with `tokens` tokens could not be counted."""
+        """Return a LongestRow that only says why a step with `tokens` tokens cannot be counted."""
         problem = no_count(self.model, self.config(method, tokens), 1)
         config = self.config(method, STEP).as_dict()
         return LongestRow(method=method, config=config, problem=problem)
@@ -185,8 +189,8 @@ class Longest:
     def _at_limit(self, method: str, need_by_tokens: Mapping[int, float]) -> tuple[int, str]:
         """Return the longest row within all limits, and the limit that bounds it.
 
-        The longest row in the GPU's memory is extrapolated on the line through the two known needs
-        that are nearest to the limit.
+        `need_by_tokens` has the GiB that rows of known lengths need. The line through the two needs
+        nearest to the GPU's limit gives the longest row that fits the GPU's memory.
         """
         low, high = sorted(
             sorted(need_by_tokens, key=lambda tokens: abs(need_by_tokens[tokens] - self.limit_gib))[
@@ -275,7 +279,7 @@ class Longest:
 
 
 def to_attempt(result: ProbeResult) -> Attempt:
-    """Convert the result of a probe that `Longest.request` described."""
+    """Convert the result of a probe, requested by `Longest.request`, to an Attempt."""
     measurement = result.measurement
     need_gib: float | None = None
     if measurement:
@@ -368,7 +372,8 @@ def verify(
 def _scaled(tokens: int, need_gib: float, limit_gib: float, static_gib: float, upper: int) -> int:
     """Return the length whose memory equals the limit, if `tokens` tokens need `need_gib`.
 
-    `static_gib` is the part of that need that does not depend on the length.
+    `static_gib` is the part of `need_gib` that does not depend on the length. The length is at most
+    `upper`.
     """
     factor = max(limit_gib - static_gib, 0.0) / max(need_gib - static_gib, 1e-3)
     return min(int(tokens * factor), upper) // STEP * STEP
@@ -501,7 +506,7 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
 
 
 def _target_here(gpu: str) -> Target | None:
-    """Return the target that this machine's GPU can probe for, or None without such a GPU."""
+    """Return the target for probes on this machine's GPU, or None if it cannot probe for `gpu`."""
     try:
         target = find_target(gpu)
     except EnvironmentProblem:

@@ -1,8 +1,8 @@
 """Projects the winner's run to other numbers of the same GPU.
 
-The measured speed is scaled by the formulas for several GPUs. The configuration stays the same.
-Only the micro batch shrinks if the global batch leaves too few rows per GPU. `plan --gpus` searches
-for the best configuration of each number, by formula alone.
+The measured speed is scaled by the formulas for several GPUs. The configuration stays the same,
+but the micro batch shrinks if the global batch leaves too few rows per GPU. In contrast,
+`plan --gpus` searches for the best configuration for each number of GPUs, by formula alone.
 """
 
 import math
@@ -76,7 +76,7 @@ def _task(recipe: Recipe) -> Task:
 
 
 def _measured_plan(recipe: Recipe, candidate: Candidate) -> RankPlan:
-    """Return a candidate's measured results per GPU, with the step time by formula."""
+    """Return a candidate's measured memory and speed per GPU, with its step time by formula."""
     config = candidate.config
     shape = recipe.workload.run_shape(config)
     tokens_per_s = candidate.performance.tokens_per_second / config.num_gpus
@@ -164,8 +164,8 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
 def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """Return the winner's configuration on several GPUs, with the same global batch.
 
-    The micro batch is the largest one that keeps the global batch. Raises ValueError if the global
-    batch cannot be divided.
+    The micro batch is the winner's, or half of it, a quarter and so on, until the global batch can
+    be divided. Raises ValueError if the global batch cannot be divided.
     """
     own = recipe.config
     largest = LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)

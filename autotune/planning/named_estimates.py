@@ -46,7 +46,7 @@ def estimate_named_configs(
         )
         reason = case.excluded
         estimated: Estimate | None = None
-        # The estimate for a published result ignores the limits of this trainer.
+        # A configuration with a published result is estimated even if this trainer refuses it.
         if not reason and not case.published:
             reason = refusal(
                 config, case_task.model, case_task.trainer, known_shape(case_task.model), device

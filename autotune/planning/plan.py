@@ -133,11 +133,11 @@ def plan_setup(
 def plan_task(
     task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
 ) -> Plan:
-    """Find the best configuration of the task's space by formula, under the winner rule.
+    """Find the best configuration of the task's space by formula.
 
-    `limit_gib` is the GiB that tensors may use. Without a formula, a dry probe counts only the
-    baseline. If the baseline does not fit, the dry probe counts the configuration that needs the
-    least memory.
+    The winner is chosen by the same rule as in a study. `limit_gib` is the GiB that tensors may
+    use. If no formula covers the model, a dry probe counts only the baseline. If the baseline does
+    not fit, the dry probe also counts the configuration that needs the least memory.
 
     Raises UsageError if no formula covers the model or the card.
     """
@@ -171,7 +171,7 @@ def plan_task(
 
 @functools.lru_cache(maxsize=32)
 def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
-    """Return each configuration of a space once, or MAX_CONFIGS of them.
+    """Return each configuration of a space once, or about MAX_CONFIGS of a larger space.
 
     The result is cached, because most compared cards have the same space.
     """
@@ -198,7 +198,7 @@ def _fitting(
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
-    # The smallest micro batch that does not fit, by the other knobs
+    # For each combination of the other knobs: the smallest micro batch that does not fit
     too_large: dict[tuple[Any, ...], int] = {}
     # Values of the knobs in _LASTING whose memory between steps alone exceeds the limit
     hopeless = set()
@@ -341,7 +341,7 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
     return space
 
 
-# --- tables of the sizes that fit
+# --- tables of the row lengths and micro batches that fit
 
 
 def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
@@ -375,7 +375,7 @@ def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
         for base in bases
     }
 
-    # For some models, no formula covers some of the tables.
+    # A table without cells is left out: no formula covers its configurations.
     return {name: cells for name, cells in tables.items() if cells}
 
 

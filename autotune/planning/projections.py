@@ -9,7 +9,7 @@ from autotune.study.summary import Projections, Recipe
 def project_winner(selection: Selection, recipe: Recipe, headroom: float) -> Projections:
     """Return the winner's run on other cards and on other numbers of GPUs.
 
-    `headroom` is the reserved share of a card's memory.
+    `headroom` is the share of a card's memory that stays free.
     """
     return Projections(
         cards=estimate_other_devices(selection, recipe.winner, headroom),

@@ -48,8 +48,8 @@ from autotune.problem.workload import Workload
 from autotune.report.values.check import FP32_BASE, CheckedRun, CheckReport, Faster, ForeignConfig
 
 MIN_SPEEDUP = 1.05  # a faster configuration is reported if it is at least this many times as fast
-# The faster configuration shares these knobs with the run, because they affect the training's
-# result.
+# The faster configuration has the run's values of these knobs, because other values would change
+# the training's result.
 SHARED = (
     "method",
     "lora_rank",
@@ -451,7 +451,7 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
 
 
 def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
-    """Yield sentences about the number of GPUs."""
+    """Yield sentences about the number of GPUs that the estimate assumes."""
     run = checked.run
     config = run.config
     if config.num_gpus > 1:

@@ -52,7 +52,7 @@ class CheckContext:
 
     @property
     def workload(self) -> Workload:
-        """The examples."""
+        """The examples of the training and their lengths."""
         return self.task.workload
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
@@ -100,7 +100,7 @@ def check_run(
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """Return the least and the most memory that a run needs, in its steps and evaluations.
 
-    Returns None if no formula covers the model and it cannot be counted.
+    Returns None if no formula covers the model and the run cannot be counted.
     """
     bounds = _bounds(model, run, min(run.accumulation, 2))
     evaluation = run.evaluation
@@ -161,10 +161,10 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
 def _least(
     model: ModelSpec, run: ForeignConfig, steps: int, memory: MemoryBreakdown
 ) -> MemoryBreakdown:
-    """Return the memory if everything possible is sharded and offloaded.
+    """Return the lower bound of the memory: everything possible is sharded and offloaded.
 
     Runs that shard or offload weights compute in 16 bits. In 16 bits, autocast keeps no casts, and
-    the 32-bit weights belong to the optimizer's state.
+    the 32-bit weights are sharded or offloaded as part of the optimizer's state.
     """
     uncounted = run.uncounted
     assert uncounted is not None

@@ -58,7 +58,7 @@ def entry_of(
 
 
 def _entry(model: str, method: str, card: ComparedCard) -> Entry:
-    """Return the entry of a compared card."""
+    """Convert a compared card to an entry."""
     best = card.best
     leanest = card.least
     need = best or leanest

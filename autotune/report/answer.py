@@ -1,8 +1,9 @@
 """The answer to one question, as tables for a terminal and as a page.
 
-The questions: Which models does a card train? Rent or buy? How do the nodes differ? An answer has
-sentences, tables and figures, each created once for the terminal and the page. The result comes
-first, then the basis of the result. The page opens offline and contains plotly.js.
+The questions are: Which models can a card train? Is it cheaper to rent or to buy a card? How do the
+nodes of a study differ? An answer has sentences, tables and figures, each created once for the
+terminal and the page. The result comes first, then the basis of the result. The page opens offline
+and contains plotly.js.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -278,7 +279,7 @@ def _prices_table(group: Group, today: date) -> Table:
 
 
 def _usd(usd: float | None, low: float | None, high: float | None) -> str:
-    """Format USD with their interval."""
+    """Format a cost in USD with its interval."""
     return DASH if usd is None else f"{fmt_usd(usd)} ({fmt_usd(low)} to {fmt_usd(high)})"
 
 
@@ -392,7 +393,7 @@ def _pays(
 
 
 def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[str]:
-    """Name the card to buy, and the time until it pays against renting the cheapest card."""
+    """Name the card to buy, and the hours of use after which it beats renting the cheapest card."""
     if not bought:
         return [f"No card that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
 

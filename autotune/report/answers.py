@@ -1,4 +1,4 @@
-"""The answers of commands in words: the answer, its needs and cost, its certainty and its reason.
+"""Puts the answers of commands into words: result, memory, cost, certainty and reason.
 
 Each answer is created from the command's frozen value, once for all renderers.
 """
@@ -25,7 +25,7 @@ from autotune.study.summary import Recipe
 class Answer:
     """The answer of a command in words, in the order of a reader's questions.
 
-    `details` is the command's complete value.
+    `needs` is about memory. `details` is the command's complete value.
     """
 
     answer: str

@@ -87,7 +87,7 @@ def _relative_speed(row: CardRow) -> str:
 class Column:
     """A column for people: its heading, and the function that formats a row's data.
 
-    `table` names the group of columns that forms a narrow table.
+    `table` is the name of the narrow table that has this column.
     """
 
     title: str
@@ -300,7 +300,7 @@ def _own_card(comparison: Comparison, group: Group) -> str:
     return f"{text}; it pays after {runs} {against}"
 
 
-# --- forms
+# --- output formats
 
 
 def as_csv(comparison: Comparison, today: date) -> str:

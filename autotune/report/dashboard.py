@@ -34,7 +34,7 @@ from autotune.study.optimizer import METRIC, METRIC_OF_SEVERAL
 from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
-PAGE = "/dashboard/studies/0"  # the first study of a storage in memory
+PAGE = "/dashboard/studies/0"  # the page of the only study in `Copy`, whose number is 0
 TITLES = {  # titles of the figures to show: the ones that are readable in half a window
     "scatter": "Useful tokens/s against peak reserved memory",
     "history": "Useful tokens/s of each trial",

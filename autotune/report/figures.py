@@ -233,7 +233,10 @@ def horizontal_bars(
 
 
 def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
-    """Plot the share of each knob with its interval, in the given order."""
+    """Plot the share of the variation of speed that each knob explains, with its interval.
+
+    The knobs keep their order.
+    """
     bars = [
         Bar(name=f"{knob} {one.share:.0%}", value=one.share, interval=one.interval)
         for knob, one in shares.items()
@@ -383,7 +386,7 @@ def trainable(result: Trainable) -> dict[str, Any] | None:
     if not rows:
         return None
 
-    # The methods of a model are beside one another.
+    # The markers of a model's methods are one below another in the model's row.
     for offset, (method, title) in enumerate(METHODS.items()):
         fits = [(index, entry) for index, entry in rows if entry.method == method]
         values = [entry.tokens_per_s or 0.0 for _, entry in fits]

@@ -148,7 +148,7 @@ def _keep_together(text: str) -> str:
 
 
 def breaks(text: str) -> "Markup":
-    """Return text that a phone may break after an underscore, for the names of knobs."""
+    """Return a knob's name with a possible line break after each underscore, for phones."""
     from markupsafe import Markup, escape
 
     return Markup("_<wbr>").join(escape(part) for part in text.split("_"))

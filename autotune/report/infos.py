@@ -231,7 +231,7 @@ def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
 
 
 def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
-    """Return the interval of the second winner's useful tokens/s divided by the first one's."""
+    """Return the interval of the second winner's useful tokens/s over the first winner's."""
     ours = second.winner.performance
     theirs = first.winner.performance
     if second.device.name == first.device.name:

@@ -1,4 +1,4 @@
-"""The study over wall time: the use of each second, and the GPU's utilization in timed steps."""
+"""How a study used its wall time, and the GPU's utilization in timed steps."""
 
 import statistics
 from collections.abc import Iterable, Iterator

@@ -178,12 +178,12 @@ class Faster:
 class CheckReport:
     """The answer for one file.
 
-    `fix` is the change that makes the run fit. `fix` is None if the run fits already, or if no
-    change suffices. `fixes` are the single changes, each with the GiB it saves. `smallest_card` is
-    the smallest card that holds the unchanged run, or None if the run fits already. `runnable` is
-    the unchanged run, or the run with the fix if the unchanged run is out of memory. `how_sure`
-    states the source of the numbers. `calibrated` says which of the numbers were calibrated and
-    when.
+    `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
+    if no changes suffice. `fixes` are runs with one change each, and the GiB that this change
+    saves. `smallest_card` is the smallest card that holds the unchanged run, or None if the run
+    fits already. `runnable` is the unchanged run, or `fix` if the unchanged run is out of memory.
+    `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers were
+    calibrated and when.
     """
 
     RUN: ClassVar = keys(
@@ -229,7 +229,7 @@ class CheckReport:
 
     @property
     def each_change(self) -> tuple[SingleChange, ...]:
-        """The single changes, for programs."""
+        """The runs with a single change, for the JSON output."""
         return tuple(
             SingleChange(changed=changed, saves_gib=saved) for changed, saved in self.fixes
         )

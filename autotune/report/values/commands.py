@@ -83,7 +83,11 @@ class Imported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The content of training.json: the steps, time and cost of a run, next to the projection."""
+    """The content of training.json: the steps, time and cost of a run, next to the projection.
+
+    `steps` of the run's `of` steps are done. `error` is the time of a complete run divided by the
+    projected time, minus 1.
+    """
 
     schema_version: int
     study: str

@@ -172,7 +172,7 @@ class Group:
         )
 
     def training_differences(self) -> dict[str, list[str]]:
-        """Group the cards that would train differently from the fastest card by the difference."""
+        """Return the cards whose training differs from the fastest card's, by the difference."""
         differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
 

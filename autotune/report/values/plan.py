@@ -91,6 +91,6 @@ class Plan:
     def counted(self) -> bool:
         """Whether a dry probe counted the baseline.
 
-        If it was counted, few other configurations are counted.
+        Each count takes seconds, so a counted plan counts few other configurations.
         """
         return self.baseline.memory is not None and self.baseline.memory.counted

@@ -1,7 +1,7 @@
 """A profiled micro batch, as a value.
 
-The value has the kinds of work, the best time that the device could reach, and the run's needs for
-the host.
+The value has the time of each kind of work, the least possible time on the device, and the run's
+needs for the host.
 """
 
 from dataclasses import dataclass
@@ -31,13 +31,15 @@ class Bound:
 
     @property
     def lost_s(self) -> float | None:
-        """The seconds beyond the best time."""
+        """The seconds beyond `best_s`, or None if `best_s` is unknown."""
         return None if self.best_s is None else max(self.seconds - self.best_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeed:
-    """The amount of one part of the machine that a run needs, and the amount found.
+    """A run's need for one part of the machine, such as host memory or the disk's rate.
+
+    `needed` is the amount that the run needs, and `found` the amount that the machine has.
 
     `found` is None if it is unknown.
     """

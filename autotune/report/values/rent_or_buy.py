@@ -46,11 +46,11 @@ class SizeCost:
 class Bought:
     """A card that may be bought for the run. Field names are keys of the JSON output.
 
-    `pays_after_hours_against_itself` are the hours of use until the purchase beats renting the same
-    card, at `rent_usd_per_hour`. `pays_after_hours` compares with `rented`, the cheapest of all
-    cards for the same work; `pays_after_months` gives this use in months. The fields with "spot"
-    say the same for spot prices. A number of hours or months is None if the card never pays. If no
-    price is known, `rented` or the rent is None too.
+    `pays_after_hours_against_itself` are the hours of use after which buying is cheaper than
+    renting the same card at `rent_usd_per_hour`. `pays_after_hours` compares with renting `rented`,
+    the cheapest of all cards for the same work; `pays_after_months` gives the same use in months.
+    The fields with "spot" in their names use spot prices. A number of hours or months is None if
+    buying never gets cheaper. If no price is known, `rented` or the rent is None, too.
     """
 
     card: str
@@ -78,7 +78,7 @@ class Bought:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurchaseBudget:
-    """The budget for buying a card, and the use of the card.
+    """The budget for buying a card, and the assumed hours of use per week.
 
     Raises UsageError for an impossible number and names its option.
     """

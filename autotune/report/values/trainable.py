@@ -11,7 +11,7 @@ METHODS = {
     "lora": "LoRA",
     "qlora": "QLoRA (nf4)",
     "full": "Full fine-tuning",
-}  # search spaces, with their titles
+}  # the title of each search space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
