@@ -227,7 +227,7 @@ def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
 def _least_by_bf16(
     spec: StudySpec, compared: Sequence[ComparedCard], say: Say
 ) -> dict[bool, Estimate]:
-    """Return the configuration that needs the least memory on cards with bf16, and without bf16.
+    """Return the configuration with the least memory for cards with bf16, and for other cards.
 
     The key True is for cards with bf16, and False for cards without bf16. One card's result stands
     for all cards of its kind.

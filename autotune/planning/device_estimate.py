@@ -115,7 +115,7 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
     """Return the task with its speed transfer corrected by measured speeds on the task's device.
 
-    The speed transfer converts a step time from the reference card to this device.
+    The speed transfer converts a speed on the card `measured_on` to a speed on this device.
     """
     if task.measured_on is None:
         return task

@@ -186,7 +186,7 @@ class FixSearch:
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
     ) -> CheckedRun | None:
-        """Return the run with the fewest changes of this rank that has an accepted state.
+        """Return the run in an accepted state that has the fewest changes of this rank.
 
         `length` is the changed sequence length, or {}. The faster of two equal runs wins.
         """

@@ -132,8 +132,8 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
         freed |= terms
         exchanges = True
 
-    # The strategy decides which terms of memory are sharded. If the strategy is unknown, all
-    # terms that it could shard are assumed at the lower bound.
+    # The strategy decides which terms of memory are sharded. If the strategy is unknown, the lower
+    # bound assumes that every term is sharded that some strategy shards.
     shared: set[str] = set()
     unshared_notes = list(run.notes)
     if notes["sharded"] in run.notes and number > 1:
@@ -166,7 +166,7 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
 
 
 def _splits(table: Mapping[str, Any]) -> list[str]:
-    """Return the keys of parallelism that splits rows or layers among GPUs, besides parameters."""
+    """Return the keys for forms of parallelism that split rows or layers, not only parameters."""
     return [*table["parallel"], *table["split"]]
 
 

@@ -331,7 +331,7 @@ def verify(
     config = asked.config(method, tokens)
     count = asked.count(config)
     few_layers = dry_count(asked.model, config, 1, depth=FEW_LAYERS).count
-    if count is None:  # `predict` counted it, but the cache kept no count, and this count failed
+    if count is None:  # `predict` counted `config`, but the count was not cached, and now failed
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
     if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:

@@ -84,8 +84,8 @@ def _entry_with_row(
 ) -> Entry:
     """Return the entry with its longest row.
 
-    The search first pins the knobs in PINS. It is repeated without these pins if nothing fits, and
-    if another value of the pinned knobs may fit.
+    The search first pins the knobs in PINS. If no configuration fits, the search is repeated
+    without these pins, unless the need is over HOPELESS times the limit.
     """
     limit_gib = limit_of(spec, device)
     entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)

@@ -269,7 +269,7 @@ def _rivals(names: tuple[str, ...]) -> str:
 
 
 def _own_card(comparison: Comparison, group: Group) -> str:
-    """Describe the cost of a run on the user's card, and when the card beats renting."""
+    """Describe the cost of a run on the user's card, and when the card is cheaper than renting."""
     owned = comparison.owned
     own_run = comparison.own_run(group)
     card = comparison.own_card(group)

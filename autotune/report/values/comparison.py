@@ -299,8 +299,8 @@ class Advice:
 class Comparison:
     """The same run for each model and method on each card, with a budget and the user's card.
 
-    `how_sure` states the source of memory and speed. `calibrated` says whether a calibration
-    contributed.
+    `how_sure` says how memory and speed were estimated. `calibrated` says whether a
+    calibration contributed to an estimate.
     """
 
     groups: tuple[Group, ...]
