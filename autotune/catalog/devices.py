@@ -96,8 +96,8 @@ class DeviceSpec:
     def has_flash(self) -> bool:
         """Whether torch's built-in attention (SDPA) has fast kernels for the device.
 
-        NVIDIA cards have them from compute capability 8.0 on, like bf16; CPUs have other fast
-        kernels.
+        NVIDIA cards have these kernels from compute capability 8.0 on, like bf16. CPUs have other
+        fast kernels.
         """
         return self.kind == "cpu" or self.supports_bf16
 

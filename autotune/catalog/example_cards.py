@@ -14,7 +14,8 @@ from autotune.catalog.prices import EXAMPLE, Price
 class ExampleCard:
     """The memory and the price of the card.
 
-    `memory_gib` is for tensors and headroom. It leaves out the memory of the libraries.
+    `memory_gib` limits tensors and headroom. The memory of torch and other libraries does not
+    count.
     """
 
     memory_gib: float

@@ -155,5 +155,5 @@ def _quick_and_quiet() -> Iterator[None]:
 
 
 def _one_line(text: str) -> str:
-    """Make a server's text fit for one line of a terminal."""
+    """Return a server's text, made safe to print on one line of a terminal."""
     return printable(text, " ")[:200]

@@ -76,7 +76,7 @@ class Sizes:
 
     @functools.cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The (in, out) sizes of each matrix of a layer, by its name."""
+        """The numbers of inputs and outputs of each matrix in a layer, by the matrix's name."""
         hidden = self.hidden
         inner = self.intermediate
         queries = self.queries

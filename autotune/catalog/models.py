@@ -53,8 +53,8 @@ class ModelSpec:
     is the exact total, with tied weights counted once; it is unknown outside the catalogue.
     `weights` is a directory with safetensors, or None for random weights. `tokenizer` is a
     directory with the model's tokenizer. `processor` is the content of a preprocessor_config.json,
-    which determines the scale of images. `stored_as` is the format of a quantised checkpoint:
-    'fp8' and 'mxfp4' weights become 16-bit weights before they are trained; 'int8', 'nf4' and
+    which determines the scale of images. `stored_as` is the format of a quantised checkpoint: 'fp8'
+    and 'mxfp4' weights become 16-bit weights before they are trained; 'int8', 'nf4' and
     'nf4-double' weights stay as they are, below adapters.
     """
 
@@ -164,7 +164,7 @@ class ModelSpec:
 
     @property
     def text_type(self) -> str:
-        """The language model's type in transformers, also if a wrapper for images contains it."""
+        """The `model_type` of the language model, even if the config is of a wrapper for images."""
         return text_type(self.config)
 
     @property
@@ -189,7 +189,7 @@ class ModelSpec:
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest sequence that the positions allow, in tokens, if the config has it."""
+        """The longest sequence in tokens that the positions allow, or None if it is unknown."""
         return self.size(*_CONTEXT)
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
@@ -244,7 +244,7 @@ def resolve_model(name: str) -> ModelSpec:
 def shaped_like(name: str) -> ModelSpec | None:
     """Return the row with the shape of a named model, or None if no row's name matches.
 
-    The name may be a path, or a name of any organisation.
+    `name` may be a path, or a name with any organisation.
     """
     match = _names().find(re.sub(r"\\", "/", name).rstrip("/"), any_organisation=True)
     return None if match is None else _spec(_rows()[match.row])
@@ -470,10 +470,10 @@ _UNTIED = ("gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", 
 def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: int) -> float | None:
     """Return the FLOPs per token of a training step at `seq_len`, or None for an unknown family.
 
-    After PaLM, appendix B: the count has only the operations that the mathematics needs, so no
-    recomputation by checkpointing. LoRA's own matrices are left out (0.9 % of the step at rank 16
-    on all linear layers of a 7B model). Norms and biases are counted like matrices, since they have
-    far fewer parameters.
+    As in appendix B of the PaLM paper, only operations that the mathematics needs are counted, so
+    recomputation by checkpointing is left out. LoRA's own matrices are left out (0.9 % of the step
+    at rank 16 on all linear layers of a 7B model). Norms and biases are counted like matrices,
+    since they have far fewer parameters.
 
     Causal attention: each token attends to c tokens on average. Each of the c tokens costs 2 FLOPs
     per head dimension in QK^T and 2 in PV. The backward pass costs twice the forward pass, under

@@ -248,7 +248,7 @@ def _file_model() -> "type[BaseModel]":
         @field_validator("as_of")
         @classmethod
         def _dated(cls, when: date | int | str | None) -> str | None:
-            """Convert to text: YAML reads 2026-11-01 as a date, 2026 as a number."""
+            """Convert a date to text, because YAML reads 2026-11-01 as a date, 2026 as a number."""
             if when is not None:
                 _parts(str(when))
             return None if when is None else str(when)

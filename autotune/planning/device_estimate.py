@@ -1,7 +1,7 @@
 """Estimates one configuration on one device by formula: whether it fits, its speed and its cost.
 
-The step time on the device is the reference card's step time (`prediction/step_time`), converted
-to the device (`prediction/transfer`). Other users' measurements of the same method on the device
+The step time on the device is the reference card's step time (`prediction/step_time`), converted to
+the device (`prediction/transfer`). Other users' measurements of the same method on the device
 correct the converted time. The CPU time to launch kernels is estimated for an unknown host. A
 calibration replaces the assumptions about the calibrated card and host.
 """

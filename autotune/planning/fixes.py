@@ -47,7 +47,7 @@ def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
 
 
 def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
-    """Yield each change that may save memory, except changes of micro batch and length."""
+    """Yield each change that may save memory, except smaller micro batches and shorter lengths."""
     config = run.config
     tool = run.format
     values = run.values

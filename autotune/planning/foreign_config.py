@@ -226,7 +226,10 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
 
 
 def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
-    """Return the content of the DeepSpeed file that a run names, or the name of an absent file."""
+    """Return the content of the DeepSpeed file that a run names.
+
+    If this file is absent, return its name.
+    """
     if not isinstance(file_name, str) or not file_name.strip():
         return {}
     settings = _read_beside(path, file_name)
@@ -508,8 +511,8 @@ def _objective_knobs(
 def _accumulation(file: File, tool: str, micro_batch: int) -> int:
     """Return the number of micro batches per step.
 
-    If the tool's key for this number is missing, Axolotl's older key `batch_size` may give the
-    rows per step instead.
+    If the tool's key for this number is missing, Axolotl's older key `batch_size` may give the rows
+    per step instead.
     """
     default = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)
     return file.whole(key_of(tool, "accumulation"), default=default)

@@ -224,7 +224,7 @@ class Longest:
         )
 
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
-        """Return the seconds of a step with one long row, or None without the card's rates.
+        """Return the seconds of a step with one long row, or None if the card's rates are unknown.
 
         Attention's time follows from the half of its products that the causal mask keeps. The other
         work's time follows from its counted arithmetic and traffic. Copies to the host's memory
@@ -331,7 +331,7 @@ def verify(
     config = asked.config(method, tokens)
     count = asked.count(config)
     few_layers = dry_count(asked.model, config, 1, depth=FEW_LAYERS).count
-    if count is None:  # `predict` counted `config`, but the count was not cached, and now failed
+    if count is None:  # the count in `predict` succeeded but was not cached, and this one failed
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
     if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:

@@ -183,7 +183,7 @@ def host_needs(
 
 
 def _cores(config: TrainConfig) -> HostNeed:
-    """Return the need for cores: one for each process that works at the same time."""
+    """Return the run's need for CPU cores: one for each process, since they work simultaneously."""
     busy = ["the loop that issues the work"]
     busy += ["the processes of the loader"] if config.loader_workers else []
     busy += ["the compiler"] if config.compile != "none" else []

@@ -1,8 +1,8 @@
 """Projects the winner's run to other numbers of the same GPU.
 
-The measured speed is scaled by the formulas for several GPUs. The configuration stays the same,
-but the micro batch shrinks if the global batch leaves too few rows per GPU. In contrast,
-`plan --gpus` searches for the best configuration for each number of GPUs, by formula alone.
+The measured speed is scaled by the formulas for several GPUs. The configuration stays the same, but
+the micro batch shrinks if the global batch leaves too few rows per GPU. In contrast, `plan --gpus`
+searches for the best configuration for each number of GPUs, by formula alone.
 """
 
 import math
@@ -143,7 +143,7 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
     by_formula = estimate(task, config, math.inf)
 
     def measured_pace() -> StepTimeEstimate | None:
-        """Return the formula's step time on one GPU, times the ratio of measured to predicted."""
+        """Return the formula's step time on one GPU, corrected by the measured ratio."""
         single = by_formula.single_gpu if by_formula else None
         return single and _corrected(recipe, single, ratio, config)
 

@@ -57,9 +57,10 @@ def read_submission(path: Path) -> tuple[Observation, ...]:
 
 
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
-    """Check a submission, and copy it into `directory`. The digest names the copy.
+    """Check a submission, and copy it into `directory`.
 
-    Returns the path of the copy, and whether the copy existed before.
+    The copy's file name is the submission's digest. Returns the path of the copy, and whether the
+    copy existed before.
 
     Raises:
         UsageError: in the cases of `read_submission`.

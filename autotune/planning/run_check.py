@@ -259,8 +259,8 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 def _similar_config(config: TrainConfig) -> TrainConfig:
     """Return a default configuration with the run's knobs that decide whether a formula covers it.
 
-    The other knobs keep their defaults. For them, the estimate replaces values that no formula
-    covers by similar values.
+    The other knobs keep their defaults, because the estimate replaces their values by similar
+    values if no formula covers them.
     """
     return TrainConfig(
         method=config.method, precision=config.precision, lora_targets=config.lora_targets

@@ -47,7 +47,7 @@ class CheckContext:
 
     @property
     def device(self) -> DeviceSpec:
-        """The GPU."""
+        """The GPU that the run is checked for."""
         return self.task.device
 
     @property
@@ -66,7 +66,7 @@ class CheckContext:
 
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
-    """Return the memory that a run needs with the examples of `context`, if it is known."""
+    """Return the memory that a run needs with the examples of `context`, or None if unknown."""
     return memory_bounds(context.model, replace(run, config=context.at_longest(run.config)))
 
 

@@ -123,7 +123,7 @@ def plan_gpus(
     """Plan the task for each of these numbers of GPUs, by each strategy.
 
     The numbers of GPUs are per host. `hosts` maps each number of hosts to the GB/s of the link
-    between them. `of_ranks` pins knobs of OF_RANKS.
+    between them. `of_ranks` has the pinned values of knobs in OF_RANKS.
 
     Raises UsageError if no formula covers the model or the configuration.
     """

@@ -13,9 +13,10 @@ from autotune.problem.calibration import Calibration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A limit of a part of a machine: the part is slow below `least`, in `unit`.
+    """A limit for one part of a machine, such as its disk.
 
-    `measured` returns None if the value is unknown.
+    The part is slow if the value that `measured` returns is below `least`, in `unit`. `measured`
+    returns None if the value is unknown.
     """
 
     part: str

@@ -1,7 +1,7 @@
 """Finds the models that a card can train, by size and method, with speed, cost and longest row.
 
-The atlas has the same entries for all models on ten cards (`benchmarks/atlas.py`). Everything is an
-estimate.
+The atlas has the same entries for all models on ten cards (`benchmarks/atlas.py`). Every number is
+an estimate.
 """
 
 import time
@@ -110,8 +110,8 @@ def trainable(
 ) -> Trainable:
     """Return the models that the card can train, with the options of `spec` except its model.
 
-    `models` are by default the result of `sizes`. `say` gets progress. Raises UsageError if the
-    card's memory is unknown or no plan exists for it.
+    `models` are by default the result of `sizes`. `say` gets messages about the progress. Raises
+    UsageError if the card's memory is unknown or no plan exists for it.
     """
     if spec.objective != Objective.SFT:
         raise UsageError(

@@ -505,7 +505,7 @@ def _node_speeds(nodes: Sequence[Node]) -> Table:
 
 
 def _speed_cells(node: Node) -> dict[str, str]:
-    """Return the cells of a node by column."""
+    """Return the texts of a node's row in the table of speeds, by column."""
     speed = node.performance
     apart = DASH if node.unmeasured else "no"
     return {
@@ -519,7 +519,7 @@ def _speed_cells(node: Node) -> dict[str, str]:
 
 
 def _node_memory(nodes: Sequence[Node]) -> Table:
-    """Return the table of memory and cost."""
+    """Return the table of each node's memory and cost."""
     columns = dict.fromkeys(("peak GiB", "reserved GiB", "USD/1,000 samples"), "right")
     rows = []
     for node in nodes:
@@ -531,7 +531,7 @@ def _node_memory(nodes: Sequence[Node]) -> Table:
 
 
 def _node_probes(nodes: Sequence[Node]) -> Table:
-    """Return the table of the card's sensors and the probes of each node."""
+    """Return the table of each node's sensor readings and numbers of probes."""
     columns = dict.fromkeys(("C", "MHz", "W", "probes", "failed", "last seen"), "right")
     rows = []
     for node in nodes:

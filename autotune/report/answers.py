@@ -40,7 +40,7 @@ class Answer:
 
 
 def plan_answer(plan: Plan) -> Answer:
-    """Answer with the best configuration on one card."""
+    """Return an answer with the best configuration on one card."""
     chosen = plan.best or plan.baseline
     lines = estimate_lines(chosen, plan.task)
 
@@ -110,7 +110,7 @@ def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
 
 
 def gpu_answer(plan: GpuPlan) -> Answer:
-    """Answer with the cheapest and the fastest number of GPUs."""
+    """Return an answer with the cheapest and the fastest number of GPUs."""
     task = plan.task
     choices = describe.gpu_choices(plan, plan.within_hours)
     price = f"{NO_PRICE}: --price USD_PER_HOUR"
@@ -132,7 +132,7 @@ def gpu_answer(plan: GpuPlan) -> Answer:
 
 
 def check_answer(report: CheckReport) -> Answer:
-    """Answer with the verdict on another tool's run."""
+    """Return an answer with the verdict on another tool's run."""
     checked = report.checked
     phase = checked.bounds.reported.phase
     return Answer(
@@ -219,7 +219,7 @@ def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def study_answer(recipe: Recipe) -> Answer:
-    """Answer with the winner of a study."""
+    """Return an answer with the winner of a study."""
     winner = recipe.winner
     number = {name: one.text for name, one in describe.numbers(winner).items()}
     card = ""

@@ -53,9 +53,9 @@ SAME_GIB = 0.005  # a smaller difference in memory prints as 0.00
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
-    """One number of a candidate.
+    """One number in the results of a candidate, such as its tokens/s.
 
-    `value` is None if it is unknown, or if a ratio of two such numbers has no meaning.
+    `value` is None if the number is unknown, or if a ratio of two such numbers has no meaning.
     """
 
     group: str
@@ -226,7 +226,7 @@ def intervals(candidate: Candidate) -> str:
 
 
 def evidence(candidate: Candidate) -> str:
-    """Return the evidence of speed and memory, with both names if they differ."""
+    """Return the evidence of speed and memory; if the two differ, the text names both."""
     if candidate.evidence is candidate.memory_evidence:
         return candidate.evidence.value
     return f"speed {candidate.evidence}, memory {candidate.memory_evidence}"
@@ -431,7 +431,8 @@ def verification(result: Verification) -> list[str]:
 def failed_verification(result: Verification) -> str | None:
     """Return why a verification failed, or None if the prediction holds.
 
-    A verification fails if the run failed, if the run's memory grows, or if a number is wrong.
+    A verification fails if the run failed, if its memory grows, or if it is slower or larger than
+    predicted by more than the tolerance.
     """
     if result.holds:
         return None

@@ -136,7 +136,7 @@ def history(
             line={"shape": "hv", "color": ACCENT, "width": 2},
             name="best so far",
         )
-        figure.data = (figure.data[-1], *figure.data[:-1])  # below the points
+        figure.data = (figure.data[-1], *figure.data[:-1])  # draw the line below the points
     return finish(figure, x="trial", y="useful tokens/s", height=360)
 
 
@@ -157,7 +157,7 @@ def timeline(info: TimelineInfo) -> dict[str, Any] | None:
     else:
         _add_spans(figure, info.spans, unit_s)
 
-    # The utilization, on an axis of its own.
+    # Draw the utilization on a separate axis.
     busy: list[Slice | Span] = [
         part for part in parts or info.spans if part.utilization is not None
     ]
@@ -340,7 +340,7 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
         name="this run, with its efficiency",
     )
 
-    # The cost, on an axis of its own if every row has a price.
+    # Draw the cost on a separate axis if every row has a price.
     upper = {"title": {"text": "useful tokens/s"}, "tickformat": "~s", "nticks": 5}
     usd = [row.usd for row in rows if row.usd is not None]
     has_prices = len(usd) == len(rows)
@@ -428,7 +428,7 @@ def _model_label(model: ModelSpec) -> str:
 
 
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
-    """Return the line of a card of the group, in the colour that the card has in all figures.
+    """Return the style of a card's line, with the colour that the card has in all figures.
 
     `how` is the line's dash style. The default style only distinguishes cards with the same colour.
     """
@@ -680,7 +680,7 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
                 hovertext=texts,
             )
 
-    # The values of each knob beside its axis.
+    # Write the values of each knob beside its axis.
     for place, (_, values) in enumerate(info.axes):
         for index, value in enumerate(values):
             figure.add_annotation(
@@ -862,7 +862,8 @@ def _trials(
     """Return a figure with a point for each trial, by outcome.
 
     Return None if there are fewer than two trials, or if no speed is known. Trials without a speed
-    are drawn below zero. The speed axis reaches above the fastest trial and above `highest`.
+    are drawn below zero on the speed axis. The speed axis reaches above the fastest trial and above
+    `highest`.
     """
     speeds = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
     if len(rows) < 2 or not speeds:

@@ -42,7 +42,7 @@ FEW = 12  # a table with more rows is folded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stat:
-    """One number of the first screen, with a note and its evidence."""
+    """One number on the report's first screen, with a note and its evidence."""
 
     label: str
     value: str
@@ -98,12 +98,12 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
 
 
 def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
-    """Return the numbers of the first screen."""
+    """Return the numbers on the first screen of the report."""
     winner = recipe.winner
     cost = winner.cost
     text = {name: number.text for name, number in describe.numbers(winner).items()}
 
-    # The note below each number.
+    # The notes below the numbers.
     speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
     if factors := describe.factors(summary.decomposition):
         speedup += f"; {factors}"

@@ -50,8 +50,9 @@ class MapCell:
 class CompareRow:
     """One line of the comparison between winner and baseline, ready to print.
 
-    `ratio` is winner / baseline. The ratio is None if it has no meaning. For speed, and for numbers
-    that follow from speed, the ratio is also None if the difference is within the error.
+    `ratio` is the winner's number divided by the baseline's. The ratio is None if it has no
+    meaning. For speed, and for numbers that follow from speed, the ratio is also None if the
+    difference is within the error.
     """
 
     group: str
@@ -66,7 +67,7 @@ class CompareRow:
 class Line:
     """A configuration with its height on each axis, from 0 to 1. The last height is the speed.
 
-    `group` is the group by speed; 0 is the fastest.
+    `group` is the configuration's group by speed (see CLOSE); 0 is the fastest group.
     """
 
     label: str

@@ -40,7 +40,10 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 
 def _findings(report: ProfileReport) -> Iterator[str]:
-    """Yield the main uses of time, the largest loss, and the host's insufficient parts."""
+    """Yield the main uses of time, the largest loss, and the parts of the host that are too slow.
+
+    A part of the host may also be too small.
+    """
     yield f"The configuration is {report.config.label()}."
 
     # Compiled layers hide the parts of the model. Then name the kinds of kernels instead.
@@ -77,7 +80,7 @@ def _whole_s(report: ProfileReport) -> float:
 
 
 def _notes(report: ProfileReport, unit: str) -> list[str]:
-    """Return sentences on the basis of the tables."""
+    """Return sentences that say how the numbers in the tables were obtained."""
     profile = report.profile
     micro_s = profile.micro_s
     slower = ", which slows the host" * (profile.profiled_s > micro_s)
@@ -174,7 +177,7 @@ def _part_table(profile: MicroBatchProfile) -> Table:
 
 
 def _best_table(report: ProfileReport) -> Table:
-    """Return the table of the best times, with the lost share of the micro batch."""
+    """Return the table of the least possible times, and of the time lost beyond them."""
     whole_s = _whole_s(report)
     columns = {"work": "left"} | dict.fromkeys(
         ("took", "at best", "lost", "share", "TFLOP", "GB moved"), "right"
@@ -222,7 +225,7 @@ def _longest_table(profile: MicroBatchProfile, unit: str) -> Table:
 
 
 def _host_table(needs: tuple[HostNeed, ...]) -> Table:
-    """Return the table of what the run needs from the machine."""
+    """Return the table of the run's needs for the machine, and of the amounts that it has."""
     answers = {True: "yes", False: "no", None: DASH}
     rows = tuple(
         (

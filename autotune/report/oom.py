@@ -29,7 +29,7 @@ Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One use of memory. `share` is its share of all named terms."""
+    """One use of memory, such as weights. `share` is its share of the sum of all terms."""
 
     name: str
     gib: float
@@ -299,7 +299,7 @@ def _activations(config: TrainConfig) -> Advice:
 
 
 def _logits(config: TrainConfig) -> Advice:
-    """Advise the loss in chunks, and smaller micro batches."""
+    """Advise computing the loss in chunks, and smaller micro batches."""
     if config.loss == "full":
         why = "never holds all logits at once; not for a model that caps or scales its logits"
         yield "loss", "chunked", why

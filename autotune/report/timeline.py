@@ -27,8 +27,8 @@ PAUSE_S = 120.0  # a longer time between two probes means that the study was sto
 class Span:
     """A stretch of time in one probe.
 
-    `start_s` counts from the study's first probe, without pauses. `utilization` is the share of
-    timed steps with a running kernel, or None if unknown.
+    `start_s` counts from the study's first probe, without pauses. `utilization` is the share of the
+    timed steps' seconds while a kernel ran, or None if unknown.
     """
 
     rung: Rung
@@ -44,7 +44,8 @@ class Span:
 class Slice:
     """One of the equal parts of a long study.
 
-    `shares` has the share of each of KINDS. `utilization` is the utilization in the timed steps.
+    `shares` has each kind's share of the slice, by KINDS. `utilization` is the GPU's utilization in
+    the slice's timed steps.
     """
 
     start_s: float
@@ -190,7 +191,7 @@ def _overlaps(span: Span, width_s: float) -> Iterator[tuple[int, float]]:
 
 
 def _starts(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
-    """Return (seconds since the first start, probe) in order.
+    """Return each probe with its start in seconds since the first probe's start, in order.
 
     Probes without a known start or without a duration are left out.
     """

@@ -51,7 +51,7 @@ def render(first: StudySummary, second: StudySummary) -> str:
 def compare_tasks(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
     """Compare the tasks of the two studies.
 
-    If they differ, the configuration is not the only cause of the difference in speed.
+    If the tasks differ, the configuration is not the only cause of the difference in speed.
     """
     theirs, ours = map(_facts, (first, second))
     return tuple(
@@ -96,7 +96,7 @@ def headline(first: Recipe, second: Recipe) -> str:
 
 
 def sentences(first: Recipe, second: Recipe) -> list[str]:
-    """Compare speed, time, cost and memory of the second winner with the first one's.
+    """Compare the second winner's speed, time, cost and memory with the first winner's.
 
     The last sentences give the evidence of the comparison, and other differences of the studies.
     """

@@ -9,7 +9,7 @@ from autotune.core.json_view import keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatedPrice:
-    """A price of one GPU, also for a day and a week, with its age in words."""
+    """The price of one GPU for an hour, a day and a week, with the price's age in words."""
 
     JSON: ClassVar = {field.name: f"price.{field.name}" for field in fields(Price)} | keys(
         "age", usd_per_day="price.usd_per_day", usd_per_week="price.usd_per_week"

@@ -28,8 +28,8 @@ class Uncounted:
     """The memory savings of a run that no formula covers, so that the run's need is a range.
 
     `shared` and `freed` are terms of MemoryBreakdown. At best, the `shared` terms are sharded over
-    `num_gpus` GPUs, and the `freed` terms leave the GPU. `causes` are phrases. With `exchanges`,
-    the run sends weights or gradients at an unknown speed.
+    `num_gpus` GPUs, and the `freed` terms leave the GPU. `causes` are phrases that name the
+    savings. If `exchanges` is true, the run sends weights or gradients at an unknown speed.
     """
 
     causes: tuple[str, ...]
@@ -176,7 +176,7 @@ class Faster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The answer for one file.
+    """The result of the check of one file.
 
     `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
     if no changes suffice. `fixes` are runs with one change each, and the GiB that this change

@@ -117,7 +117,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A whole comparison."""
+    """A comparison for programs, with the rows of all models and methods."""
 
     JSON: ClassVar = also(
         owned=View("owned", keys("usd", "hours", "usd_per_kwh", device="device.name"))

@@ -297,10 +297,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The same run for each model and method on each card, with a budget and the user's card.
+    """A comparison of the same run on each card, for each model and method.
 
-    `how_sure` says how memory and speed were estimated. `calibrated` says whether a
-    calibration contributed to an estimate.
+    The user may give a budget, and may own a card (`owned`).
+
+    `how_sure` says how memory and speed were estimated. `calibrated` says whether a calibration
+    contributed to an estimate.
     """
 
     groups: tuple[Group, ...]

@@ -57,7 +57,7 @@ class LongestRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestAnswer:
-    """The rows of each method.
+    """The longest row of each method.
 
     `positions` is the length that the model was trained for. An unknown limit is None.
     """
