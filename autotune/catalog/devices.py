@@ -22,8 +22,8 @@ GIB_PER_MARKETED_GB = 0.99
 # L4 and an A10.
 USABLE = 0.98
 
-# The relative tolerance when comparing a product's memory with a reading: torch reports 3 % less
-# than nvidia-smi (14.6 instead of 15.0 GiB on a T4).
+# A card's measured memory matches a product if the two differ by at most this share. For example,
+# torch reports 3 % less than nvidia-smi (14.6 instead of 15.0 GiB on a T4).
 MEMORY_TOLERANCE = 0.1
 
 _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})

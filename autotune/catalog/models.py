@@ -382,7 +382,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
 def _read_object(path: Path, shown: str | None = None) -> dict[str, Any]:
     shown = shown or str(path)
     try:
-        # transformers writes infinity into JSON in this form, and reads it.
+        # transformers writes infinity into JSON as {"__float__": "Infinity"}, and reads this form.
         config = json.loads(read_regular(path), parse_constant=lambda name: {"__float__": name})
     except OSError as error:
         raise UsageError(
@@ -542,7 +542,7 @@ def _windows(config: dict[str, Any]) -> list[int | None]:
         return [None for _ in layers]
     if "layer_types" in config:
         return [window if config["layer_types"][i] == "sliding_attention" else None for i in layers]
-    if family == "gemma2":  # every other layer, the first one included
+    if family == "gemma2":  # layers 0, 2, 4 and so on have the window
         return [window if i % 2 == 0 else None for i in layers]
     if family.startswith("qwen"):
         return [window if i >= config.get("max_window_layers", 28) else None for i in layers]

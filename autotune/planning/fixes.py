@@ -28,7 +28,7 @@ CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugi
 # - ADAPTERS trains adapters instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
-Fix = tuple[int, Edits]  # the rank of a change, and the keys to write
+Fix = tuple[int, Edits]  # the rank of a change, and the keys to write with their values
 
 
 def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class FixSearch:
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 
-        if not fits(sizes[-1]):  # a smaller micro batch never needs more memory
+        if not fits(sizes[-1]):  # the smallest micro batch needs the least memory
             return None
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 

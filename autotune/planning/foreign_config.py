@@ -75,7 +75,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
             return targets, table("notes")["refused"].format(names=", ".join(layer_names))
         return targets, ""
 
-    # The file's list of names may equal one of the knob's choices.
+    # The file may list the same names as one of the knob's choices.
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:
@@ -261,7 +261,7 @@ def _read_beside(path: Path, name: str) -> dict[str, Any] | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # the name is too long or otherwise impossible for a file
         return False
 
 
@@ -349,7 +349,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     )
 
     datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
-    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # per dataset
+    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # the limit for each dataset
     double_quant = file.flag(
         key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant"))
     )
@@ -387,7 +387,7 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
     read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
     knobs = read_knobs[tool](file)
     if tool != "trl" and file.has(*table("noted")["own_loss"]):
-        knobs["loss"] = "full"  # the custom loss replaces a fused one
+        knobs["loss"] = "full"  # a custom loss replaces the fused loss
     if objective is not Objective.SFT:
         knobs |= _objective_knobs(file, tool, objective, packing=knobs["packing"])
     file.note(

@@ -93,7 +93,7 @@ def check_run(
         memory=bounds,
         clock=lambda: on_device(task, config, _step_time(context, run), context.observations),
     )
-    assert estimated is not None  # its memory is known
+    assert estimated is not None  # `estimate` returns None only if the memory is unknown
     return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
 
 

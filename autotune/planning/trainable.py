@@ -204,7 +204,6 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
 
     num_fitting = 0
     for config in candidates(space):
-        # Each configuration tries only longer rows than those that fit with the previous
-        # configurations.
+        # With each configuration, try only rows longer than the longest row that fit before.
         num_fitting += sum(1 for _ in takewhile(partial(fits, config), lengths[num_fitting:]))
     return lengths[num_fitting - 1] if num_fitting else None

@@ -164,7 +164,7 @@ def verdict(report: CheckReport) -> str:
     if checked.state != FITS and bounds.reported.phase is Phase.EVALUATE:
         place += " in an evaluation"
 
-    # The need, or its range.
+    # Describe the need, or its range.
     least = bounds.least.peak_reserved_gib
     peak = least if checked.state == OOM else checked.estimate.need_gib
     lower = ""
@@ -175,7 +175,7 @@ def verdict(report: CheckReport) -> str:
     if lower and checked.state == TIGHT:
         return needs
 
-    # The distance to the limit.
+    # Describe the distance to the limit.
     difference = f"{abs(peak - limit):.1f} GiB ({100 * abs(peak / limit - 1):.0f} %)"
     direction = "too much" if peak > limit else "to spare"
     error = ""

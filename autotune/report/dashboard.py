@@ -70,7 +70,7 @@ def gate(app: WSGIApplication) -> WSGIApplication:
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         try:
             host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname
-        except ValueError:  # such as "["
+        except ValueError:  # for example, "[" is no valid host
             return _refuse(start_response, "400 Bad Request", "the Host header names no host")
 
         if not is_loopback(host):
@@ -101,7 +101,7 @@ def without_refused(app: WSGIApplication) -> WSGIApplication:
 
         def start(*answer: Any) -> Callable[[bytes], object]:
             response[:] = answer
-            return response.append  # the old way to write in WSGI, unused here
+            return response.append  # WSGI's old function to write, which is unused here
 
         page = b"".join(app(environ, start))
         status, headers, *error = response
@@ -239,7 +239,7 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> C
         several = len({row.config.num_gpus for row in summary.trials}) > 1
         study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
 
-    # Attributes that are dicts or lists are for programs, and would fill the page.
+    # Leave out attributes that are dicts or lists: they are for programs, and would fill the page.
     attributes, trials = record
     for key, value in attributes.items():
         if not isinstance(value, dict | list):

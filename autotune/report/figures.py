@@ -60,7 +60,7 @@ SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
 DASHES = ("solid", "dash")
 LONG_S = 900.0  # a time axis longer than this is in minutes, a shorter one in seconds
 FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
-NARROW = 20  # the most characters in a line of a label beside a wide figure
+NARROW = 20  # the most characters in a line of a model's name beside its figure
 WRAP = 26  # the most characters of a bar's name on one line; a phone shows a few more
 # The memory axis ends at this multiple of the limit; trials with more memory are drawn at its end.
 EDGE = 1.5
@@ -499,7 +499,7 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     if best is None or own_card is None or own_card.cost is None or not pays_after:
         return None
 
-    # Each line: name, USD at once, USD per hour, card, dash.
+    # Each line has a name, the USD at the start, the USD per hour, the card and the dash style.
     lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, best.card, "solid")]
     if cheapest is not None and cheapest.usd is not None:
         rate = cheapest.usd / own_card.cost.full_run_hours

@@ -237,7 +237,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "plotly_js": plotly_markup(drawn),
     }
 
-    # The parts of a page that has a winner.
+    # Only a page with a winner has these values.
     if recipe is not None:
         view |= {
             "device": next(iter(recipe.device.nvml_names), recipe.device.name),

@@ -238,7 +238,7 @@ def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
     if second.device.name == first.device.name:
         return ours.times(theirs)
 
-    # On different devices, the possible errors of the projections count too.
+    # On different devices, the interval also includes the possible errors of projected speeds.
     ratio = ours.tokens_per_second / theirs.tokens_per_second
     low = ratio * (1 + ours.spread[0]) / (1 + theirs.spread[1])
     high = ratio * (1 + ours.spread[1]) / (1 + theirs.spread[0])
