@@ -212,8 +212,8 @@ def resolve_model(name: str) -> ModelSpec:
 
     Upper and lower case are equal. A directory needs a config.json. If the name in a Hub id matches
     a row of the catalogue (`model_names`), the result has the row's shape and the Hub id as its
-    name, without a request to the Hub. A run loads the weights from the Hub id. Raises UsageError
-    for other names, and for an unusable config.
+    name, without a request to the Hub. A run loads the weights from the Hub under this id. Raises
+    UsageError for other names, and for an unusable config.
     """
     known = _names().exact
     if name.lower() in known:

@@ -65,7 +65,8 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
 def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     """Return the equivalent value of the knob `lora_targets` for this model, and a note or "".
 
-    The note names targets that get no adapter. Raises UsageError if no name matches a linear layer.
+    The note is about names that the model does not have, or about layers that PEFT refuses to
+    adapt. Raises UsageError if no name matches a linear layer.
     """
     targets = config.lora_targets
     sizes = Sizes.of(model)

@@ -57,7 +57,7 @@ def on_other_numbers(recipe: Recipe) -> Scaling:
 def _rows_with_efficiency(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
     """Return the rows with their efficiency relative to the first row that has a speed.
 
-    The first row has the fewest GPUs.
+    The rows are ordered by their numbers of GPUs.
     """
     return with_efficiency(rows, next((row for row in rows if row.tokens_per_s is not None), None))
 

@@ -73,7 +73,7 @@ def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
 def check_run(
     context: CheckContext, run: ForeignConfig, edits: Edits | None = None
 ) -> CheckedRun | None:
-    """Estimate a run; return None if its need is unknown."""
+    """Estimate a run; return None if the memory that it needs is unknown."""
     bounds = bounds_of(context, run)
     if bounds is None:
         return None

@@ -70,7 +70,7 @@ def _card(row: CardRow) -> str:
 
 
 def _evidence(row: CardRow) -> str:
-    """Describe the evidence, the measurements behind it and the calibrated parts."""
+    """Describe the evidence, the number of measurements behind it, and the calibrated parts."""
     count = row.measurements_on_this_card
     guess = ", no measurement of this kind of card" if row.is_guess else ""
     basis = f", tightened by {count} measured on this card" if count else guess

@@ -205,7 +205,10 @@ def _starts(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
 
 
 def _stretches(probe: ProbeResult) -> list[tuple[str, float]]:
-    """Return (kind, seconds) in order. Seconds that no clock counts are set-up."""
+    """Return a probe's stretches of time as (kind, seconds), in order.
+
+    Seconds that no clock counts are set-up.
+    """
     clocks = probe.seconds
     stages = [
         (kind, sum(clocks.get(name, 0.0) for name in names)) for kind, names in CLOCKS.items()
