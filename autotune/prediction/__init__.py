@@ -1,1 +1,1 @@
-"""Formulas and models that predict memory and speed from a few probes, or without a probe."""
+"""Predictions of a run's memory and speed, from a few probes or by formula without a probe."""

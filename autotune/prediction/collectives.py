@@ -1,10 +1,11 @@
 """The time of an optimizer step on several GPUs: computation of one GPU plus communication.
 
-The strategy determines the bytes on the wire, and the bus bandwidth of the link determines the time
-to send them. Communication overlaps with computation, and the slower of the two sets the pace.
-Hidden communication also costs time, because collectives take multiprocessors and bandwidth from
-the kernels that run at the same time. Ranks also wait for the rank with the longest rows; the
-caller adds this wait to the computation (`Workload.waiting_share`).
+The strategy, such as DDP or FSDP2, determines the bytes that a GPU sends. These bytes divided by
+the bus bandwidth of the link are the time of communication. Communication and computation overlap,
+and the longer of the two determines the time of a pass. Hidden communication also costs time,
+because collectives take multiprocessors and bandwidth from the kernels that run at the same time.
+Ranks also wait for the rank with the longest rows; the caller adds this wait
+(`Workload.waiting_share`) to the time of computation.
 """
 
 from dataclasses import dataclass, replace
@@ -19,17 +20,18 @@ from autotune.prediction.step_time import StepTimeEstimate
 from autotune.prediction.transfer import interval
 from autotune.problem.task import Task
 
-# Communication that overlaps with computation lengthens the step by this fraction of its time. On
-# two H200s, the 32 layers of a 7B under FSDP2 showed 0.40 (LoRA) and 0.57 (full fine-tuning), from
-# steps with and without communication.
+# When communication and computation overlap, this fraction of the shorter one's time is added to
+# the longer one's time. On two H200s, the fraction was 0.40 for LoRA and 0.57 for full fine-tuning:
+# steps of a 7B's 32 layers under FSDP2 were timed with and without communication.
 HIDDEN_COSTS = 0.5
-# A link may be this many times slower than the catalogue says: two H200s gathered at 250 GB/s
-# instead of the catalogue's 370, which eight H200s reach.
+# A link may be this many times slower than its bandwidth in the catalogue. Two H200s gathered at
+# 250 GB/s. The catalogue says 370 GB/s, which eight H200s reach.
 SLOWEST_LINK = 1.5
 SLOWEST_MEASURED_LINK = 1.1  # the same factor for a calibrated link
-# GPUs that wait for each other compute this fraction longer; the true fraction is within 0 and
-# twice this value. Compared with one card that simulated a rank, steps of two and four H100s and
-# H200s took between 0.4 % less and 5.1 % more time, with three strategies and models.
+# Several GPUs wait for each other, so their computation takes longer than one GPU's by this
+# fraction. The true fraction is between 0 and twice this value. Steps on two and four H100s and
+# H200s were compared with one card that simulated a rank, for three strategies and models. They
+# took between 0.4 % less and 5.1 % more time.
 TOGETHER = 0.03
 
 
@@ -37,10 +39,11 @@ TOGETHER = 0.03
 class Traffic:
     """Bytes that a rank sends in a step.
 
-    Each micro batch sends `forward` and `backward` during its passes. It also sends `ends` before
-    the first layer and after the last, when no computation overlaps. The backward pass of the last
-    micro batch also sends `last_backward`, and `after` is sent after that pass. `gradients` is the
-    part of these bytes that FSDP2's scattering of gradients takes.
+    Each micro batch sends `forward` bytes in its forward pass and `backward` bytes in its backward
+    pass. It also sends `ends` bytes before the first layer and after the last layer, when no
+    computation overlaps. The backward pass of the last micro batch also sends `last_backward`
+    bytes, and `after` bytes follow that pass. `gradients` is the part of all these bytes with which
+    FSDP2 scatters gradients.
     """
 
     forward: float = 0.0
@@ -58,7 +61,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStepTime:
-    """The time of an optimizer step on several GPUs; `interval_s` contains 80 % of cases.
+    """The time of an optimizer step on several GPUs; it is within `interval_s` in 80 % of cases.
 
     `communication_s` is the time of all collectives. `exposed_s` is the communication that the
     computation does not hide.
@@ -97,8 +100,8 @@ def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
-    # Each GPU also all-reduces its shard of the gradients with the same shard of the other copies,
-    # over the same link.
+    # Each GPU of a copy of the model also all-reduces its shard of the gradients with the GPUs that
+    # hold the same shard of the other copies, over the same link.
     if parallelism.copies > 1:
         of_copy = _traffic(config, parallelism.of_copy, shares)
         return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)
@@ -138,12 +141,12 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
 
 
 def between_copies(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
-    """Add the all-reduce of gradients between copies of the model to the traffic within a copy.
+    """Add the all-reduce of gradients between copies of the model to a copy's own traffic `sent`.
 
     The all-reduce takes `slower` times as long as if one GPU sent all gradients over its link. If
     each host has a copy, `slower` is the link's bandwidth divided by the network's, because the
     GPUs of a host share the network. The added bytes are the bytes that the link would send in the
-    same time. The all-reduce follows every scattering of gradients.
+    time of the all-reduce. An all-reduce follows every scattering of gradients.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added_bytes = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
@@ -162,11 +165,11 @@ def rank_step_time(
     link_gb_s: float,
     slowest_link: float = SLOWEST_LINK,
 ) -> RankStepTime:
-    """Return the step time on several GPUs, computed from the step time of one such GPU.
+    """Return the step time on several GPUs, from the step time of one GPU without communication.
 
-    A step has `accumulation` micro batches. At the fast end of the interval, all communication is
-    hidden and free. At the slow end, all communication is exposed, and the link is `slowest_link`
-    times slower.
+    A step has `accumulation` micro batches. At the fast end of the interval, communication takes no
+    extra time. At the slow end, no communication overlaps with computation, and the link is
+    `slowest_link` times slower.
     """
     rest_s = step_time.rest_s / (parallelism.num_shards if parallelism.shards else 1)
     computed_s = accumulation * step_time.micro_s
@@ -185,7 +188,7 @@ def rank_step_time(
 
 
 def slowest_link(task: Task, parallelism: Parallelism) -> float:
-    """Return how many times slower the link may be than `Task.link_gb_s`."""
+    """Return the factor by which the link may be slower than `Task.link_gb_s`."""
     if task.calibrated_link_gb_s(parallelism) is None:
         return SLOWEST_LINK
     return SLOWEST_MEASURED_LINK
@@ -194,9 +197,9 @@ def slowest_link(task: Task, parallelism: Parallelism) -> float:
 def added_s(
     micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
 ) -> tuple[float, float]:
-    """Return the seconds that several GPUs add to each micro batch, and once to each step.
+    """Return the seconds that several GPUs add: to each micro batch, and once to each step.
 
-    The computation of a micro batch takes `micro_s`.
+    `micro_s` is the time that one GPU needs to compute a micro batch.
     """
     bandwidth = 1e9 * link_gb_s
     share = forward_share(config)
@@ -215,7 +218,7 @@ def added_s(
 def forward_share(config: TrainConfig) -> float:
     """Return the forward pass's share of a micro batch's arithmetic.
 
-    A recomputed layer runs forward twice.
+    The arithmetic includes the second forward pass of each recomputed layer.
     """
     every = config.checkpoint_every
     recomputed = 0.0 if every is None else 1 / every

@@ -1,11 +1,11 @@
-"""Depth truncation: predict the memory and time of a whole model from probes of a few layers.
+"""Depth truncation: predict a whole model's memory and time from probes with fewer layers.
 
-The memory of each segment of a step, and the time of each part of a step, are affine in the number
-of layers if the removed layers are whole periods of the layer pattern. Each segment and each part
-has its own line. The extrapolated peak is the largest segment, and the extrapolated step time is
-the sum of the parts. In a deep model, the peak may move from the logits to the optimizer step, and
-a line through the total peaks would miss this move. A DepthPredictor corrects the times with whole
-models that the study measured.
+The memory of each segment of a step is affine in the number of layers, and so is the time of each
+part of a step. Both hold if the removed layers are whole periods of the layer pattern. Each segment
+and each part has its own line through two probes. The extrapolated peak is the largest segment, and
+the extrapolated step time is the sum of the parts. With more layers, the peak may move from the
+logits to the optimizer step. A line through the peaks of whole steps would miss this move. A
+DepthPredictor corrects the extrapolated times with the measured times of whole models in the study.
 """
 
 import math
@@ -28,30 +28,31 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 
-# The assumed relative error of an extrapolated step time, about two standard deviations, even if
-# the timed steps agree perfectly (`benchmarks/depth_extrapolation.py`).
-DEVICE_BOUND = 0.02  # GPU-bound: 1 to 4 % from 2 and 8 layers to 32 layers on an H200
-# CPU-bound: 2 to 5 % on an idle host. If other programs used the host, a tenth of the errors
-# exceeded 15 %.
+# The assumed relative error of an extrapolated step time, about two standard deviations. It applies
+# even if all timed steps take equally long (`benchmarks/depth_extrapolation.py`).
+DEVICE_BOUND = 0.02  # GPU-bound: the errors were 1 to 4 % from 2 and 8 to 32 layers on an H200
+# CPU-bound steps: the errors were 2 to 5 % on an idle host. If other programs used the host, a
+# tenth of the errors exceeded 15 %.
 HOST_BOUND = 0.15
-# Training on a CPU: up to 16 % from 2 and 4 of 16 small layers. Image models get the same error,
-# because their host time is unknown.
+# Training on a CPU: the errors were up to 16 % from 2 and 4 to 16 small layers. Image models on a
+# GPU get the same error, because their host time is unknown.
 UNKNOWN_HOST = 0.15
-# If this many predictions were compared with whole models, the spread of their errors replaces the
-# assumed error. SEEN is the smallest spread that counts.
+# If at least ENOUGH_RATIOS predictions were compared with measured whole models, the spread of
+# their errors replaces a larger assumed error. SEEN replaces a spread that is smaller than SEEN.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
-LEAST_SHARDED = 4  # the fewest layers of a sharded model that behave like a deeper one
-MIN_APART = 4  # layers between the two depths, if the model is deep enough
-# The larger depth is at least a quarter of the layers. With more than 48 layers, a smaller share is
-# enough: WIDE_ENOUGH layers, or LEAST_SHARE of them if that is more. Layers of such models take
-# long, so their times have little noise. Probes of 20 of a 70B's 80 layers would take most of a
-# search.
+LEAST_SHARDED = 4  # with fewer layers, a sharded model's memory differs from a deeper one's
+MIN_APART = 4  # the least difference of the two depths, if the model has enough layers
+# The larger depth is at least WIDE_SHARE of the model's layers. If the model has more than 48
+# layers, fewer are enough: WIDE_ENOUGH layers or LEAST_SHARE of the layers, whichever is more. Each
+# layer of such a model takes long, so its time has little noise. Probes of 20 of a 70B's 80 layers
+# would take most of a search's time.
 WIDE_SHARE = 1 / 4
 WIDE_ENOUGH = 12
 LEAST_SHARE = 1 / 8
 # If the host needs at most this share of a micro batch's time, a delay on the host does not
-# lengthen the step. Above it, the assumed error grows until the share reaches HOST_SHARE.
+# lengthen the step. Above this share, the assumed error grows from DEVICE_BOUND, and reaches
+# HOST_BOUND at the share HOST_SHARE.
 FREE_SHARE = 0.5
 
 
@@ -59,11 +60,11 @@ FREE_SHARE = 0.5
 class Extrapolation:
     """The predicted measurement of a whole model.
 
-    Errors are relative, about two standard deviations. With `shortest`, the line goes through the
-    shortest steps instead of the mean steps. `noise` is the error from the scatter of the timed
-    steps, and `rest_noise` is its part from the time after the micro batches. `unseen` is the
-    assumed error that this scatter does not show. `disturbed` says how other work changed the times
-    of a truncated model.
+    Errors are relative, about two standard deviations. If `shortest`, the line through the two
+    depths goes through their shortest micro batch times, otherwise through their average times.
+    `noise` is the error from the scatter of the timed steps, and `rest_noise` is its part from the
+    time after the micro batches. `unseen` is the assumed error besides `noise`. `disturbed`
+    describes how other work on the machine changed the times of a truncated model, or is None.
     """
 
     measurement: Measurement
@@ -81,8 +82,8 @@ class Extrapolation:
     def corrected(self, ratios: Sequence[float]) -> "Extrapolation":
         """Multiply the times by the median of `ratios`.
 
-        Each ratio is a whole model's measured time divided by its predicted time. If at least
-        ENOUGH_RATIOS ratios spread less than the assumed error, their spread replaces this error.
+        Each ratio is a whole model's measured time divided by its predicted time. With at least
+        ENOUGH_RATIOS ratios, their spread replaces the assumed error if it is smaller.
         """
         predicted = self.measurement
         ratio = statistics.median(ratios)
@@ -102,7 +103,7 @@ class Extrapolation:
         )
 
     def with_micro_batches_of(self, whole: Measurement) -> "Extrapolation":
-        """Use the measured micro batch times of a whole model with another optimizer."""
+        """Take the micro batch time from `whole`, a measured whole model with another optimizer."""
         predicted = self.measurement
         micro = statistics.median(whole.micro_step_s)
         rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
@@ -110,7 +111,7 @@ class Extrapolation:
         predicted_step = statistics.median(predicted.step_s)
 
         noise = 2 * predicted.micro_steps * _error(whole.micro_step_s)
-        # The difference between two probes of the same configuration
+        # The assumed difference between two probes of the same configuration
         repeat_error = self.unseen / 2
         error = math.hypot(
             repeat_error,
@@ -133,14 +134,14 @@ class Extrapolation:
 def depths(
     shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = False
 ) -> tuple[int, int] | None:
-    """Return the two numbers of layers to probe, or None if probing them would save too little.
+    """Return the two numbers of layers to probe, or None if the model has no two such numbers.
 
-    The removed layers are whole periods of the layer pattern. Any two depths give the memory,
-    unless the model is `sharded`. A sharded model gathers the layers before and after the current
-    layer, so it needs at least four layers. Times need two distant depths, because the slope's
-    error is multiplied by the number of missing layers. A vision tower is never truncated, and its
-    time varies with the host. If there is a tower, the deeper probe gets the largest possible
-    number of layers.
+    The removed layers are whole periods of the layer pattern. Any two depths are enough to
+    extrapolate the memory, unless the model is `sharded`. A sharded model gathers the layers before
+    and after the current layer, so a probe of it needs at least four layers. To extrapolate times,
+    the two depths must be far apart, because the slope's error is multiplied by the number of
+    removed layers. If the model has a vision tower, the deeper probe gets the largest possible
+    number of layers: the tower is never truncated, and its time varies with the host.
     """
     possible = _possible_depths(shape, checkpoint_every)
     shallow = next(
@@ -178,7 +179,7 @@ def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int
 
 
 def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
-    """Return the depths, up to half of all layers, that remove whole periods."""
+    """Return the depths that remain after whole periods are removed, up to half of all layers."""
     if shape.period is None:
         return range(0)
     # Every kind of layer must be present, because the largest kind sets the peak.
@@ -187,7 +188,7 @@ def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
 
 
 def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) -> tuple[int, int]:
-    """Return the smallest depth that removes whole periods, and the number of layers per period."""
+    """Return the smallest depth with whole periods removed, and the number of layers per period."""
     period = math.lcm(period, checkpoint_every or 1)
     rest = (shape.num_layers - shape.prefix) % period
     return shape.prefix + period + rest, period
@@ -204,9 +205,10 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     reach = (num_layers - shallow) / (wide - shallow)
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
-        # Once the device's queue is full, the host waits to issue more work, and this wait counts
-        # as host time. Two layers do not fill the queue, so the line may be too steep. Another
-        # layer takes the host at most as long as a layer of the shallow probe.
+        # Once the device's queue is full, the host waits before it issues more work, and the wait
+        # counts as host time. Two layers do not fill the queue but the deeper probe may, so the
+        # line through both may be too steep. An added layer takes at most the host time of a layer
+        # in the shallow probe.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, reach),
             low.host_micro_s * num_layers / shallow,
@@ -221,7 +223,7 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
 def count_at_depth(
     low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int
 ) -> DryCount:
-    """Return the count of a model with `num_layers` from the counts at two depths.
+    """Return the dry count of a model with `num_layers` from the dry counts at two depths.
 
     All values are linear in the depth, and each segment has its own line.
     """
@@ -255,7 +257,7 @@ def count_at_depth(
 
 
 def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:
-    """Extrapolate the times of the whole model, and leave the memory of the deeper probe.
+    """Extrapolate the times of the whole model, and keep the memory of the deeper probe unchanged.
 
     `host` is the predicted time that the host needs to issue a micro batch, or None if unknown.
     """
@@ -268,14 +270,14 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     middle = _middle(low, takes_shortest)
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
     # The rest of a step is the time outside its micro batches. A delay between two micro batches
-    # makes the rest look too short, so its minimum is not reliable.
+    # makes the rest look too short, so the median replaces the minimum.
     typical = middle
     if takes_shortest:
         typical = statistics.median
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
     if host is not None:
-        # In a truncated model, the device's work in the head hides the host's time. In the whole
-        # model, the host's time is exposed.
+        # In a truncated model, the host issues the layers while the device still computes the head,
+        # so the host's time does not lengthen the micro batch. In the whole model it does.
         micro = _at_pace(host, low, high, reach, micro)
 
     step = high.micro_steps * micro + rest
@@ -308,20 +310,20 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
 
 
 def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
-    """Return the function that reduces the times at one depth to the time that is extrapolated."""
+    """Return the function that averages the times at one depth: `min`, `median` or `fmean`."""
     # A delay on the host takes the same time at any depth, and the line would multiply it. The
-    # shortest steps have no delay.
+    # shortest micro batches have no delay.
     if takes_shortest:
         return min
-    # The speed of a card at its power limit varies within a second, and the whole model runs at the
-    # mean speed.
+    # The speed of a card at its power limit varies within a second. A long step of the whole model
+    # runs at the mean speed, so the mean is used.
     return statistics.median if low.host_waits else statistics.fmean
 
 
 def _kernels(
     low: KernelTimes | None, high: KernelTimes | None, reach: float, host: float | None
 ) -> KernelTimes | None:
-    """Return the kernels of the whole model, or None unless both probes were profiled.
+    """Return the kernel times of the whole model, or None unless both probes were profiled.
 
     A micro batch takes at least the device's busy time, and at least the host's time.
     """
@@ -402,7 +404,7 @@ def _with_memory(
 
 
 def _line(at_low: float, at_high: float, reach: float) -> float:
-    """Return the value at full depth on the line through both depths.
+    """Return the value at full depth on the line through the values at both depths.
 
     `reach` is the distance from the first depth to full depth, divided by the distance between the
     two depths.
@@ -415,9 +417,9 @@ def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) ->
 
 
 def _excess(measurement: Measurement) -> float:
-    """Return by how many GiB the timed steps exceed the warm-up step, which gave the segments.
+    """Return the GiB by which the peak of the timed steps exceeds the warm-up step's peak.
 
-    On a CPU, fragmentation causes this excess.
+    The segments were measured in the warm-up step. On a CPU, fragmentation causes the excess.
     """
     parts = [*measurement.segment_peak_gib.values(), *measurement.phase_peak_gib.values()]
     return max(measurement.peak_allocated_gib - max(parts), 0.0)
@@ -431,15 +433,17 @@ def _time(
 ) -> tuple[float, float]:
     """Return the seconds at full depth and their standard error, by a line through both averages.
 
-    `middle` computes the average at a depth. The errors are weighted like the averages.
+    `middle` computes the average at a depth. In the sum, each depth's error has the same weight as
+    its average.
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
-    # A whole model takes at least as long as a part of it, even if the shallow probe was disturbed.
+    # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe
+    # makes the line too flat.
     return max(value, middle(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:
-    """Return the standard error of the mean of a few times; a single time is 1 % uncertain."""
+    """Return the standard error of the mean of a few times; a single time has an error of 1 %."""
     if len(times) < 2:
         return 0.01 * times[0]
     return statistics.stdev(times) / math.sqrt(len(times))
@@ -455,17 +459,19 @@ class _Truncated(NamedTuple):
 class DepthPredictor:
     """Collects measurements of one model and predicts the measurement at full depth.
 
-    The layers repeat as `shape` describes.
+    `shape` contains the number of layers and the period of the layer pattern; None prevents every
+    prediction.
     """
 
     def __init__(self, shape: ModelShape | None) -> None:
         self._shape = shape
-        # Truncated models: by configuration and micro steps, then by the number of layers
+        # Measurements of truncated models: by configuration and micro steps, then by number of
+        # layers
         self._truncated: dict[tuple[TrainConfig, int], dict[int, _Truncated]] = {}
-        # Measured divided by extrapolated time of a micro batch: by compute signature, then by
-        # configuration
+        # The measured time of a micro batch divided by its extrapolated time: by compute signature,
+        # then by configuration
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
-        # Whole models, by micro batch signature
+        # Measurements of whole models, by micro batch signature
         self._whole: dict[tuple[Any, ...], Measurement] = {}
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
@@ -480,8 +486,8 @@ class DepthPredictor:
             self._whole[_micro_batch_signature(config, micro_steps)] = measurement
             predicted = self.extrapolated(config, micro_steps)
             if predicted is not None and predicted.disturbed is None:
-                # The median, as in scores: one slow step of a whole model must not make all other
-                # configurations look slow.
+                # The time is the median, as in a score, so that one slow step of a whole model does
+                # not make all other configurations look slow.
                 measured_s = statistics.median(measurement.micro_step_s)
                 ratio = measured_s / predicted.measurement.micro_step_s[0]
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
@@ -498,7 +504,8 @@ class DepthPredictor:
     def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """Return the extrapolation, corrected by measured whole models.
 
-        A whole model counts if it has the same micro batches or the same compute signature.
+        A measured whole model corrects the times if it has the same compute signature. With the
+        same micro batches, its micro batch time replaces the extrapolated one.
         """
         predicted = self.extrapolated(config, micro_steps)
         if predicted is None:
@@ -520,6 +527,6 @@ def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[A
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
-    """Return the key of a micro batch. It omits the optimizer, which runs after the micro batch."""
+    """Return the key of a micro batch, without the knobs that act only after it (the optimizer)."""
     only_after = set(affecting("rest_of_step")) - set(affecting("micro_time"))
     return micro_steps, replace(config, **{name: KNOBS[name].default for name in only_after})
