@@ -42,8 +42,8 @@ class Traffic:
     Each micro batch sends `forward` bytes in its forward pass and `backward` bytes in its backward
     pass. It also sends `ends` bytes before the first layer and after the last layer, when no
     computation overlaps. The backward pass of the last micro batch also sends `last_backward`
-    bytes, and `after` bytes follow that pass. `gradients` is the part of all these bytes with which
-    FSDP2 scatters gradients.
+    bytes, and `after` bytes follow that pass. `gradients` is the part of all these bytes that FSDP2
+    sends to scatter gradients.
     """
 
     forward: float = 0.0
@@ -188,7 +188,7 @@ def rank_step_time(
 
 
 def slowest_link(task: Task, parallelism: Parallelism) -> float:
-    """Return the factor by which the link may be slower than `Task.link_gb_s`."""
+    """Return the largest possible ratio of `Task.link_gb_s` to the link's true bandwidth."""
     if task.calibrated_link_gb_s(parallelism) is None:
         return SLOWEST_LINK
     return SLOWEST_MEASURED_LINK

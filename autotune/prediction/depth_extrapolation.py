@@ -348,7 +348,7 @@ def _kernels(
 
 
 def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:
-    """Return a whole model's mean micro batch time, if each kind takes at least `host` seconds."""
+    """Return the mean time `micro`, raised so that each micro batch takes `host` or more."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
@@ -417,7 +417,7 @@ def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) ->
 
 
 def _excess(measurement: Measurement) -> float:
-    """Return the GiB by which the peak of the timed steps exceeds the warm-up step's peak.
+    """Return how many GiB more the timed steps need at their peak than the warm-up step.
 
     The segments were measured in the warm-up step. On a CPU, fragmentation causes the excess.
     """
@@ -459,8 +459,8 @@ class _Truncated(NamedTuple):
 class DepthPredictor:
     """Collects measurements of one model and predicts the measurement at full depth.
 
-    `shape` contains the number of layers and the period of the layer pattern; None prevents every
-    prediction.
+    `shape` has the number of layers and the period of the layer pattern. If it is None, every
+    prediction is None.
     """
 
     def __init__(self, shape: ModelShape | None) -> None:

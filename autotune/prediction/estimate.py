@@ -1,9 +1,9 @@
 """The estimate of one configuration without a probe: memory, step time and cost.
 
-Only `estimate` computes memory, step time and cost, for any number of GPUs and hosts. It uses a
+`estimate` is the only function that computes all three, for any number of GPUs and hosts. It uses a
 formula if one covers the configuration. Otherwise it uses the count of a dry probe, if the caller
-passes a counter (`dry` is a later package). A caller that read another tool's file, or measured the
-run, passes its own memory or step time.
+passes a counter (this package cannot import `dry`). A caller that read another tool's file passes
+its own memory and step time, and a caller that measured the run passes the measured values.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,12 +58,12 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 
-# Counts a training step of a whole model in a dry probe, or returns None if it cannot. The
-# arguments are the model, the configuration, the number of micro batches in a step, and the
-# objective.
+# A function that counts a training step of a whole model in a dry probe, or returns None if the
+# step cannot be counted. Its arguments are the model, the configuration, the number of micro
+# batches in a step, and the objective.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
-KEPT_BYTES = 16  # for each token in metrics: its prediction and its label, in 64 bits each
-# Returns the step time of one GPU. It is called only if the run may fit.
+KEPT_BYTES = 16  # for each token kept for metrics: its prediction and its label, 8 bytes each
+# A function that returns the step time of one GPU. It is called only if the run may fit.
 Clock = Callable[[], StepTimeEstimate | None]
 
 
@@ -88,14 +88,15 @@ class Evaluation:
     def needs_less(self, config: TrainConfig) -> bool:
         """Return whether an evaluation surely needs less memory than a training step.
 
-        It does if a batch has no more examples than a micro batch, and the same loss. With CUDA
-        graphs it does not, because the graphs keep the memory of a training step.
+        It needs less if its batch has the training's loss and no more examples than a micro batch,
+        and no predictions are kept. With CUDA graphs the result is false, because the graphs keep
+        the memory of a training step during the evaluation.
         """
         smaller = (self.rows or 1) <= config.micro_batch_size and self.loss == config.loss
         return smaller and not self.kept_tokens and config.cuda_graphs == "none"
 
     def with_kept(self, batch: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory of an evaluation batch and of the predictions kept for metrics."""
+        """Return the memory `batch` of an evaluation, plus the predictions kept for metrics."""
         kept_gib = gib(KEPT_BYTES * self.kept_tokens)
         return replace(batch, activations=batch.activations + kept_gib)
 
@@ -104,8 +105,8 @@ class Evaluation:
 class MemoryBounds:
     """The bounds of a run's memory at the peak of a step.
 
-    The bounds are equal if a formula covers the configuration or a dry probe counted it. Without an
-    upper bound, `most` is None.
+    The bounds are equal if a formula covers the configuration or a dry probe counted it. `most` is
+    None if no upper bound is known.
     """
 
     least: MemoryBreakdown
@@ -122,14 +123,14 @@ class MemoryBounds:
         return self.most or self.least
 
     def including(self, evaluated: "MemoryBounds") -> "MemoryBounds":
-        """Return the bounds of a run with these steps and the evaluations of `evaluated`."""
+        """Return the bounds of a run whose evaluations have the bounds `evaluated`."""
         highest = partial(max, key=lambda memory: memory.peak_reserved_gib)
         least = highest(self.least, evaluated.least)
         known = self.most is not None and evaluated.most is not None
         return MemoryBounds(least=least, most=highest(self.most, evaluated.most) if known else None)
 
     def state(self, limit_gib: float) -> str:
-        """Return FITS or OOM if the bounds and their errors leave no doubt, otherwise TIGHT."""
+        """Return FITS or OOM if certain for both bounds with their errors, otherwise TIGHT."""
         if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
             return OOM
         most = self.most
@@ -144,18 +145,18 @@ class Estimate:
     Unknown speeds and costs are None.
 
     Args:
-        state: FITS, TIGHT, OOM, or the feature that the device lacks.
+        state: FITS, TIGHT or OOM, or the name of a feature that the device lacks.
         need_gib: the reserved memory at the peak.
-        limit_gib: the memory for tensors.
+        limit_gib: the memory of a GPU that the run's tensors may use.
         memory: the terms of `need_gib`, or None if it was measured.
         tokens_per_s: useful tokens per second of one device; 80 % of cases are in `interval`.
-        num_observations: the number of measurements by others on this device that support the
+        num_observations: the number of other users' measurements on this device that corrected the
             speed.
-        calibration: the calibration that the speed rests on.
+        calibration: the calibration that the speed was computed with, or None.
         accumulation: micro batches in a step of each GPU.
-        single_gpu: the step time of one GPU without communication; known even if the link is
-            unknown.
-        step: the step time of each GPU.
+        single_gpu: the step time of one GPU without communication. It is known even if the
+            bandwidth of the link is not.
+        step: the step time of the GPUs together, with communication.
     """
 
     JSON: ClassVar = keys(
@@ -194,7 +195,7 @@ class Estimate:
 
     @property
     def margin(self) -> float:
-        """The signed memory margin: need / limit - 1."""
+        """The memory needed beyond the limit, relative to the limit; negative if the run fits."""
         return self.need_gib / self.limit_gib - 1
 
     @property
@@ -206,7 +207,7 @@ class Estimate:
 
     @property
     def is_guess(self) -> bool:
-        """Whether the speed rests on data sheets alone, without a measured card of this kind."""
+        """Whether the speed is from data sheets only; no card of this generation was measured."""
         is_measured = (
             self.num_observations
             or is_measured_kind(self.device)
@@ -221,9 +222,9 @@ class Estimate:
 
 
 def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str:
-    """Return FITS or OOM, or TIGHT if the need is closer to the limit than its relative error.
+    """Return FITS or OOM, or TIGHT if need and limit differ by less than the need's error.
 
-    The default error is the formula's.
+    `error` is relative to the need; by default, it is the error of the memory formula.
     """
     if need_gib * (1 - error) > limit_gib:
         return OOM
@@ -231,7 +232,7 @@ def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str
 
 
 def refusal(config: TrainConfig, parallelism: Parallelism, objective: Objective) -> str | None:
-    """Return why several GPUs cannot train such a configuration, or None if they can."""
+    """Return the reason why these GPUs cannot train the configuration, or None if they can."""
     if parallelism.num_gpus > 1 and (reason := untested("objective", objective, "several_gpus")):
         return reason
     return parallelism.refusal(config)
@@ -249,10 +250,10 @@ def memory_of(
 ) -> MemoryBreakdown | None:
     """Return the memory of each GPU at the peak of a step, by formula or counted.
 
-    If `micro_steps` is EVALUATES, the result is the peak of an evaluation. It is None if neither a
-    formula nor a count covers the configuration. `parallelism` replaces the configuration's own.
-    For several GPUs there are only formulas, and the result is None if they cannot train the
-    configuration.
+    If `micro_steps` is EVALUATES, the result is the peak of an evaluation. The result is None if
+    neither a formula nor a count covers the configuration. `parallelism` replaces the parallelism
+    in the configuration. The memory of several GPUs comes from a formula only, and the result is
+    None if the GPUs cannot train the configuration.
     """
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.num_gpus > 1:
@@ -275,14 +276,14 @@ def step_time_of(
     objective: Objective = Objective.SFT,
     count: Counter | None = None,
 ) -> StepTimeEstimate | None:
-    """Return the step time of one reference GPU, by formula or counted.
+    """Return the step time of one reference GPU, by formula or from a dry probe's count.
 
     The result is None if neither a formula nor a count covers the configuration.
     """
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
     if count is None or (config.packing and config.knows_ends):
-        return None  # a count treats each row as one long example, with too much attention
+        return None  # a count takes a packed row as one long example, so its attention is too long
 
     dry_count = count(model, config, micro_steps, objective)
     return None if dry_count is None else counted_step_time(config, dry_count, host)
@@ -334,14 +335,15 @@ def estimate(
         config: the configuration to estimate.
         limit_gib: the memory of a GPU for tensors.
         observations: speeds that others measured on the device.
-        parallelism: replaces the configuration's own.
+        parallelism: replaces the parallelism in the configuration.
         network_gb_s: the bandwidth between the hosts.
-        host: replaces the calibrated or unknown host.
-        count: counts a configuration that no formula covers; this takes seconds.
-        shape: the division into steps of a run that another tool's file describes.
-        num_steps: the number of steps of such a run.
-        memory: replaces the formula of memory.
-        clock: replaces the formula of time, with the step time of one GPU of this device.
+        host: the speed of the host; by default, from the calibration, or an unknown host's.
+        count: makes a dry probe of a configuration that no formula covers. A dry probe takes
+            seconds.
+        shape: the steps of the run and their batches, if another tool's file sets them.
+        num_steps: the number of steps, if such a file sets it.
+        memory: replaces the memory by formula.
+        clock: returns the step time of one GPU of this device, which replaces the time by formula.
 
     Returns None if neither a formula nor a count covers the configuration. Raises ValueError if the
     GPUs cannot train it.
@@ -390,7 +392,7 @@ def _memory(
     parallelism: Parallelism,
     count: Counter | None,
 ) -> MemoryBounds | None:
-    """Estimate the memory of one rank with the longest rows.
+    """Estimate the memory of the rank that gets the longest rows.
 
     The result is None if neither a formula nor a count covers it.
     """
@@ -407,7 +409,8 @@ def _memory(
         return None
     bounds = MemoryBounds(least=need, most=need)
 
-    # An evaluation of autotune's own trainer has the training's micro batch and loss.
+    # In an evaluation, autotune's own trainer uses the micro batch size and the loss of the
+    # training.
     evaluation = Evaluation(rows=None, loss=config.loss)
     if not task.workload.held_out() or evaluation.needs_less(longest):
         return bounds
@@ -425,7 +428,7 @@ def _single_gpu(
 ) -> StepTimeEstimate | None:
     """Estimate the step time of one GPU of the task's device, for rows of mean length.
 
-    The result is None if a rate is unknown.
+    The result is None if a rate of the device is unknown, or without a formula and a count.
     """
     mean = task.workload.at_mean(config)
     objective = task.workload.objective
@@ -473,7 +476,7 @@ def _with_speed(
 def _link(
     task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
 ) -> tuple[Traffic, float, float] | None:
-    """Return a rank's traffic, its link's GB/s, and the largest slowdown factor of the link.
+    """Return a rank's traffic, its link's GB/s, and the factor that the link may be slower.
 
     The result is None if the traffic or the link is unknown.
     """
@@ -486,8 +489,8 @@ def _link(
     if sent is None or link_gb_s is None:
         return None
 
-    # Copies of the shards exchange gradients over the network. With a single copy, all GPUs form
-    # one ring, which runs at the pace of its slowest link.
+    # If each host holds a copy of the model, the copies exchange gradients over the network. With a
+    # single copy, all GPUs form one ring. Its slowest link determines its speed.
     if parallelism.copies == 1:
         return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
     of_copy = traffic(task.model, config, parallelism.of_copy)
@@ -499,7 +502,7 @@ def _link(
 def _with_step(
     estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None
 ) -> Estimate:
-    """Add the speed and cost of a run with this shape and this step time."""
+    """Add the speed and the cost to `estimated`, for a run with this shape and this step time."""
     step_s = step.step_s
     shortest_s, longest_s = step.interval_s
     speed = Performance.of_steps(

@@ -1,10 +1,11 @@
-"""The memory that a configuration needs, by formula: from the model's shape, without GPU and torch.
+"""The memory of a configuration by formula, from the model's shape; it needs no GPU and no torch.
 
-The peaks of a training step are affine in the tokens of a micro batch. The coefficients are sums of
-the model's sizes. The bytes that a layer keeps for its backward pass equal the bytes in the
-autograd graph, which `tests/probe/test_kept_activations.py` counts. The head, temporary tensors and
-compiled layers were measured on whole models on an H200 (`benchmarks/plan.py memory`). Unmeasured
-families and configurations give None.
+Each possible peak of a training step is affine in the tokens of a micro batch. The coefficients are
+weighted sums of the model's sizes, such as the hidden size. The bytes that a layer keeps for its
+backward pass equal the bytes in the autograd graph, which `tests/probe/test_kept_activations.py`
+counts. The bytes of the head, of temporary tensors and of compiled layers were measured on whole
+models on an H200 (`benchmarks/plan.py memory`). For families and configurations that were not
+measured, the result is None.
 """
 
 import functools
@@ -25,54 +26,60 @@ from autotune.prediction.memory_predictor import HEAD_CHUNK
 # The fields of MemoryBreakdown that are not terms of the peak.
 NO_TERMS = ("phase", "counted", "own_error", "pools")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
-WORKSPACE = 64.2 * MIB  # of cuBLAS: twice 32 MiB on Hopper, less on older cards
-# If the allocator's segments cannot grow, they hold unused memory of this share of a layer's kept
-# bytes. It is the largest share of nine configurations on an H100 (`benchmarks/memory.py
-# allocator`). Four of these, with full fine-tuning or large logits, had no unused memory.
+# bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
+WORKSPACE = 64.2 * MIB
+# If the allocator's segments cannot grow, they hold unused memory: at most this fraction of the
+# bytes that one layer keeps. The fraction is the largest of nine configurations on an H100
+# (`benchmarks/memory.py allocator`). Four of the nine, with full fine-tuning or large logits, had
+# no unused memory.
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
-EVALUATES = 0  # as the argument `micro_steps`, it stands for an evaluation
-# In an evaluation, the allocator holds unused memory of this share of the layers' tensors: 8 to
-# 16 % for Llama and Qwen3 shapes on an H200. It also holds 1 % of the logits. The predicted tensors
-# themselves were within 0.1 %.
+# this value of the argument `micro_steps` asks for an evaluation instead of a training step
+EVALUATES = 0
+# In an evaluation, the allocator's unused memory is this fraction of the layers' tensors plus 1 %
+# of the logits. The fraction was 8 to 16 % for Llama and Qwen3 shapes on an H200. The formula's
+# error for the tensors themselves was at most 0.1 %.
 EVALUATED_UNUSED = 0.12
 EVALUATION_ERROR = 0.06
-# The error of a counted peak; the largest of 296 errors was 0.8 % (`benchmarks/plan.py memory`).
+# The relative error of a counted peak. The largest of 296 errors was 0.8 % (`benchmarks/plan.py
+# memory`).
 COUNT_ERROR = 0.015
-# The error of a count with an int8 base, because a count omits the outliers of activations. Random
-# weights make most inputs of `down_proj` outliers, and probes of three whole models on an H200 then
-# held up to 9 % more.
+# The relative error of a counted peak with an int8 base. A count omits the copies of outlier
+# activations. With random weights, most inputs of `down_proj` are outliers: probes of three whole
+# models on an H200 held up to 9 % more than the count.
 INT8_ERROR = 0.09
-# The memory, and the time on the reference card, do not depend on the target card, so a comparison
-# of cards computes them repeatedly. This size of their caches exceeds the number of configurations
-# in a plan.
+# Neither the memory nor the time on the reference card depends on the target card, so a comparison
+# of cards asks for the same results repeatedly. They are cached: this cache size exceeds the number
+# of configurations in a plan.
 KEPT_ANSWERS = 2**14
-_BLOCK = 256  # values of 8-bit optimizer state that share a scale of 4 bytes
-# Bytes of scales for each 4-bit weight, by `double_quant`: 64 weights share a scale.
+_BLOCK = 256  # the number of values of 8-bit optimizer state that share one scale of 4 bytes
+# Bytes of scales for each 4-bit weight, with `double_quant` off and on. 64 weights share one scale.
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}
-# Bytes of each logit during the loss, and during its gradient, with today's transformers and its
-# Trainer.
+# Memory in bytes for each logit while the loss is computed, and while the loss's gradient is
+# computed, with today's transformers and its Trainer.
 LOGIT_BYTES = (10.0, 12.0)
-# TRL's trainers for DPO and KTO multiply hidden states by the head in tiles of this size: tokens by
-# words of the vocabulary (`trl/kernels/chunked_logprob.py`). The tiles share one buffer.
+# TRL's trainers for DPO and KTO multiply hidden states by the head in tiles. A tile has at most
+# TILE_TOKENS tokens and TILE_WORDS words of the vocabulary (`trl/kernels/chunked_logprob.py`). All
+# tiles use one buffer.
 TILE_TOKENS = 4096
 TILE_WORDS = 32768
 
-# Bytes of attention scores for each head and pair of tokens, if the kernel stores scores.
+# Bytes that eager attention keeps for the score of each head and pair of tokens.
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT = 6
 SCORES_COMPILED = 4
-EVALUATED_SCORES = 10  # in an evaluation: raw, with the mask, in 32 bits, and cast back
+# bytes in an evaluation: the score in 16 bits, with the mask, in 32 bits, and cast back
+EVALUATED_SCORES = 10
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
-_NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
+_NORMS = {"gemma2": 4}  # the number of norms in a layer; 2 for a family that is not listed
 _PHASES = {"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER} | dict.fromkeys(
     ("layer evaluated", "head evaluated"), Phase.EVALUATE
 )
-# Joined adapters (`trainer.joined_lora`) add a multiple of this number of columns to matrices and
-# to the inputs of matrices.
+# Joined adapters (`trainer.joined_lora`) widen the base's matrices and their inputs. The number of
+# added columns is a multiple of JOINED_MULTIPLE.
 JOINED_MULTIPLE = 64
-# Matrices that share an input
+# Groups of matrices that multiply the same input
 _SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     ("o_proj",),
@@ -84,7 +91,8 @@ _SHARED_INPUTS = (
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """Return the table `kept_factors.yaml` for `eager` or `compiled` layers.
 
-    It maps a family, and then a case such as `lora_mixed`, to the factors of four sizes.
+    It maps a family, and then a method with a precision such as `lora_mixed`, to the bytes that a
+    layer keeps for each unit of four sizes: hidden, intermediate, queries and keys.
     """
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
@@ -98,11 +106,13 @@ class MemoryBreakdown:
             layers, and temporary tensors.
         logits: the head's logits with their gradients.
         reserved: the memory that the allocator holds beyond allocated memory.
-        communication: layers gathered from shards, and buffers of gradients, on several GPUs.
+        communication: on several GPUs, the layers gathered from shards and the buffers of
+            gradients.
         nccl: NCCL's memory outside torch's allocator.
-        pools: memory that side streams keep for reuse, and return if it is needed.
-        counted: whether a dry probe counted the memory.
-        own_error: a relative error that replaces the usual error, or None.
+        pools: free memory that side streams keep for reuse, and release if the GPU's memory is
+            short.
+        counted: whether the memory comes from a dry probe instead of a formula.
+        own_error: the relative error of the peak, or None for ERROR or COUNT_ERROR.
     """
 
     JSON: ClassVar = "terms()"
@@ -131,7 +141,7 @@ class MemoryBreakdown:
 
     @property
     def lasting_gib(self) -> float:
-        """The memory that is also held between steps."""
+        """The part of the memory that the process also holds between steps."""
         return self.weights + self.adapters + self.optimizer
 
     @property
@@ -142,16 +152,16 @@ class MemoryBreakdown:
 
     @property
     def peak_reserved_gib(self) -> float:
-        """The memory that the allocator holds at the peak, with NCCL's."""
+        """The memory that the allocator holds at the peak, plus NCCL's memory."""
         return self.peak_gib + self.reserved + self.nccl
 
     @property
     def roomy_gib(self) -> float:
-        """The process's memory at the peak on a card with free memory, without the CUDA context."""
+        """The peak with `pools`, which a card with free memory keeps; excludes the CUDA context."""
         return self.peak_reserved_gib + self.pools
 
     def terms(self) -> dict[str, float]:
-        """Return the positive terms by name. They sum to `peak_reserved_gib`."""
+        """Return the terms that are not zero, by name. Their sum is `peak_reserved_gib`."""
         named = {name: getattr(self, name) for name in self.__slots__ if name not in NO_TERMS}
         return {name: value for name, value in named.items() if value}
 
@@ -196,12 +206,12 @@ def memory_breakdown(
     ddp: bool = False,
     objective: Objective = Objective.SFT,
 ) -> MemoryBreakdown | None:
-    """Return the memory of the whole model at the peak of a step, or None if it is not `supported`.
+    """Return the memory of a training run at the peak of a step, or None if it is not `supported`.
 
-    `micro_steps` is the number of micro batches in a step. With 1, no gradients exist in the
-    forward pass; with EVALUATES, the micro batch is only evaluated. `ddp` means that several GPUs
-    with the whole model exchange its gradients. The configuration's micro batch counts examples,
-    which have two rows for some objectives.
+    `micro_steps` is the number of micro batches in a step. With 1, no gradients exist during the
+    forward pass. With EVALUATES, the result is the memory of an evaluation. `ddp` says that each of
+    several GPUs holds the whole model and exchanges gradients. The micro batch size in the
+    configuration is a number of examples, which have two rows each for some objectives.
     """
     sizes = supported(model, config)
     if sizes is None:
@@ -213,9 +223,10 @@ def memory_breakdown(
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
-    """Return the configuration as the objective's trainer runs it, with a micro batch in rows.
+    """Return the configuration as the objective's trainer runs it. Its micro batch counts rows.
 
-    The loss is the objective's own, and TRL trains adapters on a quantised base in 16 bits.
+    The loss becomes the loss of the objective. The precision becomes bf16 for adapters on a
+    quantised base, because TRL trains these adapters in 16 bits.
     """
     if objective is Objective.SFT:
         return config
@@ -239,7 +250,7 @@ def _breakdown(
 ) -> MemoryBreakdown:
     full = config.method == "full"
     pure = config.precision == "bf16_pure"
-    base_bytes = 4 if full and not pure else 2  # of an unquantised value
+    base_bytes = 4 if full and not pure else 2  # for each parameter of an unquantised base
     trained = sizes.params if full else sizes.adapter_params(config)
     adapter_bytes = 2 if pure else 4
     trained_bytes = trained * (base_bytes if full else adapter_bytes)
@@ -252,12 +263,12 @@ def _breakdown(
         trained_bytes,
         base_bytes,
         logits,
-        # CUDA graphs keep their buffers of gradients between steps.
+        # CUDA graphs keep their gradient buffers between steps, so gradients always exist.
         accumulates=micro_steps > 1 or config.cuda_graphs != "none",
         objective=objective,
     )
     if micro_steps == EVALUATES:
-        # CUDA graphs keep the memory of a training step, which an evaluation cannot use.
+        # CUDA graphs keep the memory of a training step, and an evaluation cannot reuse it.
         kept = max(moments.values(), key=sum) if config.cuda_graphs != "none" else (0.0, 0.0, 0.0)
         evaluated = evaluation_moments(sizes, config, trained, base_bytes, logits, objective)
         moments = {
@@ -281,7 +292,8 @@ def _breakdown(
         else beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
         own_error=EVALUATION_ERROR if micro_steps == EVALUATES else None,
         phase=_PHASES.get(moment, Phase.BACKWARD),
-        # DDP copies gradients into buckets, because Trainer cannot make gradients views of them.
+        # DDP copies the gradients into buckets, so all gradients exist twice. The Trainer has no
+        # option to make gradients views of the buckets.
         communication=gib(trained_bytes) if ddp else 0.0,
     )
 
@@ -289,23 +301,24 @@ def _breakdown(
 def counted_breakdown(
     model: ModelSpec, config: TrainConfig, count: DryCount, objective: Objective = Objective.SFT
 ) -> MemoryBreakdown:
-    """Return the memory of a dry probe of the whole model.
+    """Return the memory at the peak of a step from `count`, a dry probe of the whole model.
 
-    The formula adds the allocator's extra memory. Activations include the logits, because a count
-    does not separate them.
+    The memory that the allocator holds beyond allocated memory comes from the formula. The term
+    `activations` includes the logits, because a count does not separate them.
     """
     peak = count.peak_allocated_gib
     workspace = gib(WORKSPACE + side_workspace(config))
     static = count.model_gib + count.adapters_gib + count.optimizer_gib
     segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
-    # A peak in the forward pass holds the gradients of an earlier micro batch.
+    # If the peak is in the forward pass, these are the gradients of an earlier micro batch.
     gradients = min(count.gradients_gib, max(peak - static - workspace, 0.0))
     evaluates = segment.startswith(Phase.EVALUATE)
     if evaluates:
         gradients = 0.0
     activations = max(peak - static - workspace - gradients, 0.0)
     logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
-    layers = 1 if config.checkpoint_every else model.num_layers  # layers with live activations
+    # the number of layers that keep activations
+    layers = 1 if config.checkpoint_every else model.num_layers
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
     reserved = beyond_allocated_gib(config, logits, activations, layer)
     own_error = INT8_ERROR if config.quantization == "int8" else None
@@ -339,7 +352,7 @@ def live_logits(config: TrainConfig, vocab: int, objective: Objective = Objectiv
 
 
 def kept_gib(sizes: Sizes, config: TrainConfig) -> float:
-    """Return the GiB that a layer keeps for its backward pass, recomputed or not."""
+    """Return the GiB that a layer would keep for its backward pass without recomputation."""
     return gib(config.tokens * kept_bytes(sizes, config))
 
 
@@ -348,11 +361,11 @@ def beyond_allocated_gib(
 ) -> float:
     """Return the GiB that the allocator holds beyond allocated memory.
 
-    `layer_gib` is the memory that a layer keeps.
+    `layer_gib` is the memory that one layer keeps for its backward pass.
     """
     fragmentation = 0.010 if config.compile == "none" else 0.034
     unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
-    # CUDA graphs are captured on their own stream, which has its own workspace.
+    # CUDA graphs are captured on a separate stream, and cuBLAS allocates another workspace there.
     unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
@@ -375,8 +388,8 @@ def step_moments(
 ) -> dict[str, tuple[float, float, float]]:
     """Return the bytes of (gradients, activations, logits) at each possible peak of a step.
 
-    `trained` is a number of parameters, and `logits` the number of logits that exist at the same
-    time. The micro batch is counted in rows.
+    `trained` is the number of trained parameters, and `logits` is the number of logits that exist
+    at the same time. The micro batch size in `config` counts rows, not examples.
     """
     full = config.method == "full"
     tokens = config.tokens
@@ -386,10 +399,10 @@ def step_moments(
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     body = tokens * ((sizes.layers - recomputed) * keep + recomputed * base_bytes * sizes.hidden)
 
-    # Autocast keeps each cast until the forward pass ends, or longer if the backward pass needs it.
-    # Embeddings have no casts, and a chunked head is cast after the layers. If the loss is not
-    # chunked, a cast of an untied embedding is counted although there is none. This makes the
-    # result at most 0.7 % too high.
+    # Autocast keeps the 16-bit cast of each weight until the forward pass ends, or longer if the
+    # backward pass needs it. Embeddings are not cast, and the head of a chunked loss is cast after
+    # the layers. If the loss is not chunked, the formula counts a cast of an untied embedding that
+    # does not exist. The result is then at most 0.7 % too high.
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
@@ -404,9 +417,9 @@ def step_moments(
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0
-    # The gradient of a tied head waits for the embedding's gradient. At the end the two are summed,
-    # and the sum is added to the gradient of earlier micro batches. With an unchunked loss in 16
-    # bits, the sum is a separate tensor.
+    # The gradient of a tied head is kept until the embedding's gradient exists. Then both are
+    # summed, and the sum is added to the gradient of earlier micro batches. With an unchunked loss
+    # in 16 bits, the sum is a separate tensor.
     shared = embedding if sizes.tied else 0.0
     final_sum = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
 
@@ -425,12 +438,12 @@ def step_moments(
         "forward": (waiting, body + norm + casts, in_forward),
         "head": (waiting, body + norm - 2 * tokens * sizes.hidden + kept_casts, in_head),
         "layers": (waiting, body + layer + kept_casts + shared, 0.0),
-        # The backward pass ends with the first layer, when all other gradients exist.
+        # The first layer's backward pass comes last, when the gradients of all other layers exist.
         "first": (trained_bytes - embedding, layer + shared, 0.0),
-        # The embedding's gradient is computed in one tensor, then added to the gradient of earlier
-        # micro batches.
+        # The embedding's gradient is computed in a tensor of its own, and then added to the
+        # gradient of earlier micro batches.
         "inputs": (trained_bytes, embedding + final_sum, 0.0),
-        # torch's own unfused AdamW allocates the square root of the second moment.
+        # torch's unfused AdamW allocates a tensor for the square root of the second moment.
         "optimizer": (trained_bytes, root, 0.0),
     }
 
@@ -445,18 +458,18 @@ def evaluation_moments(
 ) -> dict[str, tuple[float, float, float]]:
     """Return the bytes of (gradients, activations, logits) at each possible peak of an evaluation.
 
-    There are no gradients, and layers keep nothing. The factors come from dry probes, which counted
-    the tensors alive at once in an uncompiled layer of transformers.
+    An evaluation has no gradients, and its layers keep no activations. The factors below are from
+    dry probes: the number of tensors that are alive at once in an uncompiled layer of transformers.
     """
     tokens = config.tokens
     hidden = base_bytes * sizes.hidden
     adapted = sizes.adapted(config) if config.method == "lora" else set()
     autocast = config.precision != "bf16_pure"
 
-    # Beside the MLP or the attention, four tensors of hidden states are alive: the embeddings'
-    # output, the layer's input, the residual and the norm's output. Beside its sum with the base's
-    # output, an adapter's output exists twice. PEFT casts the adapter's input, unless the base is
-    # quantised.
+    # During the MLP or the attention, four more tensors of hidden states are alive: the embeddings'
+    # output, the layer's input, the residual and the norm's output. Two copies of an adapter's
+    # output are alive besides its sum with the base's output. PEFT casts the adapter's input,
+    # unless the base is quantised.
     widened = bool(adapted & {"gate_proj", "up_proj", "gate_up_proj"})
     is_joint = "gate_up_proj" in sizes.matrices
     of_mlp = (8 + 4 * widened if is_joint else 6 + 2 * widened) * sizes.intermediate
@@ -469,8 +482,8 @@ def evaluation_moments(
     elif config.has_mask and config.attention.startswith("sdpa"):
         of_attention += 2 * config.seq_len + 4 * (sizes.queries - sizes.keys)
 
-    # Autocast keeps the casts of trained parameters until the model returns. Embeddings have no
-    # casts. A chunked loss casts the head afterwards.
+    # Autocast keeps the casts of trained parameters until the model's forward pass ends. Embeddings
+    # are not cast. With a chunked loss, the head is cast after the forward pass.
     ends = sizes.embedding * (1 if sizes.tied else 2) if config.method == "full" else 0
     of_layers = 2.0 * (trained - ends) if autocast else 0.0
     head_cast = 2.0 * sizes.embedding if autocast and ends else 0.0
@@ -491,8 +504,9 @@ def evaluation_moments(
 def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float:
     """Return the bytes that a trained head needs during a chunked loss.
 
-    They are the head's summed gradient, plus the larger of a chunk's logits and a chunk's gradient.
-    Under autocast they include the head's cast, and a chunk's gradient is in 16 bits.
+    They are the head's gradient, summed over chunks, plus the logits of a chunk or the gradient of
+    a chunk, whichever is larger. Under autocast, the bytes include the cast of the head, and the
+    gradient of a chunk is in 16 bits.
     """
     gradient = base_bytes * sizes.embedding
     cast = 2 * sizes.embedding
@@ -504,11 +518,12 @@ def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float
 def _head_in_tiles(
     sizes: Sizes, config: TrainConfig, base_bytes: int, logits: int
 ) -> tuple[float, float]:
-    """Return the bytes of TRL's head during its forward pass, and during its gradients.
+    """Return the bytes that TRL's head needs in its forward pass, and while it computes gradients.
 
-    All tokens are assumed to be in answers. A tile has 16 bits for each value. Hidden states are
-    copied, and each tile casts its part of the head. The gradients of hidden states and of a
-    trained head are summed in 32 bits, and then cast to the dtype of their tensors.
+    All tokens are assumed to belong to answers, so all have logits. Each logit of a tile has 16
+    bits. The hidden states are copied, and the rows of the head that a tile needs are cast. The
+    gradients of hidden states and of a trained head are summed in 32 bits, and then cast to the
+    dtype of their tensors.
     """
     hidden = config.tokens * sizes.hidden
 
@@ -537,7 +552,7 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
 def _optimizer_state(
     sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
 ) -> float:
-    """Return the bytes of optimizer state. bitsandbytes keeps embeddings' state in 32 bits."""
+    """Return the bytes of optimizer state. For embeddings, bitsandbytes keeps it in 32 bits."""
     moments = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(config.optimizer)
     if moments is None:
         return 0.0 if config.optimizer == "adafactor" else 2 * trained_bytes
@@ -546,15 +561,15 @@ def _optimizer_state(
 
 
 def side_workspace(config: TrainConfig) -> float:
-    """Return the bytes of cuBLAS's workspace on the stream for joined adapters' gradients."""
+    """Return the bytes of cuBLAS's workspace on the extra stream that joined adapters use."""
     return WORKSPACE / 2 if config.lora_kernels == "joined" else 0.0
 
 
 def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes that joined adapters add to the base.
 
-    Joined adapters share products with the base. They exist as 16-bit copies of A and B, and as
-    other copies inside the base's matrices, which are wider for them.
+    One matrix product computes the base's outputs and the adapters' outputs. So each A and B exists
+    twice more: as a 16-bit copy, and inside the base's matrix, which is enlarged for it.
     """
     total = 0
     for (fan_in, fan_out), rank in _joined_groups(sizes, config):
@@ -564,7 +579,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """Return the joint (in, out) of adapted matrices with the same input, and their ranks' sum."""
+    """Return, for adapted matrices with one input, their joint shape (in, out) and sum of ranks."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
@@ -583,7 +598,7 @@ def _joined_pad(rank: int) -> int:
 
 
 def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Return the bytes that a layer without recomputation keeps for backward, for each token."""
+    """Return the bytes per token that a layer keeps for its backward pass if not recomputed."""
     compiled = config.compile != "none"
     pure = config.precision == "bf16_pure" or config.quantization == "nf4"
     case = f"{config.method}_{'pure' if pure else 'mixed'}"
@@ -592,8 +607,8 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         kept_factors("compiled")[sizes.family] if compiled or config.kernels == "liger" else eager
     )
     of_hidden, of_inner, of_queries, of_keys = table[case]
-    # Liger's norms and MLPs keep the same tensors as compiled ones. Autocast adds the same bytes as
-    # in eager layers.
+    # Liger's norms and MLPs keep the same tensors as compiled norms and MLPs. Autocast adds the
+    # same number of bytes to them as to eager layers.
     if config.kernels == "liger" and not pure:
         pure_case = case.replace("mixed", "pure")
         factors = (
@@ -602,7 +617,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         )
         of_hidden, of_inner, of_queries, of_keys = factors
 
-    if config.attention == "eager":  # it repeats keys and values, and keeps the scores
+    if config.attention == "eager":  # eager attention repeats keys and values, and keeps its scores
         other = {
             "gemma2": (of_queries, of_keys),
             "phi3": (of_queries, 0),
@@ -619,17 +634,18 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     else:
         keep += 4 * sizes.heads
         if config.has_mask and config.attention.startswith("sdpa"):
-            # With a mask, keys and values are repeated for each query head. Phi 3 keeps fewer of
-            # them: they are parts of one matrix product.
+            # With a mask, SDPA gets keys and values repeated for each query head, and keeps the
+            # repeated tensors. Phi 3's queries, keys and values are parts of one product, so its
+            # layers keep no more than without a mask.
             repeated = 0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
             keep += 2 * config.seq_len + repeated
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
-            # A separate tensor of values replaces that product. Attention's output is copied only
-            # if adapters cast it.
+            # Here a separate tensor of values is kept instead of the joint product. The output of
+            # the attention is copied only if adapters cast it.
             casts = config.method == "lora" and not pure
             keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
 
-    if sizes.family == "qwen3":  # it normalises the queries and keys of each head
+    if sizes.family == "qwen3":  # Qwen3 normalises the queries and keys of each head
         keep += 4 * (sizes.heads + sizes.key_heads)
 
     if config.method == "lora":
@@ -642,8 +658,9 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the extra bytes for each token if adapters are joined.
 
-    The products with A are stored beside the inputs of the base. To make room for them, attention's
-    output is copied, and the copy is kept. Under autocast, such a copy exists anyway.
+    The products of the input and A are stored in extra columns of the base's input. The attention's
+    output has no extra columns, so it is copied into a wider tensor, and the copy is kept. Under
+    autocast, such a copy exists anyway.
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
@@ -656,8 +673,9 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
 
     `kept_factors` assumes adapters on every matrix. An adapter keeps its input. Under autocast,
     each adapter keeps its own cast of the input, unless Inductor makes one cast for all. Without
-    autocast, matrices with the same input share it. Fused attention keeps its output in any case.
-    This output is also the input of `o_proj` if it is neither cast nor copied.
+    autocast, adapters on matrices with the same input keep that input once. Fused attention keeps
+    its output, with or without adapters. If the output is neither cast nor copied, it is also the
+    input of `o_proj`, so a missing adapter on `o_proj` saves no bytes.
     """
     adapted = sizes.adapted(config)
     compiled = config.compile != "none"
@@ -674,7 +692,7 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
 
 
 def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
-    """Return whether attention in an eager layer keeps the input of `o_proj`.
+    """Return whether fused attention in an uncompiled layer keeps the input of `o_proj` anyway.
 
     Phi 3 copies its attention's output for `o_proj`, unless rows are packed.
     """
@@ -685,8 +703,9 @@ def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
 def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the bytes for each token that a layer keeps because of its adapters' dropout.
 
-    Each adapter keeps a mask of one byte for each value, and its own input instead of the shared
-    one. Under autocast it has its own input anyway: the cast.
+    Each adapter keeps a dropout mask of one byte for each value of its input, and the input after
+    dropout instead of an input that several adapters share. Under autocast, each adapter keeps a
+    separate input even without dropout: the cast.
     """
     adapted = sizes.adapted(config)
     fan_in = {name: size for name, (size, _) in sizes.matrices.items() if name in adapted}
@@ -694,7 +713,7 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     if not pure:
         return masks
 
-    # Fused attention keeps its output, the input of `o_proj`, in any case.
+    # Fused attention keeps its output, which is the input of `o_proj`, with or without dropout.
     kept_anyway = {"o_proj"} if _keeps_output(sizes, config) else set()
     groups = [
         [name for name in names if name in fan_in and name not in kept_anyway]

@@ -1,8 +1,8 @@
 """The memory gate: refuse configurations that cannot fit before a probe is launched.
 
-`refused_by` compares a configuration with others that ran out of memory. It refuses the
-configuration if, in every knob, it needs at least the memory of one of these. `MemoryPredictor`
-predicts the memory of a configuration from other configurations' measurements.
+`refused_by` compares a configuration with configurations that ran out of memory. It refuses the
+configuration if one of these needs no more memory in any knob. `MemoryPredictor` predicts the
+memory of a configuration from other configurations' measurements.
 """
 
 import math
@@ -15,8 +15,8 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# The relative error of a line's change beyond the measured points. It is an assumption, which
-# `benchmarks/memory.py gate` checks.
+# The relative error of the memory that a line adds between its nearest measured point and a point
+# outside. It is an assumption, which `benchmarks/memory.py gate` checks.
 LINE_DOUBT = 0.02
 
 # A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
@@ -26,9 +26,10 @@ HEAD_CHUNK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownOom:
-    """A configuration that ran out of memory, its trial (None outside the search), and the details.
+    """A configuration that ran out of memory, with its trial (None outside the search) and details.
 
-    With `micro_steps` above 1, one micro batch's gradients were alive during the next.
+    If `micro_steps` is above 1, the gradients of one micro batch were alive during the next micro
+    batch.
     """
 
     trial: int | None
@@ -40,7 +41,7 @@ class KnownOom:
 def refused_by(
     known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int
 ) -> KnownOom | None:
-    """Return the first known OOM that needs at most as much as `config` in every knob, or None."""
+    """Return the first known OOM that surely needs no more memory than `config`, or None."""
     for known in known_ooms:
         if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config):
             return known
@@ -48,7 +49,7 @@ def refused_by(
 
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
-    """Return whether `config` surely needs at least `other`'s memory; False if incomparable."""
+    """Return whether `config` needs at least `other`'s memory; False if some knob cannot tell."""
     return all(
         knob.surely_needs_at_least(getattr(config, name), getattr(other, name))
         for name, knob in KNOBS.items()
@@ -57,7 +58,7 @@ def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """The memory of one configuration at full depth, measured or extrapolated."""
+    """One configuration and its memory with all layers, measured or extrapolated."""
 
     config: TrainConfig
     measurement: Measurement
@@ -72,10 +73,11 @@ class Known:
 class MemoryEstimate:
     """The reserved memory of a configuration at full depth.
 
-    It is between `low_gib` and `high_gib`, and probably `gib`. The peak is probably in `phase`.
-    `basis` is the number of configurations behind the estimate. `high_gib` is an upper bound only
-    if `bounded`. It is not an upper bound if the basis has steps of two micro batches instead of
-    one, or if no configuration of the basis has the same paged optimizer.
+    The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
+    in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
+    upper bound only if `bounded`. It is no upper bound if those configurations have steps of two
+    micro batches instead of one, or if the optimizer is paged and no known configuration has the
+    same base and optimizer.
     """
 
     low_gib: float
@@ -91,11 +93,11 @@ class MemoryPredictor:
     """Predicts a configuration's peak memory from other configurations, for one model and device.
 
     The peak of each segment of a step is static memory plus temporary memory. Static memory is
-    weights, adapters, gradients and optimizer state. Each term is known separately, because it
+    weights, adapters, gradients and optimizer state. Each of these is known separately, because it
     depends only on the LoRA rank, the quantisation or the optimizer. Among configurations with the
     same `_compute_signature`, temporary memory is affine in the tokens of a micro batch. Neither
-    coefficient of this line is negative. So measurements at one number of tokens give an upper and
-    a lower bound at other numbers, and measurements at two or more numbers give the line.
+    coefficient of this line is negative. So a measurement at one number of tokens gives an upper
+    and a lower bound at any other number. Measurements at two numbers of tokens give the line.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class MemoryPredictor:
     def learn(self, config: TrainConfig, measurement: Measurement) -> None:
         """Add a measurement of the whole model.
 
-        An extrapolated one never replaces a measured one.
+        An extrapolated measurement never replaces the real measurement of a configuration.
         """
         key = (config.digest, measurement.micro_steps)
         if key not in self._known or not measurement.time_error:
@@ -115,7 +117,8 @@ class MemoryPredictor:
     ) -> MemoryEstimate | None:
         """Return the estimate for a configuration, or None if no measurement allows one.
 
-        `available_gib` is the memory for the run, including its CUDA context but not the reserve.
+        `available_gib` is the memory that the run may use, including its CUDA context. The reserve
+        is already subtracted.
         """
         similar = self._similar(config, micro_steps)
         statics = self._statics(config, micro_steps)
@@ -126,7 +129,7 @@ class MemoryPredictor:
         if not names:
             return None
 
-        # The bounds of the temporary memory, each from the segment with the highest bound
+        # The largest temporary memory of any segment: its lower bound, likely value and upper bound
         low = gib = high = 0.0
         largest = Phase.FORWARD.value
         for name in names:
@@ -160,8 +163,8 @@ class MemoryPredictor:
             if known.measurement.context_gib is not None
         ]
 
-        # On several GPUs, reserved memory includes free blocks of other streams. The lower bound
-        # leaves them out.
+        # On several GPUs, the reserved memory includes free blocks in the pools of other streams.
+        # The lower bound leaves out these blocks.
         least_ratio = min(reserved_ratios) if config.num_gpus == 1 else 1.0
         return MemoryEstimate(
             low_gib=(statics + low) * least_ratio,
@@ -175,7 +178,7 @@ class MemoryPredictor:
         )
 
     def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
-        """Return the configuration with the same compute signature and the most similar tokens."""
+        """Return the known configuration with this compute signature and the closest tokens."""
 
         def distance(known: Known) -> float:
             return abs(math.log(known.config.tokens / config.tokens))
@@ -185,8 +188,9 @@ class MemoryPredictor:
     def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
         """Return the known configurations with the same compute signature.
 
-        If none is known with a single micro batch in a step, configurations with two give a lower
-        bound. With two, gradients exist from the start; with one, they appear during the backward
+        If steps have one micro batch, and no known configuration has such steps, LoRA
+        configurations with two micro batches are returned; they give a lower bound. With two,
+        gradients exist throughout the second micro batch; with one, they appear during the backward
         pass. The gradients of adapters are small, so the bound is close.
         """
 
@@ -220,8 +224,8 @@ def static_gib(measurement: Measurement, micro_steps: int) -> float:
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
     """Return the key of configurations whose steps need the same bytes for each token."""
-    # Memory is linear in the length of a row unless attention scores or a mask are stored for each
-    # pair of tokens.
+    # Memory depends on the number of tokens, not on the length of a row, unless attention scores or
+    # a mask are stored for each pair of tokens.
     length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len
     return (
         *(getattr(config, name) for name in _compute_knobs()),
@@ -237,7 +241,7 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
 def _compute_knobs() -> tuple[str, ...]:
     """Return the knobs that determine the bytes of a token.
 
-    They are all knobs with an effect on memory, except sizes and the optimizer.
+    They are all knobs that affect memory, except the sizes of the micro batch and the optimizer.
     """
     return tuple(
         name
@@ -263,9 +267,9 @@ def _segments(measurement: Measurement) -> dict[str, float]:
 def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
     """Return the (low, likely, high) temporary memory at `tokens`, from other configurations.
 
-    `points` are the (tokens, GiB) of those configurations. The error of the line through the points
-    is the largest distance of a point from the line, plus a share of the line's change outside the
-    points.
+    `points` has the (tokens, GiB) of each of those configurations. The error of the line is the
+    largest distance of a point from it. Outside the points, LINE_DOUBT of the line's change since
+    the nearest point is added.
     """
     counts = sorted({count for count, _ in points})
     nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))

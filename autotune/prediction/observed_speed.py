@@ -1,4 +1,4 @@
-"""Speeds that others measured on a device, and their correction of converted speeds."""
+"""Speeds that other users measured on a device; they correct speeds converted from other cards."""
 
 import functools
 import math
@@ -13,13 +13,15 @@ from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, speed_trans
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-CALIBRATED_METHOD = ("lora", "none")  # method and quantisation of the training in a calibration
-MAX_DEVIATIONS = 6.0  # standard deviations beyond which an observation is ignored
+# the method and the quantisation of the training that a calibration runs
+CALIBRATED_METHOD = ("lora", "none")
+# an observation that deviates from the formula by more standard deviations is ignored
+MAX_DEVIATIONS = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A measurement that others made of one configuration on one card.
+    """Another user's measurement of one configuration on one card.
 
     `tokens_per_s` includes padding, because the share of useful tokens depends on the data.
     `tokens_per_row` is the mean length of a padded row, or None if all rows have `seq_len` tokens.
@@ -47,7 +49,7 @@ def measured_ratios(
 ) -> list[float]:
     """Return measured speeds on this device divided by the formula's speeds.
 
-    Uses only complete measurements with transformers' Trainer, for the same method and base.
+    Only measurements with transformers' Trainer, and with this method and quantization, count.
     """
     ratios = []
     for observed in observations:
@@ -63,7 +65,8 @@ def measured_ratios(
             continue
 
         ratio = _ratio_to_formula(observed)
-        # No published pair of cards deviates this much, so the observation is a mistake.
+        # No published pair of cards deviates by as much as MAX_DEVIATIONS, so an observation that
+        # deviates more is taken for a mistake.
         if ratio and abs(math.log(ratio)) <= MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN):
             ratios.append(ratio)
     return ratios
@@ -86,7 +89,8 @@ def _ratio_to_formula(observed: Observation) -> float | None:
     step_time = step_time.on(transfer)
     measured_s = observed.accumulation * config.tokens / observed.tokens_per_s
     if 2 * observed.accumulation * step_time.host_s > measured_s:
-        return None  # the run may have been CPU-bound, which says little about the card
+        # the run may have been CPU-bound, and its speed then says little about the card
+        return None
     return (observed.accumulation * step_time.device_s + step_time.rest_s) / measured_s
 
 

@@ -33,7 +33,7 @@ from autotune.problem.task import Task
 
 
 def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
-    """Add the speed conversion from the card that runs the probes to the device, if they differ.
+    """Add the speed conversion from the card that runs the probes to the study's device.
 
     If the spec names a calibration of the device, the conversion includes the ratio of both hosts'
     speeds, from that calibration and this machine's.
@@ -52,8 +52,9 @@ def run_performance(
     task: Task, config: TrainConfig, measurements: Sequence[Measurement]
 ) -> Performance:
     """Return the full run's performance on the task's device, from probes of a configuration."""
-    # Part of the arithmetic of an fp8 base runs at twice the rate, so no single peak applies. The
-    # operations of objectives other than SFT are not counted.
+    # The model FLOPs utilisation needs one peak and the number of operations. Part of an fp8 base's
+    # arithmetic runs at twice the bf16 rate, so it has no single peak. The operations of objectives
+    # other than SFT are not counted.
     is_counted = config.quantization != "fp8" and task.workload.objective is Objective.SFT
     peak = (task.peak_tflops or peak_tflops(task.device)) if is_counted else None
     speed = performance(
@@ -76,7 +77,7 @@ def run_performance(
 def projected(speed: Performance, error: float) -> Performance:
     """Widen the spread of a performance by the error of its speed conversion.
 
-    The error is the standard deviation of the speed's logarithm.
+    `error` is the standard deviation of the speed's logarithm.
     """
     less, more = interval(1.0, error)
     return replace(speed.widened(less - 1, more - 1), mfu=None, own_spread=speed.spread)
@@ -92,7 +93,7 @@ def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
 def _on_device(
     task: Task, config: TrainConfig, measurement: Measurement
 ) -> tuple[Measurement, float]:
-    """Return the measurement with the expected times on the device, and the conversion's error."""
+    """Return the measurement with its times converted to the device, and the conversion's error."""
     if config.num_gpus > 1:
         waiting = _with_waiting(task, config, measurement)
         if task.is_simulated(config):
@@ -121,7 +122,7 @@ def _on_device(
 
 
 def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
-    """Add the wait for the rank with the longest rows; a probe's ranks have equally long rows."""
+    """Add the wait for the rank with the longest rows; in a probe, all ranks' lengths agree."""
     share = task.workload.waiting_share(config)
     longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
     return replace(measurement, micro_step_s=longer) if share else measurement
@@ -143,8 +144,8 @@ def _link_error(
 ) -> tuple[float, float]:
     """Return the range of the step time, relative to `step_s`, that the uncertain link causes.
 
-    At the fast end, all communication is hidden. At the slow end, all of it is exposed, and the
-    link is slow.
+    At the fast end, communication takes no extra time. At the slow end, no communication overlaps
+    with computation, and the link is as slow as `slowest_link` says.
     """
     sent, link = _sent(task, config, simulated)
     accumulation = task.workload.run_shape(config).accumulation

@@ -1,10 +1,10 @@
-"""The memory of one of several GPUs, by formula: the strategy divides terms of `memory_formula`.
+"""The memory of each of several GPUs by formula: the terms of `memory_formula`, as sharded.
 
-With accelerate's settings, FSDP2 has one unit for each layer, one for the embedding, and one for
-the final norm and the head. The last unit is not resharded after the forward pass. The buffers
-alive at each moment were counted in a training step of torch's `fully_shard` on the meta device.
-DeepSpeed's stages follow the ZeRO paper, with the settings of the exported script or of a file that
-`check` reads.
+With accelerate's settings, FSDP2 gathers and shards parameters in units: one for each layer, one
+for the embedding, and one for the final norm and the head. The unit of the head is not resharded
+after the forward pass. The buffers that are alive at each moment were counted in a training step of
+torch's `fully_shard` on the meta device. For DeepSpeed's stages, the formula follows the ZeRO
+paper. The settings are the exported script's, or are in a file that `check` reads.
 """
 
 import functools
@@ -32,14 +32,15 @@ from autotune.prediction.memory_formula import (
     supported,
 )
 
-# The largest error of the formula is 3 %, and 1.5 % under DeepSpeed. Each side stream has its own
-# memory pool, and other streams can use its free blocks only if memory is short. On cards with free
-# memory, ranks held 20 to 55 % more than they had allocated.
+# The assumed relative error of a rank's peak. The largest measured error was 3 % under FSDP2 and
+# 1.5 % under DeepSpeed. Each side stream has its own memory pool, and other streams get its free
+# blocks only if memory is short. On cards with free memory, ranks held 20 to 55 % more than they
+# had allocated.
 RANK_ERROR = 0.08
-MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, by DeepSpeed's default
+MAX_LIVE = 10**9  # DeepSpeed's default for the number of parameters that stage 3 may keep gathered
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
-# Moments of a step after gradients were scattered, so that they are shards
+# Moments of a step when each rank holds shards of the gradients, which were scattered
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step
@@ -50,10 +51,10 @@ Moment = tuple[float, float, float, float]
 class DeepSpeedBuffers:
     """The extra memory of DeepSpeed.
 
-    `bucket` is the number of values in a bucket, or None for the Trainer's `auto`. `live` is the
-    number of parameters that stage 3 may keep gathered; the default is two layers, as in the
-    exported script. With `builds_whole`, each GPU holds the whole model before DeepSpeed divides
-    it.
+    `bucket` is the number of values in a bucket of gradients, or None for the Trainer's `auto`.
+    `live` is the number of parameters that stage 3 may keep gathered, or None for the parameters of
+    two layers, as in the exported script. If `builds_whole`, each GPU holds the whole model before
+    DeepSpeed shards it.
     """
 
     bucket: int | None = None
@@ -66,10 +67,10 @@ EXPORTED = DeepSpeedBuffers()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The parameters of a model that several GPUs divide and exchange.
+    """The numbers of a model's parameters that several GPUs shard and exchange.
 
-    Each field is a number of parameters: `base` of the base model, `adapters` of all adapters, and
-    `layer` of one layer with its adapters.
+    `base` is the number of parameters in the base model, `adapters` the number in all adapters, and
+    `layer` the number in one layer with its adapters.
     """
 
     base: int
@@ -81,7 +82,7 @@ class Shares:
 
     @classmethod
     def of(cls, sizes: Sizes, config: TrainConfig) -> "Shares":
-        """Return the parameters to divide with this method and these adapters."""
+        """Return the numbers of parameters for this configuration's method and adapters."""
         full = config.method == "full"
         adapters = sizes.adapter_params(config)
         ends = sizes.embedding * (1 if sizes.tied else 2)
@@ -97,7 +98,7 @@ class Shares:
 
     @classmethod
     def counted(cls, model: ModelSpec, config: TrainConfig, measured: Measurement) -> "Shares":
-        """Return the parameters of any model from a probe's counts.
+        """Return the numbers of parameters of any model, from the totals that a probe counted.
 
         Modules that are trained whole count as adapters.
         """
@@ -126,8 +127,8 @@ def rank_breakdown(
 ) -> MemoryBreakdown | None:
     """Return the memory of one rank at the peak of a step, in GiB, or None without a formula.
 
-    `micro_steps` is the number of micro batches in a step of each GPU. With 1, gradients do not
-    wait for a later micro batch. Raises ValueError if the strategy cannot train the configuration.
+    `micro_steps` is the number of micro batches in a step of each GPU. With 1, no gradients are
+    kept for a later micro batch. Raises ValueError if the strategy cannot train the configuration.
     """
     reason = parallelism.refusal(config)
     if reason is not None:
@@ -178,8 +179,8 @@ def _sharded_breakdown(
     phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
     phases |= dict.fromkeys(IN_FORWARD, Phase.FORWARD) | dict.fromkeys(EVALUATED, Phase.EVALUATE)
 
-    # Each stream's pool keeps the memory of its own peak, so the peaks of side streams and of the
-    # main stream add up.
+    # The pool of each stream keeps the memory of the stream's peak, even if the streams peak at
+    # different moments. So the peaks of all streams add up.
     side_pools = _pools(sizes, config, shares, parallelism)
     scattered = _scattered_bytes(config, shares, parallelism)
     in_side_pools = {
@@ -207,10 +208,10 @@ def _sharded_breakdown(
 def _evaluation(
     sizes: Sizes, config: TrainConfig, shares: Shares, step: dict[str, Moment]
 ) -> dict[str, Moment]:
-    """Return the moments of an evaluation, from the moments of a step.
+    """Return the memory at the moments of an evaluation, given the moments of a training step.
 
-    An evaluation gathers the parameters that the step's forward pass gathers. ZeRO 3 always has
-    memory for gradients.
+    An evaluation gathers the same parameters as the forward pass of a step. ZeRO 3 holds memory for
+    gradients during an evaluation too.
     """
     gathered = max(step[name][3] for name in IN_FORWARD if name in step)
     gradients = step["forward"][0]
@@ -221,7 +222,7 @@ def _evaluation(
 
 
 def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
-    """Return the bytes in the pools of side streams.
+    """Return the bytes that the memory pools of side streams hold.
 
     The pools hold two gathered layers, the embedding, the head and scattered gradients.
     """
@@ -237,7 +238,7 @@ def _lasting_bytes(
 ) -> tuple[float, float, float]:
     """Return the bytes of a rank's weights, adapters and optimizer state.
 
-    The state of DeepSpeed includes the fp32 master weights.
+    DeepSpeed's optimizer state includes the fp32 master weights.
     """
     gpus = parallelism.num_shards
     if parallelism.strategy not in FSDP2:
@@ -266,11 +267,12 @@ def _held_gradients(
 ) -> dict[str, float]:
     """Return the bytes of gradients that FSDP2 holds at the moments of a step.
 
-    The unit that is being computed is left out. Before the last micro batch of a step, gradients
-    wait unsharded, unless each micro batch scatters them. The last micro batch scatters gradients
-    layer by layer in fp32: a shard takes 2 / gpus of the unsharded layer's bytes. The gradients of
-    a tied head wait until the pass ends. With several copies of the model, the sums over all copies
-    are also held in bf16 until then.
+    The result excludes the gradients of the unit that is being computed. Before the last micro
+    batch of a step, gradients are kept unsharded, unless each micro batch scatters them. The last
+    micro batch scatters gradients layer by layer in fp32. A shard then takes 2 / gpus of the bytes
+    of the unsharded bf16 gradients. The gradients of a tied head are kept until the backward pass
+    ends. With several copies of the model, the sums over all copies are also held in bf16 until the
+    backward pass ends.
     """
     gpus = parallelism.num_shards
     whole = accumulates and not parallelism.sync_each_batch
@@ -279,8 +281,8 @@ def _held_gradients(
     scattered = _scattered_bytes(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
     of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
-    # Shards that do not exist yet. If shards of earlier micro batches wait, new shards are added to
-    # them in place.
+    # The bytes of shards that do not exist yet. If shards of earlier micro batches exist, new
+    # shards are added to these in place, so no bytes are missing.
     missing_layer, missing_end = (
         each if whole or not accumulates else 0.0 for each in (of_layer, of_end)
     )
@@ -304,9 +306,9 @@ def _held_gradients(
 def _fsdp2_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, Moment]:
-    """Return the moments of a step under FSDP2 that may be its peak.
+    """Return the memory at the moments of an FSDP2 step that may be the peak.
 
-    A gathered layer exists twice: as received, and in the shape of its parameters.
+    While a layer is gathered, its bytes exist twice: in the receive buffer, and as its parameters.
     """
     full = config.method == "full"
     tied = sizes.tied
@@ -324,8 +326,8 @@ def _fsdp2_moments(
     waiting = held["waiting"]
     scattered = held["scattered"]
 
-    # At the peak of a layer's activations, one of its gradients exists. Then the gradients grow
-    # while the activations shrink.
+    # When a layer's activations are at their peak, only one gradient of the layer exists.
+    # Afterwards, the gradients grow while the activations shrink.
     of_layer = plain["first"][1]
     of_mlp = 2.0 * sizes.hidden * sizes.intermediate if full else 0.0
     growth = max(trained_layer - of_layer, of_mlp)
@@ -333,13 +335,14 @@ def _fsdp2_moments(
     before_last = plain["forward"][1] * (sizes.layers - 1) / sizes.layers
 
     return {
-        # A unit's received shards are held until the next unit is in the shape of its parameters.
+        # A unit's receive buffer is held until the next unit has been copied into its parameters.
         "gathering": (waiting, before_last, 0.0, max(kept, layer) + 2 * layer + embedding * tied),
         "gathering the head": (waiting, body, 0.0, kept + layer + (1 if tied else 2) * embedding),
         "forward": (
             waiting,
             body,
-            # A chunked loss runs after the model's forward pass, when its gathered units are free.
+            # A chunked loss has its logits after the model's forward pass, when the gathered units
+            # are already freed.
             0.0 if config.loss == "chunked" else plain["forward"][2],
             kept + embedding + (layer if tied else embedding),
         ),
@@ -348,7 +351,8 @@ def _fsdp2_moments(
             held["layers"],
             plain["layers"][1] + growth,
             0.0,
-            # The layer, the next one, and the unit before, whose gradients are being scattered
+            # The current layer, the next gathered layer, and the previous unit's gradients, which
+            # are being scattered
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),
         "second": (
@@ -359,8 +363,8 @@ def _fsdp2_moments(
         ),
         "first": (held["first"], of_layer + growth, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
-        # The last gradient exists unsharded, as the scattering's input, and as its output in bf16
-        # and fp32
+        # The last gradient exists four times: unsharded, as the input of the scattering, and as the
+        # output in bf16 and in fp32
         "scattering": (
             scattered,
             trained_end,
@@ -379,7 +383,7 @@ def _fsdp2_moments(
 def _replicated_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares
 ) -> dict[str, tuple[float, float, float]]:
-    """Return the moments of a step in bf16 without gradients: the memory that is not sharded."""
+    """Return the activations and logits at the moments of a bf16 step, which are never sharded."""
     pure = replace(config, precision="bf16_pure")
     logits = live_logits(config, sizes.vocab)
     return step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False)
@@ -393,10 +397,10 @@ def _zero_moments(
     accumulates: bool,
     buffers: DeepSpeedBuffers,
 ) -> dict[str, Moment]:
-    """Return the moments of a step under DeepSpeed.
+    """Return the memory at the moments of a step under DeepSpeed.
 
-    Gradients are in bf16, sharded from stage 2 on, and in fp32 for the optimizer step. Stage 3
-    always has memory for its shard of the gradients.
+    Gradients are in bf16, and stages 2 and 3 shard them. For the optimizer step, each rank also has
+    a shard in fp32. Stage 3 keeps its shard of the gradients allocated all the time.
     """
     gpus = parallelism.num_gpus
     stage = parallelism.strategy
@@ -427,6 +431,6 @@ def _zero_moments(
 
 
 def _square_roots(config: TrainConfig, shares: Shares, gpus: int) -> float:
-    """Return the bytes that torch's own unfused AdamW needs for roots of the second moments."""
+    """Return the bytes that torch's unfused AdamW needs for the square roots of second moments."""
     each = 2 if config.precision == "bf16_pure" else 4
     return each * shares.trained / gpus if config.optimizer == "adamw_torch" else 0.0

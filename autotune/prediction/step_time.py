@@ -1,10 +1,11 @@
 """The time of a micro batch, by formula: the time of matrix products plus the time to move bytes.
 
-All products are assumed to run at the rate of large products, and bytes to move at the memory's
-bandwidth. The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`,
-`benchmarks/search.py replay`). `transfer` converts both times to other cards. The host's time to
-issue the work is a separate lower bound, which does not depend on the card. The host's time is the
-least certain number: hosts differ by a factor of two, unless a calibration measured this host.
+The formula assumes that all matrix products reach the rate of large products, and that all bytes
+move at the bandwidth of the card's memory. The constants were measured on an H200
+(`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). `transfer` converts both times
+to other cards. The host's time to issue the work is a separate lower bound, which does not depend
+on the card. The host's time is the least certain of the three times. Hosts differ by a factor of
+two, so a calibration may measure this host.
 """
 
 import functools
@@ -33,55 +34,57 @@ from autotune.problem.speed_transfer import SpeedTransfer
 # How many times faster an fp8 matrix multiplication is than a bf16 one, including the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
-# Bytes moved, including temporary tensors: for each byte that a layer keeps for its backward pass,
-# for each logit, and for each weight of a 4-bit base.
+# Bytes moved, including bytes of temporary tensors. The three values are for each byte that a layer
+# keeps for its backward pass, for each logit, and for each weight of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
-# Full fine-tuning moves this share of the bytes that layers with adapters move.
+# In full fine-tuning, a layer moves this fraction of the bytes that a layer with adapters moves.
 FULL = 0.7
 # The host's milliseconds for one layer with adapters, in one micro batch
 HOST_MS = {"eager": 6.0, "compiled": 3.5}
 NF4_MS = 2.0  # extra for a 4-bit base, which the host has to unpack
-FULL_MS = 2.5  # for a layer without adapters
-AGAIN = 0.7  # a recomputed layer adds this share of its host time
-# Bytes moved for each logit in TRL's tiles. A forward pass writes and reads each logit in 16 bits.
-# The backward pass does both twice, and moves the gradient once.
+FULL_MS = 2.5  # the host's milliseconds for a layer without adapters
+AGAIN = 0.7  # recomputing a layer adds this fraction of the layer's host time
+# Bytes moved for each logit in TRL's tiles. A forward pass writes and reads each logit in 16 bits:
+# 4 bytes. A backward pass writes and reads each logit twice, and moves its gradient once: 10 bytes.
 TILE_FORWARD = 4.0
 TILE_BACKWARD = 10.0
-# With TRL's tiles, the bytes that layers move are multiplied by this factor, because the constants
-# for the usual logits include some of these bytes. Dry probes of five families with adapters
-# counted 1.3 to 1.6.
+# With TRL's tiles, the bytes that layers move are multiplied by this factor. Without tiles, the
+# constants for logits also cover some bytes of the layers; the constants for tiles do not. Dry
+# probes of five families with adapters counted factors of 1.3 to 1.6.
 LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
 # Factors that convert the counts of a dry probe to the times of kernels, from profiles of three
 # models on an H200 (`benchmarks/counts.py speed`). A thin product, such as one with an adapter, is
 # bound by bandwidth.
-THICK = 1.14  # speed of other products, relative to the mean of all products
-MOVED_SHARE = 0.665  # share of the memory's bandwidth that kernels which only move bytes reach
-THIN_SHARE = 0.73  # share of the memory's bandwidth that thin products reach
-BY_POSITION = 2.2  # time per FLOP of memory-efficient attention, relative to all products
-OPERATION_US = 23.0  # the host's time to issue an operation
-# Time to move a byte of strided or indexed tensors, relative to other bytes. These two factors and
-# the next four come from profiles of 11 other models on an H100. One of these models had unaligned
-# rows, and two had wide heads.
+THICK = 1.14  # speed of products that are not thin, relative to the mean of all products
+MOVED_SHARE = 0.665  # fraction of the memory bandwidth that kernels reach if they only move bytes
+THIN_SHARE = 0.73  # fraction of the memory bandwidth that thin products reach
+# time per FLOP of memory-efficient attention, relative to the mean of all products
+BY_POSITION = 2.2
+OPERATION_US = 23.0  # the host's microseconds to issue one operation
+# Time to move a byte of a strided or an indexed tensor, relative to a byte of a contiguous tensor.
+# STRIDED, INDEXED and the four factors after them come from profiles of 11 other models on an H100.
+# One of the 11 models had unaligned rows, and two had wide heads.
 STRIDED = 2.0
 INDEXED = 3.0
 # Time per FLOP, relative to the mean of all products
-NOT_ALIGNED = 5.5  # a product of matrices with unaligned rows
+NOT_ALIGNED = 5.5  # a matrix product with unaligned rows (`probe_types.UNALIGNED`)
 FLASH = 1.4  # flash attention, if it replaces cuDNN's attention
 WIDE_FORWARD = 5.4  # memory-efficient attention of wide heads
 WIDE_BACKWARD = 20.0
-# DEVICE_ERROR for a counted step. The 80 % interval contained 27 of 30 measurements of those 11
-# models before the factors above were taken from them. With these factors, their median error is
-# 4.3 %, but another family may have kernels that these models lack.
+# The DEVICE_ERROR of a counted step. Before the six factors above were taken from the 11 models,
+# the 80 % interval contained 27 of the models' 30 measurements. The median error on the 11 models
+# with these factors is 4.3 %, but another family may use kernels that the 11 models lack.
 COUNTED_ERROR = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The host's time to issue work, relative to the hosts on which the constants were measured.
+    """A host's time to issue work, relative to the hosts that were measured for HOST_MS.
 
-    `error` is the standard deviation of the logarithm of `scale`.
+    A larger `scale` means a slower host. `error` is the standard deviation of the logarithm of
+    `scale`.
     """
 
     scale: float
@@ -89,16 +92,16 @@ class Host:
 
 
 MEASURED_HOST = Host(scale=1.0, error=0.25)
-# In published runs with small micro batches on A100s, hosts take half the time of the hosts on
-# which the constants were measured.
+# In published runs with small micro batches on A100s, hosts take about half the time that HOST_MS
+# predicts.
 UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 
 
 def host_of(calibration: Calibration | None) -> Host:
     """Return the calibrated host, or an unknown host without a calibration.
 
-    The calibrated host has the error of a measured host. A calibration without a GPU also timed the
-    computation itself, so its host is as uncertain as an unknown host.
+    The calibrated host gets the error of MEASURED_HOST. A calibration on a CPU timed the
+    computation together with the host's work, so its host gets the error of UNKNOWN_HOST.
     """
     if calibration is None:
         return UNKNOWN_HOST
@@ -108,14 +111,14 @@ def host_of(calibration: Calibration | None) -> Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEstimate:
-    """Seconds of a micro batch, by device and host, and of the rest of a step.
+    """Seconds of a micro batch on the device and on the host, and of the rest of a step.
 
     `rest_s` is the time after the last micro batch: clipping and the optimizer. The device's time
-    consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled`, a
-    profile divided this time, and 8-bit products are separate (`fp8_s`). Errors are standard
-    deviations of the logarithms. `side` is the side of square matrices whose product has the
-    layers' mean number of multiply-adds, or None if unknown. `num_observations` is the number of
-    measurements by others that a conversion to another card rests on.
+    consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled`, the
+    parts of the device's time come from a profile, and `fp8_s` is the time of 8-bit products.
+    Errors are standard deviations of the logarithms. A product of square matrices with side `side`
+    has the layers' mean number of multiply-adds; `side` is None if unknown. `num_observations` is
+    the number of other users' measurements that corrected the conversion to another card.
     """
 
     products_s: float
@@ -136,17 +139,17 @@ class StepTimeEstimate:
 
     @property
     def products_share(self) -> float:
-        """The share of the device's time in products."""
+        """The share of the device's time that products in 16 or more bits take."""
         return self.products_s / self.device_s
 
     @property
     def micro_s(self) -> float:
-        """The longer of the device's and the host's time, and a little more if they are close."""
+        """The longer of the device's and the host's time, and up to 19 % more if both are close."""
         return math.sqrt(math.hypot(self.device_s**2, self.host_s**2))
 
     @property
     def host_share(self) -> float:
-        """A number from 0 (GPU-bound) to 1 (CPU-bound)."""
+        """The host's weight in `micro_s`, from 0 (GPU-bound) to 1 (CPU-bound)."""
         return self.host_s**4 / (self.device_s**4 + self.host_s**4)
 
     @property
@@ -166,7 +169,7 @@ class StepTimeEstimate:
         )
 
     def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
-        """Convert the device's parts to another card, and the host's part if its ratio is known."""
+        """Convert the device's times to another card, and the host's time if its ratio is known."""
         error = transfer.profiled_error if self.profiled else None
         return replace(
             self,
@@ -187,9 +190,9 @@ def counted_step_time(
     """Return the time of a step on the reference card, from the counted work of the whole model.
 
     The result is None if only memory was counted, if activation checkpoints are offloaded to the
-    host, or with CUDA graphs, whose time is unmeasured. It is also None unless all products are in
-    16 bits: bases in int8 or fp8 multiply in 8 bits, and experts multiply in 16 bits only if they
-    are in bf16.
+    host, or with CUDA graphs, because their time was never measured. It is also None unless all
+    products are in 16 bits. Bases in int8 or fp8 multiply in 8 bits, and experts multiply in 16
+    bits only if the experts are in bf16.
     """
     in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
@@ -207,7 +210,7 @@ def counted_step_time(
         + INDEXED * moved.get("indexed", 0)
     )
     weights = count.model_gib if config.method == "full" else count.adapters_gib
-    # As in `_step_time`; gradients are as large as weights.
+    # The same sum as in `_step_time`, with gradients as large as the trained weights.
     step_bytes = (5 * weights + 2 * count.optimizer_gib) * GIB
     products = sum(flops * _slowness(name, config) for name, flops in count.flops.items())
     return StepTimeEstimate(
@@ -221,7 +224,7 @@ def counted_step_time(
 
 
 def _slowness(name: str, config: TrainConfig) -> float:
-    """Return the time per FLOP of this operation, relative to the mean of all products."""
+    """Return the time per FLOP of the named operation, relative to the mean of all products."""
     if "attention" not in name:
         return NOT_ALIGNED if name.endswith(UNALIGNED) else 1 / THICK
     if name.endswith(WIDE):
@@ -234,9 +237,10 @@ def _slowness(name: str, config: TrainConfig) -> float:
 def divide_step_time(
     measurement: Measurement, by_formula: StepTimeEstimate | None
 ) -> StepTimeEstimate:
-    """Divide a measured time into its parts, by its profile or else by the formula of its card.
+    """Divide a measured time into parts in proportion to its profile, or else to the formula.
 
-    The errors exclude the measurement's own error. The host's part is uncertain on another host.
+    `by_formula` is the time by formula on the measured card. The device error is 0: it excludes the
+    measurement's error. The host error is UNKNOWN_HOST's, for a conversion to another host.
     """
     micro_s = statistics.median(measurement.micro_step_s)
     kernels = measurement.kernels
@@ -245,7 +249,8 @@ def divide_step_time(
     if kernels is not None:
         device_s = min(kernels.busy_s / kernels.micro_s, 1.0) * micro_s
         multiplies_s = kernels.products_s + kernels.attention_s  # attention is mostly products
-        # The sum may exceed the busy time, because some kernels run at the same time.
+        # The kernels' times may sum to more than the busy time, because some kernels run at the
+        # same time. The sum is scaled to the busy time.
         of_kernels = device_s / (multiplies_s + kernels.fp8_s + kernels.bytes_s)
         return StepTimeEstimate(
             products_s=of_kernels * multiplies_s,
@@ -272,7 +277,7 @@ def divide_step_time(
 
 
 def _other_part(micro_s: float, part_s: float) -> float:
-    """Return the device's time if `part_s` is the host's, or the host's if it is the device's."""
+    """Return the host's time if `part_s` is the device's, and the reverse (see `micro_s`)."""
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
@@ -284,7 +289,8 @@ def estimate_step_time(
 ) -> StepTimeEstimate | None:
     """Return the time of a step on the reference card, or None without a formula or measurement.
 
-    CUDA graphs and uncompiled fp8 are unmeasured. All tokens are assumed to count in the loss.
+    The result is None for CUDA graphs and for uncompiled fp8, which were not measured. All tokens
+    are assumed to enter the loss.
     """
     sizes = supported(model, config)
     if sizes is None or config.cuda_graphs != "none":
@@ -312,8 +318,8 @@ def _step_time(
     passes = own + untrained
     head, of_logits = _head(sizes, compiled, objective)
 
-    # A multiply-add is two operations. There is a product for the forward pass, one for the input's
-    # gradient, and in full fine-tuning one for the weight's gradient.
+    # A multiply-add counts as two operations. Each weight matrix has one product in the forward
+    # pass, one for the input's gradient, and in full fine-tuning one for the weight's gradient.
     params = sizes.linear_params + head
     products = (6 if full else 4) * params + 2 * recomputed * sizes.linear_params
     products += 2 * passes * params
@@ -326,8 +332,8 @@ def _step_time(
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (recomputed + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
 
-    # Joined adapters, unlike PEFT's, do not read outputs again to add to them. The other bytes of
-    # joined adapters are ignored.
+    # PEFT's adapters read the base's outputs again to add to them. Joined adapters do not, and the
+    # other bytes that they move are ignored.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
     weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
     moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes
@@ -344,7 +350,8 @@ def _step_time(
     untrained_ms = AGAIN * untrained * (FULL_MS + unpacking_ms)
     issued_ms = issue_ms * (1 + AGAIN * (recomputed + own)) + untrained_ms
 
-    # Clipping reads the gradients. The optimizer reads and writes weights and state.
+    # Clipping reads the gradients and scales them, and the optimizer reads them. The optimizer also
+    # reads and writes weights and state.
     weights = trained.adapters
     if full:
         weights = trained.weights / (2 if objective.has_reference else 1)
@@ -361,7 +368,7 @@ def _step_time(
 
 
 def _head(sizes: Sizes, compiled: bool, objective: Objective) -> tuple[int, float]:
-    """Return the parameters of the head, and the bytes moved for each logit in all passes."""
+    """Return the head's number of parameters, and the bytes moved for each logit in all passes."""
     if objective.num_labels is not None:
         return 0, 0.0
     if objective is Objective.SFT:

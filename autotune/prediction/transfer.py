@@ -1,18 +1,19 @@
-"""Convert a speed from one card to another, with an interval that measurements can narrow.
+"""Convert a speed from one card to another; measurements on the target narrow its interval.
 
-Memory is the same on every card, and speed is not. The speed of matrix products is proportional to
-the 0.7th power of the dense peak and the 0.3rd power of the power limit. Training cannot use all of
-a newer card's peak, and a card with a low power limit cannot keep its clock rate. The speed of
-moving bytes is proportional to the bandwidth. Between cards that differ only in their memory, the
-exponent of the bandwidth is OF_MEMORY instead of 1. The host's time to issue work stays the same,
-unless both hosts were calibrated.
+A configuration needs the same memory on every card, but its speed differs. The speed of matrix
+products is proportional to the 0.7th power of the card's peak TFLOP/s (without sparsity) and to the
+0.3rd power of its power limit. Training cannot use all of a newer card's peak, and a card with a
+low power limit cannot keep its clock rate. The speed of moving bytes is proportional to the
+bandwidth. Between cards that differ only in their memory, the exponent of the bandwidth is
+OF_MEMORY instead of 1. The host's time to issue work stays the same, unless both hosts were
+calibrated.
 
 The exponents were fitted on 574 published pairs (`benchmarks/transfer.py pairs`). The exponent for
 memory alone was fitted on one model on an H100 and an H200 (`benchmarks/transfer.py compare`). For
 a pair of cards and a training method, the speed ratio deviates from the fit by about `BETWEEN`. All
-configurations of the method share this deviation, so one measurement on the target reveals most of
-it. `WITHIN` is the scatter that remains between configurations. A calibration's rates replace the
-card's data sheet.
+configurations of the method share the deviation, so one measurement on the target reveals most of
+it. `WITHIN` is the standard deviation between configurations of one method. If a card is
+calibrated, the measured rates replace its data sheet.
 """
 
 import math
@@ -24,44 +25,45 @@ from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
 REFERENCE = "h200-sxm"  # the formulas were fitted on this card
-PEAK = 989.4  # its dense TFLOP/s
+PEAK = 989.4  # the reference card's bf16 TFLOP/s without sparsity
 POWER_W = 700.0
-REACHED = 0.67  # the share of its dense peak that matrix products reach
-# Exponents
+REACHED = 0.67  # the fraction of PEAK that matrix products reach in training
+# The exponents of the peak and of the power limit in the speed of matrix products
 OF_PEAK = 0.7
 OF_POWER = 0.3
 # The exponent of the bandwidth between two cards with the same chip, for kernels that move bytes.
-# These kernels also wait for the chip, which is equally fast: on an H200 they were 1.24 times as
-# fast as on an H100, with 1.43 times the bandwidth. With this exponent, the 103 published pairs
-# with the same chip are off by 8 %; with an exponent of 1, by 11 %. In a newer generation, the chip
-# is faster too, and the exponent is 1. There, 0.61 would put the published pairs off by 17 %
-# instead of 15 %.
+# These kernels also wait for the chip, which is equally fast on both cards. An H200 has 1.43 times
+# the bandwidth of an H100, but these kernels were only 1.24 times as fast. For the 103 published
+# pairs with the same chip, the error is 8 % with OF_MEMORY and 11 % with an exponent of 1. Between
+# two generations, the chips differ too, and the exponent is 1. There, the error for the published
+# pairs is 15 %, and would be 17 % with OF_MEMORY.
 OF_MEMORY = 0.61
-# The share of its peak that a card of unknown power reaches: the middle of the catalogue's range,
-# 0.58 to 0.95.
+# A card with an unknown power limit is assumed to reach this fraction of its peak. Cards in the
+# catalogue reach 0.58 to 0.95, and this is the middle.
 WITHOUT_POWER = 0.75
-CEILING = 0.95  # the largest share of its dense peak that a card is assumed to reach
+CEILING = 0.95  # the largest fraction of its peak that any card is assumed to reach
 # The share of an H200's time that matrix products take in the published pairs. It is used for
 # configurations without a formula.
 USUAL_SHARE = 0.3
-# Standard deviations of the logarithm of a speed ratio
+# Standard deviations of the logarithm of a speed ratio: between pairs of cards (for one method),
+# and between configurations of one method on one pair
 BETWEEN = 0.14
 WITHIN = 0.09
-# The generations of cards in the published pairs. For other generations there are only data sheets,
-# and their speeds are twice as uncertain (UNMEASURED).
+# The generations of the cards in the published pairs. Speeds of other generations come from data
+# sheets only, so their standard deviation is UNMEASURED, twice BETWEEN.
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
-# The total standard deviation between two cards with the same chip, if a profile divides the
-# device's time. It was 2.7 % between an H100 and an H200, for one model and micro batches with a
-# host share below a fifth.
+# The standard deviation of the speed ratio of two cards with the same chip, if a profile divides
+# the device's time into its parts. It was 2.7 % between an H100 and an H200, for one model and
+# micro batches whose host share was below 0.2.
 PROFILED = 0.03
 # These factors convert a calibration's rates to the rates of the step time formula. IN_TRAINING is
 # the speed of matrix products in training, relative to products that run alone. COPIED is the share
-# of the data sheet's bandwidth that a copy reaches. Both assume an H200 on which products alone
-# reach 0.72 of the peak (the middle of the range that cards keep under their power cap) and copies
-# 0.88 of the bandwidth. Later, calibrations of an H100 and an H200 measured 0.67 and 0.66 of the
-# peak with the largest products, and 0.89 and 0.88 of the bandwidth. The training in a calibration
-# corrects the combined error of both factors.
+# of the data sheet's bandwidth that a copy reaches. Both assume an H200 whose products alone reach
+# 0.72 of the peak, and whose copies reach 0.88 of the bandwidth. 0.72 is the middle of the range
+# that cards keep under their power cap. Later, calibrations of an H100 and an H200 measured 0.67
+# and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the bandwidth. The training
+# in a calibration corrects the combined error of both factors.
 IN_TRAINING = REACHED / 0.72
 COPIED = 0.88
 
@@ -69,7 +71,7 @@ COPIED = 0.88
 def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
     """Return whether two cards have the same peaks and generation.
 
-    Then they differ only in their memory or power.
+    Such cards differ only in their memory or power.
     """
     return (one.arch, one.bf16_tflops, one.fp16_tflops) == (
         other.arch,
@@ -79,15 +81,15 @@ def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
 
 
 def is_measured_kind(device: DeviceSpec) -> bool:
-    """Return whether published speeds tell how fast a card of this generation trains.
+    """Return whether cards of this card's generation are among the published pairs.
 
-    They do not if the card's power is unknown.
+    The result is false if the card's power limit is unknown.
     """
     return device.arch in MEASURED_KINDS and device.tdp_w is not None
 
 
 def interval(value: float, error: float) -> tuple[float, float]:
-    """Return (low, high) around a value: 80 % of the cases.
+    """Return the interval (low, high) around a value that contains the true value in 80 % of cases.
 
     `error` is the standard deviation of the value's logarithm.
     """
@@ -98,8 +100,9 @@ def interval(value: float, error: float) -> tuple[float, float]:
 def calibrates(calibration: Calibration | None, device: DeviceSpec) -> bool:
     """Return whether a calibration replaces the data sheet of a card.
 
-    It never replaces the reference card's, because the formulas were fitted on that card with more
-    than one training. A CPU has no formula that could use a calibration.
+    A calibration never replaces the data sheet of the reference card, because the formulas were
+    fitted on that card with many trainings. For a CPU, there is no formula that could use a
+    calibration.
     """
     return (
         calibration is not None
@@ -156,7 +159,8 @@ def speed_transfer(
     noise = WITHIN**2
     shift = 1.0
     count = len(known)
-    if calibration is not None and calibrated:  # its rates include the result of its training
+    # a calibrated card's rates already include the result of the calibration's training
+    if calibration is not None and calibrated:
         count = int(alike and calibration.reference is not None)
     else:
         shift = math.exp(sum(map(math.log, known)) * variance / (count * variance + noise))
@@ -181,7 +185,7 @@ def speed_transfer(
 
 
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
-    """Return the target host's speed relative to the source's, or None unless both have a GPU."""
+    """Return the target host's speed relative to the source's, or None if one is unknown."""
     if source is None or target is None or not (source.on_gpu and target.on_gpu):
         return None
     return source.layer_ms / target.layer_ms
@@ -200,14 +204,14 @@ def card_rates(
         return (by_data_sheet, bandwidth) if by_data_sheet and bandwidth else None
 
     products = IN_TRAINING * calibration.products_tflops(side)
-    # fp8 is not calibrated. Its speedup comes from the data sheet.
+    # A calibration does not measure fp8, so the ratio of fp8 to bf16 comes from the data sheet.
     if precision == "fp8":
         plain = products_tflops(device)
         if not by_data_sheet or not plain:
             return None
         products *= by_data_sheet / plain
 
-    # The calibration's training has the weight of one measurement by others.
+    # The calibration's training corrects the rates as much as one other user's measurement would.
     shift = (calibration.reference or 1.0) ** (BETWEEN**2 / (BETWEEN**2 + WITHIN**2))
     return shift * products, shift * calibration.rates.copy_gb_s / COPIED
 
@@ -225,7 +229,7 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
 
 
 def peak_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:
-    """Return the dense peak in TFLOP/s. A card without bf16 units trains in fp16."""
+    """Return the peak in TFLOP/s without sparsity; for a card without bf16 units, the fp16 peak."""
     if precision == "fp8":
         return device.fp8_tflops
     return device.bf16_tflops or device.fp16_tflops
