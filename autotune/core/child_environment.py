@@ -11,10 +11,10 @@ from autotune.trainer.cache_folders import compile_caches
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
 # On a CPU, memory peaks repeat within 1 % only if malloc gets large blocks directly from the kernel
-# and returns them at once. OpenMP threads that spin for long while they wait make a step twenty
-# times slower if another process needs a core. Threads that sleep at once make a step up to a
-# seventh slower than in the full run, whose threads spin. Spinning for about 10 microseconds avoids
-# both.
+# and returns them at once. If waiting OpenMP threads spin for long, a step becomes twenty times
+# slower when another process needs a core. If they sleep at once, a step takes up to a seventh
+# longer than in the full run, whose threads spin. GOMP_SPINCOUNT lets threads spin for about 10
+# microseconds, which avoids both slowdowns.
 ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -22,7 +22,8 @@ ON_CPU = {
     "GOMP_SPINCOUNT": "3000",
 }
 ALWAYS_SET = {
-    ALLOCATOR_VARIABLE: ALLOCATORS["expandable"],  # each probe sets its own value
+    # The value at the start; each probe then sets its own.
+    ALLOCATOR_VARIABLE: ALLOCATORS["expandable"],
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
@@ -60,13 +61,13 @@ PASSED_ON_PREFIXES = (
     *("WANDB_", "MLFLOW_", "TRACKIO_", "TENSORBOARD_"),
 )
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CRED|PASS|PWD|AUTH", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"://\S*@")  # a URL with a password
+SECRET_VALUE = re.compile(r"://\S*@")  # the start of a URL that contains a user's name or password
 
 
 def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
     """Return the parent's variables that a training process needs, and the variables in `named`.
 
-    Variables that look like secrets are left out, unless `named` has them.
+    A variable that looks like a secret is left out, unless `named` contains its name.
     """
     needed = {
         name
@@ -80,7 +81,7 @@ def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str,
 def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
     """Return the environment of a worker on `device` ("cuda" or "cpu").
 
-    Raises EnvironmentProblem if another user could change the code that torch has compiled.
+    Raises EnvironmentProblem if another user could write to torch's cache of compiled code.
     """
     try:
         caches = compile_caches(parent)

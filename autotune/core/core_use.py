@@ -1,7 +1,7 @@
-"""Measures the processor time of this process with its descendants, and of all other processes.
+"""Measures processor time: of this process and its descendants, and of all other processes.
 
-It reads Linux's /proc and imports no torch. On a virtual machine, time that the hypervisor gives to
-other machines counts too.
+It reads Linux's /proc and imports no torch. On a virtual machine, processor time that the
+hypervisor gives to other machines counts as used by other processes.
 """
 
 import os
@@ -26,7 +26,7 @@ IDLE = ("idle", "iowait")
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """The processor time used so far, by all processes on usable cores and by our process tree."""
+    """Counters of used processor time: all processes on usable cores, and our process tree."""
 
     at_s: float
     all_s: float
@@ -42,7 +42,7 @@ class CoreUse:
             return None
 
     def since(self, before: "CoreUse") -> tuple[float, float] | None:
-        """Return the mean numbers of cores that we and other processes used since `before`.
+        """Return the mean numbers of cores that our process tree and others used since `before`.
 
         The result is None if no time has passed.
         """
@@ -63,7 +63,7 @@ def _idle_s() -> float:
     """Return the idle seconds of the cores that this process may use.
 
     Linux measures idle time exactly, but samples busy time 100 to 1,000 times per second. Raises
-    ValueError if the system counts nothing, as in some sandboxes.
+    ValueError if all counters are 0, as in some sandboxes.
     """
     usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     idle = 0
@@ -81,12 +81,12 @@ def _idle_s() -> float:
 
 
 def _own_s() -> float:
-    """Return the processor seconds of this process and its descendants, including ended ones."""
+    """Return the processor seconds of this process and of its running and ended descendants."""
     total = 0
     for process in process_tree(os.getpid()):
         try:
             text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:  # the process has just ended; its parent's counters will have its time
+        except OSError:  # the process has just ended, and its time will be in its parent's counters
             continue
         # The name in parentheses may contain spaces. Fields 14 to 17 follow it.
         fields = text.rpartition(")")[2].split()

@@ -6,7 +6,7 @@ exceptions.
 
 from collections.abc import Iterable
 
-PREEMPTED = 75  # the exit code that requests another attempt later
+PREEMPTED = 75  # the exit code that tells the job system to start the command again later
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -21,7 +21,7 @@ class AutotuneError(Exception):
     """An error shown to the user as one message and one remedy, without a traceback."""
 
     exit_code = 1
-    explained: str | None = None  # the section of docs/errors.md that explains it
+    explained: str | None = None  # the section of docs/errors.md that explains the error
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class NothingFits(AutotuneError):
 
 
 class TooManyFailures(AutotuneError):
-    """Probes keep failing for reasons other than memory, so the machine is suspect."""
+    """Probes keep failing for other reasons than memory, so the machine may be faulty."""
 
     exit_code = 5
     explained = "too-many-failures"
@@ -66,11 +66,11 @@ class StorageError(AutotuneError):
 
     exit_code = 6
     explained = "storage"
-    lost = False  # True if the connection broke: the operation may or may not have happened
+    lost = False  # True if the connection broke, so it is unknown whether the operation was done
 
 
 class BudgetTooShort(AutotuneError):
-    """The budget ended before there was a result to report."""
+    """The study's time budget ended before any result existed."""
 
     exit_code = 7
     explained = "budget-too-short"

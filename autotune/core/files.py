@@ -1,4 +1,4 @@
-"""Reads users' YAML with line numbers, and writes files whole or not at all."""
+"""Reads users' YAML files with line numbers for errors, and writes files atomically."""
 
 import functools
 import os
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="BaseModel")
 
-MAX_BYTES = 2**20  # the largest configuration file
-# The most values in a user's file, with aliases expanded. Shipped files have fewer than a hundred.
+MAX_BYTES = 2**20  # the largest accepted configuration file, in bytes
+# The largest accepted number of values in a user's file, with YAML aliases expanded. Files that
+# come with the package have fewer than a hundred.
 MAX_VALUES = 10_000
 
 
 def load_yaml(text: str) -> Any:
-    """Load one YAML document safely, with libyaml's parser if it is built in (ten times faster).
+    """Load one YAML document safely; libyaml's parser, if PyYAML has it, is ten times faster.
 
-    Raises yaml.YAMLError or RecursionError. An impossible number or date raises ValueError.
+    Raises yaml.YAMLError for invalid YAML, RecursionError for deep nesting, and ValueError for an
+    impossible number or date.
     """
     import yaml
 
@@ -33,7 +35,8 @@ def load_yaml(text: str) -> Any:
         # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     except (AttributeError, IndexError, KeyError, TypeError):
-        # PyYAML raises these for tags such as `!!bool maybe`.
+        # PyYAML raises these exceptions for a value that contradicts its tag, such as `!!bool
+        # maybe`.
         raise yaml.YAMLError("a value does not match its YAML tag") from None
 
 
@@ -41,16 +44,16 @@ def load_yaml(text: str) -> Any:
 def load_data(package: str, name: str) -> Any:
     """Return the parsed `<name>.yaml` of one of our packages.
 
-    Callers share the result, so they must copy data before they return it.
+    All callers share the result, so a caller must copy the parts that it returns.
     """
     return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def shipped_files(inside: str, beside: str) -> dict[str, Path]:
-    """Return name -> path of the YAML files in a shipped folder, which a user may copy.
+    """Return name -> path of the YAML files in a folder that comes with the package.
 
-    In a wheel, the folder is `inside`, within the package. In a checkout, it is `beside`, next to
-    the package.
+    In an installed wheel, the folder is `inside`, a path within the package. In a checkout, it is
+    `beside`, a path next to the package.
     """
     package = Path(str(files("autotune")))
     folder = package / inside
@@ -62,7 +65,7 @@ def shipped_files(inside: str, beside: str) -> dict[str, Path]:
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 
-    Raises OSError for any other file, without waiting for the writer of a pipe.
+    Raises OSError for any other kind of file. A pipe without a writer raises it at once.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -74,7 +77,7 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a user's file. Raises UsageError unless it is regular and UTF-8 text."""
+    """Return the text of a user's file. Raises UsageError unless it is a regular UTF-8 file."""
     try:
         return read_regular(path, max_bytes).decode()
     except UnicodeDecodeError:
@@ -99,13 +102,14 @@ def refuse_special_files(directory: Path) -> None:
 def read_user_yaml(path: Path, model: type[M]) -> M:
     """Read and validate a YAML file that a user wrote.
 
-    Raises UsageError, with the line, if it is unreadable, not YAML, or does not match the model.
+    Raises UsageError, with line numbers, if the file is unreadable, is not YAML, or does not match
+    the pydantic model.
     """
     import yaml
     from pydantic import ValidationError
 
     text = read_user_text(path)
-    # Parse the text. The composed nodes keep the line numbers for later messages.
+    # Parse the text. `node` keeps the line numbers for messages about invalid values.
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None and _num_values(node, {}) > MAX_VALUES:
@@ -135,7 +139,8 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
         problems = []
         for item in error.errors()[:5]:
             message = item["msg"].removeprefix("Value error, ")
-            # An error about the whole file has no location; its message starts with the wrong key.
+            # An error about the whole file has no location, but its message starts with the wrong
+            # key, which gives the line.
             line = _line_of(node, item["loc"] or (message.partition(" ")[0],))
             where = ".".join(str(part) for part in item["loc"]) or "the file"
             problems.append(f"{path}:{line}: {where}: {message}")
@@ -151,7 +156,7 @@ def _num_values(node: Any, known: dict[int, int]) -> int:
 
     if id(node) in known:
         return known[id(node)]
-    known[id(node)] = MAX_VALUES  # a node that is met again during its own count contains itself
+    known[id(node)] = MAX_VALUES  # if a node contains itself, its count is too large
 
     children = []
     if isinstance(node, yaml.MappingNode):
@@ -172,7 +177,7 @@ def _num_values(node: Any, known: dict[int, int]) -> int:
 
 
 def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
-    """Return the 1-based line of the deepest part of `loc` that exists in the YAML tree."""
+    """Return the 1-based line of the key path `loc`, or of its longest prefix in the YAML tree."""
     line = 1 if node is None else node.start_mark.line + 1
     for part in loc:
         children = getattr(node, "value", None)
@@ -194,7 +199,7 @@ def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError on `path` into a StorageError that names it."""
+    """Turn an OSError inside the block into a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -205,12 +210,12 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
-    """Write `text` to `path` by rename.
+    """Write `text` to a temporary file, and rename it to `path`.
 
-    A reader, a crash or a power cut never leaves half a file. A device or a pipe is opened and
-    written, because a rename by root could replace /dev/null.
+    So `path` never holds half a file, even after a crash or a power cut. A device or a pipe is
+    written directly, because a rename by root could replace /dev/null.
     """
-    mode = 0o777 if executable else 0o666  # less the umask
+    mode = 0o777 if executable else 0o666  # the umask removes bits
 
     with write_errors(path):
         is_device = path.is_relative_to("/dev")  # such as /dev/stdout, a link to a file
@@ -238,7 +243,7 @@ def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the entries of a directory are on disk, if the file system supports it."""
+    """Wait until a directory's list of files is on disk, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,7 +1,7 @@
-"""Computes how a model's processor represents an image: pixels for the vision tower, and tokens.
+"""Computes the pixel values and the number of tokens that represent an image in a model.
 
-The rules follow transformers' image processors, with the values published for each model. No image
-is read.
+The rules follow transformers' image processors, with the settings that each model's authors
+published. Only the image's size is needed; no image is read.
 """
 
 import math
@@ -11,23 +11,24 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 
-# The least and the greatest number of pixels of an image, from Qwen2.5-VL's
+# The least and the greatest number of pixels of a scaled image, from Qwen2.5-VL's
 # preprocessor_config.json.
 QWEN_PIXELS = (56 * 56, 16384 * 28 * 28)
-TILES_A_SIDE = 4  # tiles along the longest edge, for SmolVLM and Idefics 3
-MOST_SIDE = 4096  # the largest side in pixels before an image is cut into tiles
-MOST_RATIO = 200  # the largest ratio of the sides of an image, for Qwen2.5-VL
-TEXT_TAG = 7  # tokens of a tag such as <row_1_col_1> split as text (SmolVLM's authors)
+TILES_A_SIDE = 4  # the number of tiles along an image's longer side, for SmolVLM and Idefics 3
+MOST_SIDE = 4096  # the largest side in pixels of a scaled image that is cut into tiles
+MOST_RATIO = 200  # the largest accepted ratio of an image's sides, for Qwen2.5-VL
+# The tokens of a tag such as <row_1_col_1> if it is tokenised as text (SmolVLM's authors).
+TEXT_TAG = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image as a model gets it.
+    """An image in the form that a model gets.
 
-    In a row of tokens, `tokens` placeholders represent the image, with `beside` other tokens around
-    and between them. `pixels` is the shape of the pixel values: (images or tiles, channels, height,
-    width). For a model that cuts images into patches, it is (patches, values per patch), and `grid`
-    is the number of patches: (frames, rows, columns).
+    In a row of tokens, `tokens` placeholders represent the image, and `beside` other tokens, such
+    as markers, are around and between them. `pixels` is the shape of the pixel values: (images or
+    tiles, channels, height, width). For a model that cuts images into patches, it is (patches,
+    values per patch), and `grid` is the number of patches: (frames, rows, columns).
     """
 
     tokens: int
@@ -37,7 +38,7 @@ class Picture:
 
     @property
     def length(self) -> int:
-        """The number of tokens that represent the image, including the other tokens."""
+        """The number of tokens that the image takes in a row: placeholders and other tokens."""
         return self.tokens + self.beside
 
 
@@ -64,7 +65,7 @@ def parse_size(text: str) -> tuple[int, int]:
 def picture_of(
     config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any] | None = None
 ) -> Picture:
-    """Return an image of this size for the model with this transformers config.
+    """Return an image of this size, in the form that a model with this transformers config gets.
 
     `processor` is the content of its preprocessor_config.json; by default, the published values
     apply. Raises UsageError for a model of another family, and for an image that the processor
@@ -89,7 +90,8 @@ def _patches(
 ) -> Picture:
     """Cut an image into patches, for Qwen2.5-VL.
 
-    Each side is scaled to a multiple of a merged patch's side, within the limits for the pixels.
+    The image is scaled so that each side is a multiple of a merged patch's side, and the number of
+    pixels is within the limits.
     """
     vision = config["vision_config"]
     patch = vision.get("patch_size", 14)
@@ -124,9 +126,10 @@ def _patches(
 def _square(
     config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]
 ) -> Picture:
-    """Scale every image to one square, for Gemma 3.
+    """Scale an image to a square of fixed size, for Gemma 3.
 
-    Two tokens stand on each side of the image's tokens: a line break and a marker.
+    There are two more tokens before the image's tokens, and two after them: a line break and a
+    marker.
     """
     if processor.get("do_pan_and_scan"):
         raise UsageError(
@@ -141,7 +144,7 @@ def _square(
 def _tiles(
     config: Mapping[str, Any], width: int, height: int, processor: Mapping[str, Any]
 ) -> Picture:
-    """Cut the scaled image into square tiles, row by row, for SmolVLM and Idefics 3.
+    """Scale an image and cut it into rows of square tiles, for SmolVLM and Idefics 3.
 
     One more tile at the end shows the whole image.
     """
@@ -167,13 +170,13 @@ def _tiles(
     each = (tile // vision["patch_size"]) ** 2 // config.get("scale_factor", 2) ** 2
     number = rows * columns + 1
 
-    # A vocabulary with tokens for the tags of tiles has them after the image token. In other
-    # vocabularies the tags are text.
+    # A vocabulary may have one token for each tag of a tile, after the image token. In other
+    # vocabularies, tags are tokenised as text.
     text = config.get("text_config") or {}
     has_tags = (text.get("vocab_size") or 0) - config.get("image_token_id", 0) > 2
     tag = 1 if has_tags else TEXT_TAG
-    # A marker and a tag precede each tile, a line break ends each row of tiles, and a marker ends
-    # the image.
+    # Before each tile are a marker and a tag, after each row of tiles is a line break, and after
+    # the image is a marker.
     beside = number * (1 + tag) + rows + 1
     pixels = (number, vision.get("num_channels", 3), tile, tile)
     return Picture(tokens=number * each, beside=beside, pixels=pixels)

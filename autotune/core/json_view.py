@@ -1,10 +1,10 @@
-"""Converts a frozen value to JSON data, and derives the form of that data from the value's types.
+"""Converts a dataclass to JSON data, and derives the data's form from the dataclass's types.
 
-Each key is therefore defined once. A dataclass becomes an object with all of its fields, or with
-the keys in its `JSON` attribute. Such a key refers to a field, a property or a method without
-arguments by its path from the value ("task.model.name", "config.label()"). If a part of the path is
-None, the result is None. If `JSON` is a single path, the data at the end of the path replaces the
-whole value.
+So each JSON key is defined only once. A dataclass becomes an object with all of its fields, or with
+the keys in its `JSON` attribute. Each key in `JSON` has a path from the value to a field, a
+property or a method without arguments ("task.model.name", "config.label()"). If a part of the path
+is None, the key's value is None. If `JSON` is a single path, the data at the end of the path
+replaces the whole object.
 """
 
 import types
@@ -21,40 +21,41 @@ from autotune.core.serialization import to_data
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A path to a value that is shown in its stored form, with all fields (`to_data`)."""
+    """A path to a value that becomes JSON as it is stored: with all fields, by `to_data`."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A path to a value, or to a sequence of values, that is shown with `keys`."""
+    """A path to a value, or to a sequence of values, that becomes JSON with `keys` only."""
 
     path: str
     keys: dict[str, Any]
 
 
 ALL = "*"
-Keys = dict[str, Any]  # the shown key -> a path, None (the key is the path), Native, View or Keys
+# The JSON key -> a path, None (the key is also the path), Native, View or Keys.
+Keys = dict[str, Any]
 
 
 def keys(*names: str, **renamed: Any) -> Keys:
-    """Return keys for `names`, each its own path, and for `renamed`, given as key=path."""
+    """Return Keys: each of `names` is a key and its path, and `renamed` is key=path."""
     return dict.fromkeys(names, None) | renamed
 
 
 def also(*names: str, **renamed: Any) -> Keys:
-    """Return keys for all fields of the dataclass, and the given keys."""
+    """Return Keys with all fields of the dataclass, and with the keys of these arguments."""
     return {ALL: None} | keys(*names, **renamed)
 
 
 def also_native(*names: str, **renamed: Any) -> Keys:
-    """Return keys for all fields of the dataclass in their stored form, and the given keys."""
+    """Return Keys like `also`, but the dataclass's fields have their stored form (Native)."""
     return {ALL: Native(ALL)} | keys(*names, **renamed)
 
 
 def under(prefix: str, shown: Keys) -> Keys:
-    """Return the keys with `prefix` before each path."""
+    """Return the same keys with `prefix` and a dot before each path."""
     return {key: _under(prefix, path or key) for key, path in shown.items()}
 
 
@@ -84,7 +85,7 @@ def json_data(value: Any) -> Any:
 
 
 def json_form(kind: Any) -> Any:
-    """Return the form of `json_data` for this type, as a type that pydantic checks."""
+    """Return the form that `json_data` gives a value of this type, as a type for pydantic."""
     origin = get_origin(kind)
     arguments = get_args(kind)
 
@@ -110,7 +111,7 @@ def json_form(kind: Any) -> Any:
 
 
 def _shown(kind: type) -> Keys | str:
-    """Return the keys of a dataclass, or the path to the value that replaces it."""
+    """Return the JSON keys of a dataclass, or the path to the value that replaces the object."""
     shown: Keys | str | None = getattr(kind, "JSON", None)
     if isinstance(shown, str):
         return shown
@@ -118,7 +119,7 @@ def _shown(kind: type) -> Keys | str:
 
 
 def _expanded(kind: type, shown: Keys) -> Keys:
-    """Return the keys, with all fields of the dataclass in place of `ALL`."""
+    """Return the keys `shown`, with all fields of the dataclass in place of the key `ALL`."""
     if ALL not in shown:
         return shown
     names = [field.name for field in fields(kind)]
@@ -198,7 +199,7 @@ def _viewed_form(name: str, kind: Any, shown: Keys) -> Any:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Return the type at the end of a path, with None if a part of the path may be None."""
+    """Return the type at the end of a path; it includes None if a part of the path may be None."""
     may_be_none = False
     for step in path.split("."):
         parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
@@ -209,7 +210,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _type_of(owner: type, step: str) -> Any:
-    """Return the type of one field, property or method."""
+    """Return the type of a field or property, or of a method's result, by its name `step`."""
     found = getattr(owner, name := step.removesuffix("()"), None)
     if isinstance(found, property):
         return get_type_hints(found.fget)["return"]

@@ -1,8 +1,8 @@
-"""The knob registry: `knobs.yaml` has one row for each knob, with the program's knowledge about it.
+"""The knob registry: `knobs.yaml` has one row for each knob, with all properties of the knob.
 
 Checks, canonical form, search moves, preferences, memory comparison, labels and reports are derived
-from these rows. `probe` implements the effect of a knob on a training run, and `export` has its
-spelling in other tools.
+from these rows. `probe` implements the effect of a knob on a training run, and `export` knows the
+knob's name in other tools.
 """
 
 import math
@@ -18,11 +18,12 @@ Form = Literal["choice", "boolean", "integer", "checkpointing", "modules"]
 Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
 
 MAX_INTEGER = 2**24
-# The end of a module's path. A single name must contain "_" or ".", because a mistyped choice would
-# pass as a module name otherwise.
+# The end of a module's path. If a value has only one name, the name must contain "_" or ".", so
+# that a mistyped choice is not taken for a module.
 _MODULE = re.compile(r"\w{1,80}(?:\.\w{1,80}){0,8}")
 _SINGLE = re.compile(r".*[_.].*")
-# The share of its activations that a compiled layer may keep, for each value of `checkpointing`.
+# For each selective value of `checkpointing`, the share of its activations that a compiled layer
+# may keep.
 SELECTIVE = {"selective_80": 0.8, "selective_50": 0.5, "selective_30": 0.3}
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
@@ -35,43 +36,48 @@ class KnobSpec:
         name: The field of `TrainConfig`.
         label: A few plain words for tables and headings; by default, the words of the name.
         description: One sentence on the knob's effect.
-        form: The kind of values. A choice is one of `choices`. An integer is 1 to `MAX_INTEGER`.
-            Modules are one of `choices`, or module names separated by commas.
-        default: The value if a configuration does not set the knob; if omitted, the first choice or
-            false. If the default is not a choice, an active knob takes the first choice instead.
-        affects: The quantities that the knob changes. `weights` is the size of the base model or of
-            its adapters, apart from their rank. `micro_time` is the time of a micro batch, and
-            `rest_of_step` the time of the optimizer step after the micro batches. `depth_error` is
-            the error of a time extrapolated from few layers. `learning` is the training result.
-        active_when: The value, or list of values, that each of these other knobs must have for this
+        form: The kind of values. The value of a choice is one of `choices`. An integer is from 1 to
+            `MAX_INTEGER`. The value of `modules` is one of `choices`, or module names separated by
+            commas.
+        default: The value if a configuration does not set the knob. If omitted, it is the first
+            choice, or false for a boolean. If the default is not among the choices, a knob that has
+            an effect takes the first choice instead.
+        affects: The quantities that the knob changes. `weights` is the size of the base model, or
+            of adapters of one rank. `micro_time` is the time of a micro batch, and `rest_of_step`
+            the time of the optimizer step after the micro batches. `depth_error` is the error of a
+            time extrapolated from few layers. `learning` is the training result.
+        active_when: Other knobs, each with the value, or list of values, that it must have for this
             knob to have an effect.
         never_with: Values of other knobs that make this knob ineffective.
         inactive: The value of the knob while it has no effect; if omitted, `default`.
-        impossible_with: For each value, the values of other knobs that exclude it. The next choice
-            then takes its place.
+        impossible_with: For each value, the values of other knobs that exclude it. An excluded
+            value is replaced by the next choice.
         listed_at_default: Whether a configuration's data (`as_dict`) includes the knob at its
             default. False for knobs added later, so that older configurations keep their digests.
         listed_when_inactive: Whether a configuration's data includes the knob while it has no
-            effect. Changing this flag changes digests, so stored probes would not be found.
-        required: The message if the knob is active and its value is None.
+            effect. A change of this flag changes digests, so the results of stored probes are no
+            longer found.
+        required: The error message if the knob has an effect but its value is None.
         choices: The possible values of a choice; a boolean has true and false.
         fastest_first: The values from fastest to slowest, if they differ in speed.
-        leanest_first: The values from least to most memory. If omitted, larger numbers need more,
-            and true needs more than false.
-        capability_priority: The rank of the knob when comparing how much two configurations can
-            learn; rank 1 is compared first.
-        least_capable_first: Groups of equally capable values. If omitted, larger numbers are more
-            capable, and true is more capable than false.
+        leanest_first: The values from least to most memory. If omitted, larger numbers need more
+            memory, and true needs more than false.
+        capability_priority: The position of the knob when two configurations are compared by how
+            much they can learn; 1 is compared first.
+        least_capable_first: Groups of values that let a model learn equally well, the worst group
+            first. If omitted, a model can learn more with larger numbers, and with true than with
+            false.
         surely_leanest_first: Groups of values, least memory first. A value surely needs at least
             the memory of all values in its own group and in earlier groups. Values outside the
             groups are comparable only with themselves.
-        separates_results: Whether reports list the best configuration of each value separately.
-        distance_weight: The weight of a change of the knob in the distance of two configurations;
-            for an integer, the weight of each doubling. Learning knobs weigh more, because their
-            changes cost the user more.
+        separates_results: Whether reports list the best configuration for each value of the knob.
+        distance_weight: The weight of the knob in the distance of two configurations; for an
+            integer, the weight of each doubling. Knobs that change the training result have larger
+            weights, because users dislike their changes more.
         tag: The format of a non-default value in a configuration's label, or None to omit the knob.
         tag_order: The position among the tags of a label, lowest first.
-        phrases: The words that describe each value in a report; a missing value needs no words.
+        phrases: The words that describe each value in a report. A value without words is not
+            described.
     """
 
     name: str
@@ -108,7 +114,7 @@ class KnobSpec:
 
     @property
     def default_stays(self) -> bool:
-        """Whether the knob keeps its default for all values of the other knobs."""
+        """Whether a knob at its default keeps it for all values of the other knobs."""
         always_possible = self.default not in (None, *self.impossible_with)
         return always_possible and self.inactive is None and not self.required
 
@@ -154,7 +160,7 @@ class KnobSpec:
         return len(names) > 1 or bool(_SINGLE.fullmatch(names[0]))
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
-        """Whether the knob has an effect with these values of all knobs."""
+        """Return whether the knob has an effect, given the values of all knobs."""
         # Most knobs have no conditions. This method runs for thousands of configurations.
         if not self.never_with and not self.active_when:
             return True
@@ -163,13 +169,14 @@ class KnobSpec:
         return all(_is_among(values[name], wanted) for name, wanted in self.active_when.items())
 
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
-        """Return the value, or the next choice that is possible with these values of all knobs.
+        """Return the value, or the next possible choice, given the values of all knobs.
 
-        Module names are returned sorted.
+        A list of module names is returned in sorted order.
         """
         if self.form == "modules":
             return ",".join(sorted(set(_names_in(value))))
-        # Most knobs have no impossible values. This method runs for thousands of configurations.
+        # Most knobs have no impossible values, so the first test is cheap. This method runs for
+        # thousands of configurations.
         while self.impossible_with and any(
             _is_among(values[name], excluded)
             for name, excluded in self.impossible_with.get(value, {}).items()
@@ -196,15 +203,16 @@ class KnobSpec:
     def memory_rank(self, value: Any) -> Any:
         """Return a sort key, smallest for the value that needs the least memory."""
         if self.form == "checkpointing":
-            # A budget of one half keeps as much as checkpointing every second layer.
+            # Selective recomputation that keeps half of the activations ranks like checkpointing of
+            # every second layer.
             share = 1 / (1 - SELECTIVE[value]) if value in SELECTIVE else checkpoint_every(value)
             return share or math.inf, value != "offload"
-        if self.form == "modules":  # the memory of custom names is unknown
+        if self.form == "modules":  # with custom module names, the memory is unknown
             return self.leanest_first.index(value) if value in self.leanest_first else 0
         return self.leanest_first.index(value) if self.leanest_first else value
 
     def capability_rank(self, value: Any) -> float:
-        """Return a number that grows with the model's capability, 0 if the value is None."""
+        """Return a number that is larger if the model can learn more; 0 if the value is None."""
         if self.least_capable_first:
             return _group_of(value, self.least_capable_first) or 0
         return float(value or 0)
@@ -212,7 +220,7 @@ class KnobSpec:
     def surely_needs_at_least(self, value: Any, other: Any) -> bool:
         """Return whether `value` surely needs at least as much memory as `other`.
 
-        False if they cannot be compared.
+        The result is False if the two cannot be compared.
         """
         if value == other or "memory" not in self.affects:
             return True

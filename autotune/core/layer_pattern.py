@@ -5,7 +5,7 @@ from typing import Any
 
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """Return the prefix and the period of a sequence, with the smallest sum of the two.
+    """Return the prefix and the period of a sequence; their sum is as small as possible.
 
     After `prefix` items, the next `period` items repeat until the end of the sequence. The period
     is None unless its items occur at least twice.

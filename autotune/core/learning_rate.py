@@ -1,13 +1,14 @@
-"""Common learning rates, for users without the weights or examples that `autotune learn` needs.
+"""Usual learning rates, for users who lack the weights or examples that `autotune learn` needs.
 
-The rates hold for any rank, because adapters are scaled by a constant divided by the rank
-(`TrainConfig.lora_alpha`). With that scale, the best rate hardly depends on the rank (Schulman et
-al., LoRA Without Regret, 2025).
+The learning rates hold for any LoRA rank. The output of an adapter is multiplied by a constant
+divided by the rank (`TrainConfig.lora_alpha`), and the best learning rate then hardly depends on
+the rank (Schulman et al., LoRA Without Regret, 2025).
 """
 
 from autotune.core.objective import Objective
 
-# QLoRA (Dettmers et al., 2023, table 9) halves the usual rate for 33B and 65B, at every rank.
+# For models above this size, the learning rate is halved. QLoRA (Dettmers et al., 2023, table 9)
+# halves it for 33B and 65B, at every rank.
 LARGE = 20e9  # parameters
 _USUAL = {"lora": 2e-4, "full": 1e-5}
 # From the example commands in TRL 1.16's scripts. The script for KTO uses one rate for both
@@ -17,14 +18,14 @@ _BY_TRL = {
     (Objective.DPO, "full"): 5e-7,
     (Objective.KTO, "lora"): 5e-7,
     (Objective.KTO, "full"): 5e-7,
-    (Objective.REWARD, "lora"): 1e-4,  # the default of its RewardConfig
+    (Objective.REWARD, "lora"): 1e-4,  # the default of TRL's RewardConfig
 }
 
 
 def default_learning_rate(
     method: str, objective: Objective = Objective.SFT, params: int | None = None
 ) -> float:
-    """Return the usual rate of a method, lora or full, for a model with `params` parameters."""
+    """Return the usual learning rate of a method, lora or full, for `params` model parameters."""
     if (rate := _BY_TRL.get((objective, method))) is not None:
         return rate
     if method == "lora" and (params or 0) >= LARGE:

@@ -9,9 +9,10 @@ ALL_LINEAR: str = KNOBS["lora_targets"].default
 def target_modules(model_type: str, targets: str) -> list[str] | None:
     """Return the ends of the module paths for a value of the knob `lora_targets`.
 
-    `model_type` is transformers' name of the model family. For all linear layers except the head,
-    the result is None, or a list if PEFT refuses adapters on some layers of the family. The result
-    is empty if the family has no such layers.
+    `model_type` is transformers' name of the model family. If adapters are on all linear layers
+    except the head, the result is None: PEFT finds these layers. If PEFT refuses adapters on some
+    layers of the family, the result lists the others. The result is empty if the family has no
+    layer of this kind.
     """
     if targets not in KNOBS["lora_targets"].choices:
         return targets.split(",")
@@ -21,12 +22,12 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
 
 
 def saved_modules(model_type: str, saved: str) -> list[str] | None:
-    """Return the ends of the module paths for a value of `modules_to_save`; `none` gives None."""
+    """Return the ends of the module paths for a value of `modules_to_save`, or None for `none`."""
     table = load_data("autotune.core", "lora_targets")["ends"]
     ends: list[str] = table.get(model_type, ["embed_tokens", "lm_head"])
     return {"none": None, "embedding": ends[:1], "head": ends[1:]}.get(saved, ends)
 
 
 def has_own_names(model_type: str) -> bool:
-    """Return whether the table lists this type's module names; otherwise the usual names apply."""
+    """Return whether the table lists this type's module names instead of the usual ones."""
     return model_type in load_data("autotune.core", "lora_targets")

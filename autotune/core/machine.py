@@ -8,9 +8,10 @@ from tempfile import TemporaryFile
 
 from autotune.core.units import MIB, gib
 
-CGROUP = Path("/sys/fs/cgroup")  # cgroup version 2; in a container, it has the container's limits
+# The files of cgroup version 2; in a container, they contain the container's limits.
+CGROUP = Path("/sys/fs/cgroup")
 CHUNK_BYTES = 8 * MIB
-# The write test writes this many bytes, or fewer if the disk takes longer than AT_MOST_S.
+# The test of the disk writes WRITTEN_BYTES bytes, but stops after AT_MOST_S seconds.
 WRITTEN_BYTES = 256 * MIB
 AT_MOST_S = 3.0
 CPUINFO = Path("/proc/cpuinfo")
@@ -28,24 +29,24 @@ def processor_name(path: Path = CPUINFO) -> str:
 
 @functools.cache
 def multiplies_bf16(path: Path = CPUINFO) -> bool:
-    """Return whether the processor multiplies bf16 about as fast as fp32.
+    """Return whether bf16 matrix products are about as fast as fp32 products on this processor.
 
-    The answer follows from the features that /proc/cpuinfo lists, and is false without a list.
+    The result depends on the features in /proc/cpuinfo, and is false if the file lists no features.
     """
-    # On x86 the list is called flags, on Arm features.
+    # /proc/cpuinfo calls the list "flags" on x86 and "features" on Arm.
     features = set((_cpuinfo(path, "flags") or _cpuinfo(path, "features")).split())
     return any(needed <= features for needed in BF16_FEATURES)
 
 
 def num_cores(cgroup: Path = CGROUP) -> float:
-    """Return the number of processors that this process may use; in a container, it may be 0.5."""
+    """Return the number of processors that this process may use; it may be a fraction."""
     cores = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit(cgroup / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
 
 
 def host_memory_gib(cgroup: Path = CGROUP) -> float:
-    """Return the memory that this process may use."""
+    """Return the host memory in GiB that this process may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _limit(cgroup / "memory.max")
     return gib(min(total, int(limit)) if limit.isdigit() else total)
@@ -54,8 +55,8 @@ def host_memory_gib(cgroup: Path = CGROUP) -> float:
 def disk_mb_s(directory: Path) -> float | None:
     """Return the MB/s at which a file in `directory` reaches the disk, or None if writing fails.
 
-    The file has no name, so the kernel removes it even if this process is killed. Its bytes are
-    random, because some disks compress.
+    The file has no name, so the kernel removes it even if this process is killed. The written bytes
+    are random, because some disks compress data.
     """
     chunk = os.urandom(CHUNK_BYTES)
     try:
@@ -74,7 +75,7 @@ def disk_mb_s(directory: Path) -> float | None:
 
 
 def _cpuinfo(path: Path, key: str) -> str:
-    """Return the first value of a key, in upper or lower case, or "" if the key is missing."""
+    """Return the first value of a key, ignoring the key's case, or "" if the key is missing."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     pairs = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in pairs if name.strip().lower() == key), "")

@@ -2,14 +2,15 @@
 
 from autotune.core.parallelism import Parallelism
 
-# NCCL's memory outside torch's allocator, measured with 2 ranks on an H200 and 4 ranks on H100s.
-# Other projects report 0.7 GiB on four A100s and 1.06 GB on eight H100s.
+# NCCL's GiB on each GPU, outside torch's allocator. NCCL_OF_4_GIB is for groups of up to 4 GPUs,
+# measured with 2 ranks on H200s and 4 ranks on H100s. NCCL_GIB is for larger groups. Other projects
+# report 0.7 GiB on four A100s and 1.06 GB on eight H100s.
 NCCL_OF_4_GIB = 0.76
 NCCL_GIB = 1.0
 
 
 def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: float = 0.0) -> float:
-    """Return the memory for tensors: the cap, less its reserved fraction and `taken_gib`.
+    """Return the memory for tensors: `cap_gib` minus its reserved fraction and `taken_gib`.
 
     `taken_gib` is the CUDA context and managed memory. The result may be negative.
     """
@@ -19,8 +20,8 @@ def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: floa
 def nccl_of(parallelism: Parallelism) -> float:
     """Return NCCL's memory on each GPU.
 
-    Each GPU is in a group with the other shards of its copy, and in a group with the same shard of
-    the other copies.
+    NCCL needs memory for each group of a GPU. One group has the GPUs of the same copy of the model,
+    and the other has the GPUs that hold the same shard in other copies.
     """
     return sum(
         nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1

@@ -1,4 +1,4 @@
-"""The profile of one micro batch: the device's time by kernel class and by part of the model.
+"""The profile of one micro batch: the device's time by kind of kernel and by part of the model.
 
 Processes exchange the profile as JSON. Times are seconds on the device; an unknown value is None.
 """
@@ -37,8 +37,8 @@ class Part(StrEnum):
 class Stage(StrEnum):
     """The stage of a training step.
 
-    Recomputation by checkpointing has its own stage, except in compiled layers, which count it as
-    backward.
+    Recomputation by checkpointing is a separate stage. In compiled layers, recomputation counts as
+    part of the backward pass.
     """
 
     FORWARD = "forward"
@@ -49,9 +49,9 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledWork:
-    """The total of all kernels of one class, for one part and one stage.
+    """The total seconds and number of kernels of one class, in one part and one stage.
 
-    `part` is None if compiled code hides it.
+    `part` is None if compiled code hides the part of the model.
     """
 
     part: Part | None
@@ -63,9 +63,9 @@ class ProfiledWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTotal:
-    """The total of all kernels with one name.
+    """The total seconds and number of all kernels with one name.
 
-    `fuses` names the operators that a kernel of Inductor combines, as the kernel's name lists them.
+    `fuses` has the operators that a kernel of Inductor combines; the kernel's name lists them.
     """
 
     name: str
@@ -82,8 +82,8 @@ class MicroBatchProfile:
     `micro_s` is the time of the micro batch without profiling, and `profiled_s` with profiling.
     `busy_s` is the time within the micro batch during which a GPU ran any kernel. On a CPU
     (`on_gpu` is false), it is the total time of all operators. `longest` has the kernel names with
-    the longest times. `loader_rows_per_s` is the number of rows per second that the data loader
-    makes from tokenised examples.
+    the largest total times. `loader_rows_per_s` is the speed of the data loader: the rows per
+    second that it makes from tokenised examples.
     """
 
     on_gpu: bool
@@ -109,5 +109,5 @@ class MicroBatchProfile:
 
     @property
     def idle_s(self) -> float:
-        """The device's idle time in a micro batch without profiling, mostly due to the host."""
+        """The device's idle time in an unprofiled micro batch; mostly, it waits for the host."""
         return max(self.micro_s - self.busy_s, 0.0)

@@ -1,6 +1,6 @@
 """Reads the NVIDIA GPUs of this machine through NVML, without torch.
 
-The values are memory, the processes that use it, clocks, power and throttling. No setting of a card
+It reads memory, the processes that use memory, clocks, power and throttling. No setting of a card
 is ever changed. A value that the driver does not report is None.
 """
 
@@ -16,8 +16,8 @@ from autotune.core.units import gib
 
 T = TypeVar("T")
 
-# Bits of nvmlDeviceGetCurrentClocksEventReasons. A power cap is normal on small cards; the other
-# reasons are faults.
+# Bits of nvmlDeviceGetCurrentClocksEventReasons, the reasons for a low clock rate. A power cap is
+# normal on small cards; the other reasons are faults.
 THROTTLE_REASONS = {
     0x4: "power cap",
     0x8: "hardware slow-down",
@@ -29,7 +29,7 @@ THROTTLE_REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process that holds memory of a card."""
+    """A process that holds memory on a card."""
 
     pid: int
     name: str | None
@@ -38,7 +38,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
-    """The values of one card that NVML reports."""
+    """The values that NVML reports for one card."""
 
     index: int
     uuid: str
@@ -51,7 +51,7 @@ class GpuInfo:
 
 
 class Nvml:
-    """One card, opened by UUID or index with `open`, which returns None without a driver."""
+    """A connection to one card, which `open` makes."""
 
     def __init__(self, handle: Any, driver: str | None) -> None:
         self._handle = handle
@@ -61,7 +61,7 @@ class Nvml:
     def open(cls, card: int | str | None = None) -> "Nvml | None":
         """Open the card with this index or UUID, by default the first visible one.
 
-        The UUID may lack its 'GPU-' prefix. Returns None without a driver or such a card.
+        The UUID may lack its 'GPU-' prefix. Returns None if there is no driver or no such card.
         """
         if not has_driver():
             return None
@@ -83,7 +83,7 @@ class Nvml:
             return None
 
     def info(self, index: int = 0) -> GpuInfo:
-        """Return the card's name, memory and processes; `index` is only copied to the result."""
+        """Return the card's name, memory and processes. The result contains `index` unchanged."""
         import pynvml
 
         # In version 2 of this call, the used memory excludes the memory that the driver reserves.
@@ -105,9 +105,9 @@ class Nvml:
         return _quiet(lambda: self.info().used_gib)
 
     def used_by_process_gib(self, pid: int) -> float | None:
-        """Return the memory of one process, or None if the driver hides it.
+        """Return the GiB of the card that one process uses, or None if the driver hides it.
 
-        The driver hides the memory from containers that have their own process ids.
+        The driver hides the memory of processes from a container that has its own process ids.
         """
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)
 
@@ -122,7 +122,7 @@ class Nvml:
         return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
     def sample(self) -> Telemetry:
-        """Read all sensors; energy is counted from the moment at which the driver was loaded."""
+        """Read all sensors. The energy is the total since the driver was loaded."""
         import pynvml
 
         handle = self._handle
@@ -147,9 +147,9 @@ class Nvml:
     def use_by_others(self, since_s: float, own: Collection[int]) -> float | None:
         """Return the mean share of the card's time that processes other than `own` used.
 
-        It covers the time since `since_s`, in seconds since 1970. Returns None if the driver does
-        not report `own` processes although they use the card, because it then hides other processes
-        too.
+        The mean covers the time since `since_s`, in seconds since 1970. The processes in `own` use
+        the card, so the result is None if the driver reports none of them: it then hides other
+        processes too.
         """
         import pynvml
 
@@ -157,7 +157,7 @@ class Nvml:
         samples = _quiet(lambda: pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_us))
         shares: dict[int, list[float]] = {}
         for sample in samples or []:
-            if sample.smUtil <= 100:  # some drivers leave entries that are not set
+            if sample.smUtil <= 100:  # above 100, the driver has not set the entry
                 shares.setdefault(sample.pid, []).append(sample.smUtil / 100)
 
         if not shares.keys() & set(own):
@@ -183,7 +183,7 @@ class Nvml:
 def has_driver() -> bool:
     """Return whether NVIDIA's driver is installed.
 
-    Without the driver, pynvml (0.1 s to import) cannot read anything.
+    Without the driver, pynvml is useless, and its import would take 0.1 s.
     """
     import ctypes
 
@@ -220,8 +220,8 @@ def visible() -> list[int | str]:
 def first_visible() -> int | str:
     """Return the card that CUDA would call device 0, by index or UUID.
 
-    Without CUDA_VISIBLE_DEVICES it is card 0. The values "" and "-1", which hide all cards, are
-    returned unchanged: no card has such a name.
+    If CUDA_VISIBLE_DEVICES is not set, the result is card 0. Its values "" and "-1" hide all cards.
+    They are returned unchanged, and `Nvml.open` finds no card for them.
     """
     named = _named_cards()
     return 0 if named is None else named[0]
@@ -230,7 +230,7 @@ def first_visible() -> int | str:
 def _named_cards() -> list[int | str] | None:
     """Return the entries of CUDA_VISIBLE_DEVICES, or None if it is not set.
 
-    There is at least one entry, which may be empty.
+    The list has at least one entry; an empty variable gives one empty entry.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:

@@ -1,11 +1,11 @@
 """The objective of a training run.
 
-It determines the model's head, the number of rows per example, and the training loop.
+The objective determines the model's head, the number of rows per example, and the training loop.
 """
 
 from enum import StrEnum
 
-# Objectives that users ask for, with the reason why each is missing.
+# Objectives that users ask for but autotune does not support, each with the reason.
 NOT_OFFERED = {
     "grpo": "it generates answers during training, which no probe does",
     "ppo": "it generates answers during training, which no probe does",
@@ -22,16 +22,19 @@ class Objective(StrEnum):
     """
 
     SFT = "sft"  # predicts the next token
-    # Pairs of a chosen and a rejected answer, compared with the untrained model.
+    # The examples are pairs of a chosen and a rejected answer. The loss compares the trained model
+    # with the untrained model.
     DPO = "dpo"
-    # Answers that are wanted or unwanted, compared with the untrained model.
+    # The examples are answers that are wanted or unwanted. The loss compares the trained model with
+    # the untrained model.
     KTO = "kto"
-    REWARD = "reward"  # pairs as in DPO; the chosen answer gets the higher score
-    CLASSIFICATION = "classification"  # texts with a label
+    # The examples are pairs as in DPO; the model learns to give the chosen answer the higher score.
+    REWARD = "reward"
+    CLASSIFICATION = "classification"  # the examples are texts with a label
 
     @property
     def trainers(self) -> tuple[str, ...]:
-        """The trainers for this objective, the usual one first."""
+        """The trainers that support this objective, the usual trainer first."""
         if self is Objective.SFT:
             return ("transformers", "trl")
         return ("transformers",) if self is Objective.CLASSIFICATION else ("trl",)
@@ -45,14 +48,15 @@ class Objective(StrEnum):
     def num_labels(self) -> int | None:
         """The number of values that the head computes for a row.
 
-        It is None if the head computes a value for each token of the vocabulary. Two labels stand
-        for any number of classes, because every such head is small compared with the hidden size.
+        It is None if the head computes a value for each token of the vocabulary. Classification
+        gets 2 labels for any number of classes, because the size of a head over classes is
+        negligible.
         """
         return {Objective.REWARD: 1, Objective.CLASSIFICATION: 2}.get(self)
 
     @property
     def has_reference(self) -> bool:
-        """Whether each step also evaluates the untrained model.
+        """Whether each step also runs the untrained model (the reference model) on its examples.
 
         In full fine-tuning, the untrained model is a copy; with LoRA, it is the model without its
         adapters.
@@ -63,6 +67,6 @@ class Objective(StrEnum):
     def passes(self) -> tuple[int, int]:
         """The forward passes without gradients per micro batch: (trained model, untrained model).
 
-        KTO evaluates both models on the answers to other prompts too.
+        KTO also runs both models on answers that belong to other prompts.
         """
         return {Objective.DPO: (0, 1), Objective.KTO: (1, 2)}.get(self, (0, 0))

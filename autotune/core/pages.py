@@ -1,4 +1,4 @@
-"""Jinja environments for a package's templates. Only this file imports jinja2, on first use."""
+"""Jinja environments for the templates of a package. Only this file imports jinja2, when used."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def environment(package: str) -> "Environment":
     """Return the Jinja environment of a package's templates.
 
-    It escapes HTML, and an unknown name raises an error.
+    The environment escapes HTML, and raises an error for an unknown name in a template.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 

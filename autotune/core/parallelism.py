@@ -1,4 +1,4 @@
-"""The GPUs and the sharding strategy of a training run, and the settings that they refuse."""
+"""The number of GPUs and the sharding strategy of a run, and the settings that they exclude."""
 
 from dataclasses import dataclass, replace
 
@@ -6,16 +6,16 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested_in
 
-# `none` is one GPU; `ddp` keeps the whole model on each GPU. fsdp2 shards weights, gradients and
-# optimizer state with torch's fully_shard. fsdp2_keep does the same, but does not reshard after the
-# forward pass. zero1 to zero3 are DeepSpeed's ZeRO stages.
+# The strategies: `none` is for one GPU, and `ddp` keeps the whole model on each GPU. fsdp2 shards
+# weights, gradients and optimizer state with torch's fully_shard. fsdp2_keep does the same, but
+# keeps weights gathered after the forward pass. zero1 to zero3 are DeepSpeed's ZeRO stages.
 FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
 PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
-# FSDP2 (as accelerate configures it) and DeepSpeed compute in bf16 without autocast, with fp32
-# master weights for all trained parameters. Neither bf16_mixed, with larger activations, nor
-# bf16_pure, without master weights, describes this precision.
+# The name of a precision: FSDP2 (as accelerate configures it) and DeepSpeed compute in bf16 without
+# autocast, and keep fp32 master weights of all trained parameters. It differs from bf16_mixed,
+# which has larger activations, and from bf16_pure, which has no master weights.
 SHARDED_PRECISION = "bf16_sharded"
 OF_ONE_GPU = tuple(knob for knob in KNOBS.values() if knob.active_when.get("num_gpus") == 1)
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
@@ -23,12 +23,12 @@ BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The number of processes, one for each GPU, and the strategy that divides the training.
+    """The number of GPUs, and the strategy that divides the training among them.
 
     Under FSDP2, `sync_each_batch` reduces and shards the gradients after each micro batch.
     `offload` keeps weights, gradients and optimizer state in the host's memory. With several
-    `copies` (HSDP), each copy holds all shards, mostly on one host, and the copies add up their
-    gradients.
+    `copies` of the model (HSDP), the GPUs form groups, usually one on each host. Each group holds
+    all shards of one copy, and the copies add up their gradients.
 
     Raises ValueError for a combination that cannot run.
     """
@@ -83,17 +83,17 @@ class Parallelism:
 
     @property
     def num_shards(self) -> int:
-        """The number of GPUs that divide one copy of the model."""
+        """The number of GPUs that share one copy of the model."""
         return self.num_gpus // self.copies
 
     @property
     def of_copy(self) -> "Parallelism":
-        """The parallelism within one copy of the shards."""
+        """The parallelism of the GPUs that share one copy of the model."""
         return replace(self, num_gpus=self.num_shards, copies=1)
 
     @property
     def shards(self) -> bool:
-        """Whether the GPUs divide some of the model's memory among them."""
+        """Whether each GPU holds only a shard of the weights, gradients or optimizer state."""
         return self.strategy in (*FSDP2, *ZERO)
 
     def precision(self, config: TrainConfig) -> str:
@@ -128,8 +128,8 @@ class Parallelism:
 def _fsdp2_refusal(config: TrainConfig) -> str | None:
     """Return the reason why FSDP2 cannot train a configuration, or None if it can.
 
-    bitsandbytes issues 1945 and 1633, and runs of transformers' Trainer on two ranks, show these
-    failures.
+    The failures are known from bitsandbytes issues 1945 and 1633, and from runs of transformers'
+    Trainer on two ranks.
     """
     if config.quantization == "nf4":
         return (

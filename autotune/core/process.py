@@ -1,4 +1,4 @@
-"""Ends processes together with the process that started them, with functions of Linux."""
+"""Functions of Linux that end a process when the process that started it ends."""
 
 import ctypes
 import gc
@@ -16,9 +16,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) -> None:
-    """Have Linux send signal `number` to this process when its parent dies.
+    """Make Linux send the signal `number` to this process when its parent dies.
 
-    Exits if the parent, with the pid `parent`, is dead already.
+    If `parent`, the parent's process id, is given and the parent is already dead, this process
+    exits.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
@@ -28,31 +29,31 @@ def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) 
 def take_group_along(*handles: int, scratch: str) -> None:
     """Fork a watchdog that kills this process group when this process dies.
 
-    Without the watchdog, the processes that a worker starts (loaders, compilers) and its directory
-    `scratch` would outlive a worker whose parent was killed. The watchdog closes its copies of the
-    file descriptors `handles`.
+    The watchdog also removes the directory `scratch`. Without the watchdog, this directory, and the
+    loaders and compilers that a worker starts, would stay after a worker is killed. The watchdog
+    closes its copies of the file descriptors `handles`.
     """
     worker = os.getpid()
     if os.fork():
         return
-    # From here on, this is the watchdog.
+    # From here on, only the watchdog process runs.
     for handle in (0, *handles):
         os.close(handle)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,))
     die_with_parent(number=signal.SIGUSR2)
 
-    if os.getppid() == worker:  # otherwise the worker is dead already
+    if os.getppid() == worker:  # otherwise the worker died before `die_with_parent` took effect
         signal.sigwait((signal.SIGUSR2,))
     shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(worker, signal.SIGKILL)  # the watchdog itself too
+    os.killpg(worker, signal.SIGKILL)  # this kills the watchdog too
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command that runs a module of this package.
+    """Return the command line that runs a module of this package.
 
-    By default, Python looks for every module in the working directory first, which may hold
-    another user's files. `-P` prevents that. It is omitted only if the working directory holds the
-    package itself.
+    By default, Python looks for every module in the working directory first, which may hold another
+    user's files. The option `-P` skips the working directory. It is omitted only if the package
+    itself is in the working directory.
     """
     safe = [] if Path.cwd() == Path(__file__).parents[2] else ["-P"]
     return [sys.executable, *safe, "-m", module]
@@ -62,9 +63,9 @@ def module_command(module: str) -> list[str]:
 def loading() -> Iterator[None]:
     """Suspend garbage collection while large libraries are imported inside the block.
 
-    The libraries create a million objects, and collections would take a fifth of the import time.
-    Later collections, and the one at the end of the process, skip the objects made inside the
-    block.
+    The libraries create a million objects, and garbage collections would take a fifth of the import
+    time. Collections after the block, including the last one of the process, skip the objects that
+    were made inside the block.
     """
     gc.disable()
     try:
@@ -93,9 +94,9 @@ class StopToken:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Suppress Cancelled, and StorageError after a stop request.
+        """Suppress Cancelled inside the block, and StorageError too if a stop was requested.
 
-        The caller reports the interruption.
+        The caller must report the interruption.
         """
         try:
             yield

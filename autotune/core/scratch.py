@@ -1,4 +1,4 @@
-"""Directories for temporary files. If a process is killed, the next one removes its directory."""
+"""Directories for temporary files, which are removed even if their process was killed."""
 
 import fcntl
 import os
@@ -15,21 +15,24 @@ NAME = "autotune-scratch-"
 def scratch_directory() -> Iterator[str]:
     """Create a directory, and remove it at the end of the block.
 
-    If this process is killed, the next caller removes the directory. A shared lock shows that a
-    process uses the directory; an exclusive lock is the permission to remove it.
+    If this process is killed, a later call, in any process, removes the directory. A process holds
+    a shared lock on the directory that it uses. Only a process that gets an exclusive lock may
+    remove a directory.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{NAME}*"):
-        # Skips a directory in use, or of another user.
+        # A directory that is in use, or belongs to another user, raises OSError and is skipped.
         with suppress(OSError), _open_directory(left) as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left)
 
     new = tempfile.mkdtemp(prefix="autotune-new-")
     with _open_directory(new) as handle:
-        with suppress(OSError):  # on a file system without locks, leftover directories stay
+        # A file system without locks raises OSError; leftover directories then stay.
+        with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_SH)
 
-        # Another process could remove the directory if it got its final name before it was locked.
+        # The directory gets its final name only now, after it was locked. Another process could
+        # otherwise remove it before.
         path = new.replace("autotune-new-", NAME)
         os.rename(new, path)
         try:

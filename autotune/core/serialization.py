@@ -1,4 +1,4 @@
-"""Converts dataclasses to plain JSON data and back. Pydantic, imported lazily, checks the data."""
+"""Converts dataclasses to plain JSON data and back. Pydantic, imported on use, checks the data."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from autotune.core.errors import StorageError
 
 T = TypeVar("T")
-_adapters: dict[Any, Any] = {}  # a cache: making an adapter takes milliseconds
+_adapters: dict[Any, Any] = {}  # pydantic's adapters by type; to make one takes milliseconds
 
 
 def to_data(value: Any) -> Any:
@@ -20,7 +20,7 @@ def from_data(kind: type[T], data: Any) -> T:
     Raises:
         StorageError: The `schema_version` of the data is above the version of `kind`, so a newer
             version of autotune wrote the data.
-        pydantic.ValidationError: The data has another form.
+        pydantic.ValidationError: The data does not have the form of `kind`.
     """
     known = _schema_version(kind)
     written = data.get("schema_version") if isinstance(data, dict) else None

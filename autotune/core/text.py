@@ -23,10 +23,10 @@ def dashed(text: str) -> str:
 
 
 def slug(study: str) -> str:
-    """Return a readable directory name for a study, which is never a path.
+    """Return a readable directory name for a study; the name contains no slash.
 
-    If the study's name must be changed, or already seems to end in a hash, the directory name gets
-    a hash at its end. So no two studies share a directory.
+    If the study's name contains characters that must be replaced, or already looks like a name with
+    a hash, a hash is added at the end. So no two studies share a directory.
     """
     import hashlib
 
@@ -38,7 +38,7 @@ def slug(study: str) -> str:
 
 
 def operands(*texts: str) -> list[str]:
-    """Return the arguments for a command, after "--" if one of them begins with a dash."""
+    """Return the texts as arguments of a command; "--" comes first if one begins with a dash."""
     return ["--", *texts] if any(text.startswith("-") for text in texts) else [*texts]
 
 
@@ -48,7 +48,7 @@ def study_command(verb: str, study: str) -> str:
 
 
 def short_path(path: Path) -> str:
-    """Return the path relative to the working directory if it is inside, otherwise unchanged."""
+    """Return a path inside the working directory relative to it, and other paths unchanged."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -56,7 +56,7 @@ def short_path(path: Path) -> str:
 
 
 def code_span(text: str) -> str:
-    """Return the text as one Markdown code span; a dash replaces text without content."""
+    """Return the text as one Markdown code span; a dash replaces an empty text."""
     flat = " ".join(printable(text, " ").split()) or DASH
     fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
     padding = " " if "`" in (flat[0], flat[-1]) else ""

@@ -1,8 +1,8 @@
-"""TrainConfig: one candidate configuration, the value that travels through the whole program.
+"""TrainConfig: one candidate configuration of a training run, which all packages use.
 
-It is canonical: ineffective knobs have a fixed value, so equal configurations have equal digests.
-It does not include the global batch, which the user chooses for all candidates
-(`problem.workload`).
+It is canonical: a knob without effect always has the same value, so configurations that behave
+equally have equal digests. It does not include the global batch size, which the user chooses for
+all candidates (`problem.workload`).
 """
 
 import hashlib
@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 
 from autotune.core.knobs import KNOBS, SELECTIVE, checkpoint_every
 
-LORA_ALPHA = 32  # the same for all ranks: the best learning rate then hardly depends on the rank
-RSLORA_ALPHA = 8  # divided by the root of rank 16 it gives 2, LoRA's scale at rank 16
+# If alpha is the same for all ranks, the best learning rate hardly depends on the rank.
+LORA_ALPHA = 32
+# Divided by the square root of 16 it is 2, which is also 32 / 16: LoRA's scale at rank 16.
+RSLORA_ALPHA = 8
 
-# Each knob with its default, or with a sentinel if another knob can change its value.
+# Each knob's name, the knob, and its default. A sentinel replaces the default if the values of
+# other knobs can change it.
 _ROWS = tuple(
     (name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items()
 )
@@ -66,11 +69,13 @@ class TrainConfig:
     offload: bool = KNOBS["offload"].default
 
     def __post_init__(self) -> None:
-        # A knob comes after the knobs that decide whether it is active, so one pass is enough.
+        # In this order, a knob comes after the knobs that decide whether it has an effect, so one
+        # pass over all knobs is enough.
         values = {name: getattr(self, name) for name in KNOBS}
 
         for name, knob, staying in _ROWS:
-            # This shortcut skips nearly every value, in each of thousands of configurations.
+            # Nearly every knob is at a default that no other knob can change. This shortcut skips
+            # it, because the program makes thousands of configurations.
             if values[name] is staying:
                 continue
 
@@ -80,7 +85,8 @@ class TrainConfig:
             elif knob.required and values[name] is None:
                 raise ValueError(knob.required)
             else:
-                # A new value of another knob may have made this knob active.
+                # The knob may still have its value for "no effect", although a new value of another
+                # knob gives it an effect.
                 if values[name] == knob.inactive and knob.inactive not in (None, *knob.choices):
                     values[name] = knob.choices[0]
                 knob.check(values[name])
@@ -94,22 +100,22 @@ class TrainConfig:
 
     @property
     def checkpoint_every(self) -> int | None:
-        """The number k if every k-th layer is recomputed as a whole, otherwise None."""
+        """The number k if every k-th layer is recomputed in the backward pass, otherwise None."""
         return checkpoint_every(self.checkpointing)
 
     @property
     def activation_budget(self) -> float:
-        """The share of its activations that a compiled layer may keep; it recomputes the rest."""
+        """The share of activations that a compiled layer may keep; the rest is recomputed."""
         return SELECTIVE.get(self.checkpointing, 1.0)
 
     @property
     def knows_ends(self) -> bool:
-        """Whether packed attention gets the ends of examples, and computes only within examples."""
+        """Whether attention in a packed row is computed only within each example, by their ends."""
         return self.attention == "flash_attention_2" or self.packed_attention == "varlen"
 
     @property
     def offloads(self) -> bool:
-        """Whether the inputs of recomputed layers are kept in the host's memory."""
+        """Whether the inputs of recomputed layers are offloaded to the host's memory."""
         return self.checkpointing == "offload"
 
     @property
@@ -124,17 +130,17 @@ class TrainConfig:
 
     @property
     def attention_implementation(self) -> str:
-        """The name of the attention in transformers (`attn_implementation`)."""
+        """The value of transformers' `attn_implementation`."""
         return "varlen" if self.packed_attention == "varlen" else self.attention
 
     @property
     def has_any_length(self) -> bool:
-        """Whether a micro batch is exactly as long as its longest example."""
+        """Whether a micro batch is padded to its longest example, so it may have any length."""
         return self.padding in ("longest", "masked")
 
     @property
     def lora_alpha(self) -> int | None:
-        """The numerator of LoRA's scale, the same for all ranks, so one learning rate fits all."""
+        """The numerator of LoRA's scale; equal for all ranks, so one learning rate fits them."""
         if self.lora_rank is None:
             return None
         return RSLORA_ALPHA if self.rslora else LORA_ALPHA
@@ -143,7 +149,7 @@ class TrainConfig:
     def base_dtype(self) -> str:
         """The dtype of the base weights, by torch's name.
 
-        Full fine-tuning trains fp32 weights, except in pure bf16.
+        In full fine-tuning, the weights are fp32 unless the precision is pure bf16.
         """
         if self.precision == "bf16_pure" or (
             self.method == "lora" and self.precision == "bf16_mixed"
@@ -155,7 +161,7 @@ class TrainConfig:
 
     @property
     def learning_rate(self) -> float:
-        """A common default for probes, which are too short to compare rates."""
+        """The learning rate of probes. Probes are too short to compare learning rates."""
         return 2e-4 if self.method == "lora" else 1e-5
 
     @property
@@ -172,7 +178,7 @@ class TrainConfig:
         return tuple(KNOBS[name].capability_rank(getattr(self, name)) for name in _by_capability())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the knobs that have an effect, by name, without some knobs at their default."""
+        """Return the values of knobs that have an effect; some at their default are left out."""
         values = {name: getattr(self, name) for name in KNOBS}
         return {name: values[name] for name, knob in KNOBS.items() if knob.is_listed(values)}
 
@@ -195,7 +201,7 @@ class TrainConfig:
 
 
 def learning_differences(config: TrainConfig, other: TrainConfig) -> str:
-    """Describe the differences in learning capability, such as 'lora_rank 64 instead of 16'."""
+    """Describe the differences that affect learning, such as 'lora_rank 64 instead of 16'."""
     return ", ".join(
         f"{name} {getattr(config, name)} instead of {getattr(other, name)}"
         for name in _by_capability()
@@ -219,6 +225,6 @@ def digest_of(data: Any) -> str:
 
 
 def _by_capability() -> list[str]:
-    """Return the knobs that are compared in capability, the most important first."""
+    """Return the knobs that affect how much a model can learn, the most important first."""
     ranked = [knob for knob in KNOBS.values() if knob.capability_priority is not None]
     return [knob.name for knob in sorted(ranked, key=lambda knob: knob.capability_priority or 0)]

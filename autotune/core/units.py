@@ -1,15 +1,16 @@
-"""Units and their text forms. GiB is 2**30 bytes; an unknown value prints as a dash, never as 0."""
+"""Conversions of units, and texts of values with units. An unknown value (None) becomes a dash."""
 
 from typing import Any
 
 MIB = 2**20
 GIB = 2**30
-EIGHTY_PERCENT = 1.2816  # 80 % of a normal distribution is within this many standard deviations
+# 80 % of a normal distribution is within this number of standard deviations of its mean
+EIGHTY_PERCENT = 1.2816
 DASH = "–"
 
 
 def gib(num_bytes: float) -> float:
-    """Convert bytes to GiB."""
+    """Convert bytes to GiB (2**30 bytes)."""
     return num_bytes / GIB
 
 
@@ -21,7 +22,7 @@ def fmt_gib(value: float | None) -> str:
 
 
 def fmt_count(value: float | None) -> str:
-    """Format a number: 12345.6 -> '12,346'; numbers below 100 have three significant digits."""
+    """Format a number: 12345.6 -> '12,346'. Numbers below 100 get three significant digits."""
     if value is None:
         return DASH
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -81,7 +82,7 @@ def parse_duration(text: str) -> float:
 
 
 def fmt_difference(then: Any, now: Any) -> str:
-    """Describe the differences of two pieces of plain data in one line."""
+    """Describe in one line how the plain data `now` differs from `then`."""
     if isinstance(then, dict) and isinstance(now, dict):
         parts = [
             f"{key}: {fmt_difference(then.get(key), now.get(key))}"

@@ -1,4 +1,4 @@
-"""The pairs of features that are untested together; each has a row in `untested.yaml`.
+"""Pairs of features that were never tested together; each pair has a row in `untested.yaml`.
 
 Constraints, error messages and docs/knobs.md read these rows. A pair that is known to fail has no
 row: the code that refuses it gives the reason.
@@ -10,7 +10,8 @@ from typing import Any
 
 from autotune.core.files import load_data
 
-# The wording of a pair's other feature; {} stands for the member of the context, such as `dpo`.
+# For each context, the words that end the message 'X is untested ...'. {} is replaced by the member
+# of the context, such as `dpo`.
 CONTEXTS = {
     "attention": "with {}",
     "format": "in {} files",
@@ -25,16 +26,17 @@ CONTEXTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntestedPair:
-    """A setting that is untested in a context.
+    """A setting that was never tested in a context, such as with an objective or a trainer.
 
     Attributes:
         setting: A knob, or an option of `autotune run`.
         values: The untested values; `true` stands for any use of an option such as `--quality`.
-        feature: The setting in words, with its verb; `{value}` stands for the value.
+        feature: The setting in words, with a verb, such as 'CUDA graphs are'. `{value}` is replaced
+            by the value.
         context: A key of `CONTEXTS`.
-        among: The untested members of the context, such as `dpo`.
-        tested: Instead of `among`, the only tested members.
-        reason: The reason for the doubt, if there is one.
+        among: The members of the context that the setting is untested with, such as `dpo`.
+        tested: Used if `among` is empty: the only members that the setting was tested with.
+        reason: The reason why the pair might fail, or empty.
     """
 
     setting: str
@@ -46,7 +48,7 @@ class UntestedPair:
     reason: str = ""
 
     def applies(self, member: str) -> bool:
-        """Return whether the setting is untested in this member of the context."""
+        """Return whether the setting is untested with this member of the context."""
         return member in self.among if self.among else member not in self.tested
 
     def sentence(self, member: str = "", value: Any = "") -> str:
@@ -70,7 +72,7 @@ def _pair(row: dict[str, Any]) -> UntestedPair:
 
 @functools.cache
 def untested_in(context: str, member: str = "") -> tuple[UntestedPair, ...]:
-    """Return the rows for a member of a context; `images` and `several_gpus` have no members."""
+    """Return the rows for a member of a context. `images` and `several_gpus` have no members."""
     pairs = (pair for pair in untested_pairs() if pair.context == context)
     return tuple(pair for pair in pairs if pair.applies(member))
 

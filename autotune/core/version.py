@@ -1,3 +1,3 @@
-"""The version of this package, in the layer that every other module may import."""
+"""The version of this package. It is in `core`, so every other module may import it."""
 
 __version__ = "0.1.0"

@@ -26,7 +26,7 @@ from autotune.prediction.memory_predictor import HEAD_CHUNK
 # The fields of MemoryBreakdown that are not terms of the peak.
 NO_TERMS = ("phase", "counted", "own_error", "pools")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
-# bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
+# Bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
 WORKSPACE = 64.2 * MIB
 # If the allocator's segments cannot grow, they hold unused memory: at most this fraction of the
 # bytes that one layer keeps. The fraction is the largest of nine configurations on an H100
@@ -35,7 +35,7 @@ WORKSPACE = 64.2 * MIB
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
-# this value of the argument `micro_steps` asks for an evaluation instead of a training step
+# This value of the argument `micro_steps` asks for an evaluation instead of a training step.
 EVALUATES = 0
 # In an evaluation, the allocator's unused memory is this fraction of the layers' tensors plus 1 %
 # of the logits. The fraction was 8 to 16 % for Llama and Qwen3 shapes on an H200. The formula's
@@ -69,7 +69,7 @@ TILE_WORDS = 32768
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT = 6
 SCORES_COMPILED = 4
-# bytes in an evaluation: the score in 16 bits, with the mask, in 32 bits, and cast back
+# Bytes in an evaluation: the score in 16 bits, with the mask, in 32 bits, and cast back
 EVALUATED_SCORES = 10
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # the number of norms in a layer; 2 for a family that is not listed
@@ -317,7 +317,7 @@ def counted_breakdown(
         gradients = 0.0
     activations = max(peak - static - workspace - gradients, 0.0)
     logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
-    # the number of layers that keep activations
+    # The number of layers that keep activations
     layers = 1 if config.checkpoint_every else model.num_layers
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
     reserved = beyond_allocated_gib(config, logits, activations, layer)

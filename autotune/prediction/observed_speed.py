@@ -13,9 +13,9 @@ from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, speed_trans
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-# the method and the quantisation of the training that a calibration runs
+# The method and the quantisation of the training that a calibration runs
 CALIBRATED_METHOD = ("lora", "none")
-# an observation that deviates from the formula by more standard deviations is ignored
+# An observation that deviates from the formula by more standard deviations is ignored.
 MAX_DEVIATIONS = 6.0
 
 
@@ -89,7 +89,7 @@ def _ratio_to_formula(observed: Observation) -> float | None:
     step_time = step_time.on(transfer)
     measured_s = observed.accumulation * config.tokens / observed.tokens_per_s
     if 2 * observed.accumulation * step_time.host_s > measured_s:
-        # the run may have been CPU-bound, and its speed then says little about the card
+        # The run may have been CPU-bound, and its speed then says little about the card.
         return None
     return (observed.accumulation * step_time.device_s + step_time.rest_s) / measured_s
 

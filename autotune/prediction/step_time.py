@@ -60,7 +60,7 @@ DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
 THICK = 1.14  # speed of products that are not thin, relative to the mean of all products
 MOVED_SHARE = 0.665  # fraction of the memory bandwidth that kernels reach if they only move bytes
 THIN_SHARE = 0.73  # fraction of the memory bandwidth that thin products reach
-# time per FLOP of memory-efficient attention, relative to the mean of all products
+# Time per FLOP of memory-efficient attention, relative to the mean of all products
 BY_POSITION = 2.2
 OPERATION_US = 23.0  # the host's microseconds to issue one operation
 # Time to move a byte of a strided or an indexed tensor, relative to a byte of a contiguous tensor.

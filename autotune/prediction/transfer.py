@@ -159,7 +159,7 @@ def speed_transfer(
     noise = WITHIN**2
     shift = 1.0
     count = len(known)
-    # a calibrated card's rates already include the result of the calibration's training
+    # A calibrated card's rates already include the result of the calibration's training.
     if calibration is not None and calibrated:
         count = int(alike and calibration.reference is not None)
     else:
@@ -185,7 +185,7 @@ def speed_transfer(
 
 
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
-    """Return the target host's speed relative to the source's, or None if one is unknown."""
+    """Return the target host's speed divided by the source's, or None if one lacks a GPU."""
     if source is None or target is None or not (source.on_gpu and target.on_gpu):
         return None
     return source.layer_ms / target.layer_ms
