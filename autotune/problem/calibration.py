@@ -1,8 +1,8 @@
 """A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
 
-The rates replace the data sheet's values in the formulas. A calibration is valid only for the card
-that it names and for the host that made it. The user's cache keeps one file for each card; a copy
-of the file works on another machine.
+In the formulas, the rates replace the values of the card's data sheet. A calibration is valid only
+for the card that it names, in the measured host. The user's cache keeps one file for each card. On
+another machine, a copy of the file can be used to estimate runs on the calibrated machine.
 """
 
 import json
@@ -21,7 +21,8 @@ from autotune.core.text import dashed, printable
 from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
-# No plausible rate, size or time is outside these bounds, in whatever unit its field has.
+# The bounds of every number in a calibration: a rate, size or time outside them is implausible in
+# any unit.
 LEAST = 1e-6
 MOST = 1e9
 
@@ -33,14 +34,15 @@ class Calibration:
     Args:
         device: the card's name in the catalogue, or its name on this machine if the catalogue
             lacks it.
-        layer_ms: the host's time to issue one decoder layer with adapters, not compiled: forward
-            pass, recomputation and backward pass.
-        reference: the speed of a short training of known layers, divided by the formula's speed
-            for `rates`, or None if no formula covers the device.
-        processor: the host's processor; `cores` and `memory_gib` also describe the host.
+        layer_ms: the host's milliseconds to issue one uncompiled decoder layer with adapters: its
+            forward pass, recomputation and backward pass.
+        reference: the measured speed of a short training, divided by the speed that the formula
+            predicts from `rates`. It is None if no formula covers the device.
+        processor: the name of the host's processor; `cores` and `memory_gib` also describe the
+            host.
         disk_mb_s: the host's disk speed, or None if no file could be written.
-        place: the source of the calibration: this machine, or a file.
-        collectives: rates of communication between several such GPUs.
+        place: the origin of the calibration in words: this machine, or a file.
+        collectives: rates of communication between several GPUs of this kind in the host.
     """
 
     device: str
@@ -85,11 +87,11 @@ class Calibration:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether a GPU was measured. A CPU both issues and computes the work."""
+        """Whether a GPU was measured, so that the host's time is separate from the device's."""
         return self.fingerprint.compute_capability is not None
 
     def bus_gb_s(self, parallelism: Parallelism) -> float | None:
-        """Return the GB/s of a strategy's collectives, or None for an unmeasured GPU count."""
+        """Return the GB/s of a strategy's collectives; None if this GPU count was not measured."""
         rates = next(
             (one for one in self.collectives if one.num_gpus == parallelism.num_gpus), None
         )
@@ -106,11 +108,11 @@ class Calibration:
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """Return the TFLOP/s of matrix products as large as square products of this side.
+        """Return the TFLOP/s of matrix products of the size of square products with this side.
 
-        The default is the largest measured side. The dtype is the training dtype: bf16 if the card
-        has it, otherwise fp16. Between two measured sides, the logarithms are interpolated. Beyond
-        the smallest and the largest side, the rate is constant.
+        The default of `side` is the largest measured side. The products are in the training dtype:
+        bf16 if the card has it, otherwise fp16. Between two measured sides, the logarithm of the
+        rate is interpolated. A side outside the measured sides gets the rate of the nearest one.
         """
         by_dtype = self.rates.products
         rates = next((by_dtype[name] for name in ("bf16", "fp16") if name in by_dtype), None)
@@ -125,7 +127,7 @@ class Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return the calibration in a file, which another user may have made.
+    """Return the calibration in a file, which may be from another user and is not trusted.
 
     Raises UsageError if the file is unreadable, has another form or is from a newer autotune.
     """
@@ -141,7 +143,7 @@ def read_calibration(path: Path) -> Calibration:
         )
     except RecursionError:
         reason = "nested too deeply"
-    except (AutotuneError, ValueError) as error:  # from a newer version, or not JSON
+    except (AutotuneError, ValueError) as error:  # the file is from a newer version, or is not JSON
         reason = str(error)
 
     reason = printable(reason.replace("Value error, ", ""))
@@ -152,10 +154,10 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Write a calibration for `read_calibration`. Raises StorageError."""
+    """Write a calibration to a file. Raises StorageError if the file cannot be written."""
     write_atomic(path, json.dumps(to_data(calibration), indent=2) + "\n")
 
 
 def kept_path(device: str) -> Path:
-    """Return the path of this user's calibration of a card with this name."""
+    """Return the path, in the user's cache, of the calibration of a card with this name."""
     return user_cache() / "calibration" / f"{dashed(device)}.json"

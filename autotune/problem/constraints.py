@@ -1,7 +1,7 @@
-"""Narrow a study's search space to the values that its device, model and floors allow.
+"""Narrow a study's search space to the values that its device, model and quality floors allow.
 
-Every rule applies before the study begins, so that no impossible value is proposed. Each removal
-has a reason.
+Every rule applies before the study begins, so that the search proposes no impossible value. Each
+removal of a value is recorded with its reason.
 """
 
 import math
@@ -25,17 +25,19 @@ from autotune.trainer.settings import DEQUANTISED
 
 NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", *NO_ATTENTION}  # transformers refuses SDPA
-# Only other versions of the kernels support the attention sinks of gpt-oss.
+# FlashAttention 2 lacks the attention sinks of gpt-oss; only other versions support them.
 NO_FLASH_2 = {"deepseek_v4", "gpt_oss", *NO_ATTENTION}
-LARGEST_HEAD = 256  # the most values in a head that the varlen kernel supports
+LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports
 HEAD_MULTIPLE = 8
-OFF_BATCH = 0.25  # largest relative error of a packed step against the global batch
-WORTH_PACKING = 1.05  # packing is tried only if a row holds at least this many examples on average
-MOST_LENGTHS = 16  # packing is computed for each length, so more lengths are refused
+# Largest accepted relative difference between a packed step's examples and the global batch
+OFF_BATCH = 0.25
+# By default, packing is tried only if a row holds this number of examples on average
+WORTH_PACKING = 1.05
+MOST_LENGTHS = 16  # with more values of seq_len, packing is refused: it is computed for each value
 MIN_RANK = 16
 MAX_TRUNCATED = 0.01
-# For each knob: the floor that allows all its values, a test for the values that are always
-# allowed, and a description of the other values.
+# For each knob, three things: the option that allows all its values, a test for the values that are
+# allowed without this option, and a description of the other values.
 NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "quantization": (
         "allow_quantized",
@@ -51,9 +53,10 @@ NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 class Floors:
     """Limits on how far quality is traded for speed.
 
-    The user's consent (`allow_...`) lifts a limit; some are also lifted if no other configuration
-    fits. If `min_rank` or `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies as far as the
-    space allows.
+    Each `allow_...` is the user's consent to values that are otherwise removed. Some of these
+    values are also tried without consent, if no other configuration fits. If `min_rank` or
+    `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless it would leave the space
+    without a value.
     """
 
     min_rank: int | None = None
@@ -66,11 +69,11 @@ class Floors:
 
 @dataclass(slots=True)
 class Narrowing:
-    """A search space while values are removed from it.
+    """A search space while rules remove values from it, and the removals so far.
 
-    `reserve` is the space to search if no configuration of `space` fits. The reserve lacks the
-    impossible values, but keeps the values that only the floors forbid. `removals` are the removals
-    from `space`.
+    `reserve` is the space to search if no configuration of `space` fits. Impossible values are
+    removed from both spaces. Values that only a floor forbids are removed from `space`, but may
+    stay in `reserve`. `removals` has only the removals from `space`.
     """
 
     space: SearchSpace
@@ -80,7 +83,7 @@ class Narrowing:
     def keep(
         self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True
     ) -> None:
-        """Remove impossible values of a knob; with `reserve`, also from the reserve.
+        """Keep only the possible values of a knob in the space and, if `reserve`, in the reserve.
 
         Raises UsageError if no value is left.
         """
@@ -94,7 +97,7 @@ class Narrowing:
         self.keep(name, lambda value: value not in impossible, reason)
 
     def remove_untested(self, context: str, member: str = "") -> None:
-        """Remove the values that are untested in a context.
+        """Remove the values of all knobs that are untested in a context (`core.untested`).
 
         Raises UsageError if no value is left.
         """
@@ -104,18 +107,18 @@ class Narrowing:
     def prefer(
         self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False
     ) -> None:
-        """Remove the disallowed values, unless all are disallowed or the user fixed the knob."""
+        """Keep only the allowed values, unless none is allowed or the knob has a single value."""
         choices = self.space.choices(name)
         if len(choices) > 1 and any(map(allowed, choices)):
             self.keep(name, allowed, reason, reserve=reserve)
 
     def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
-        """Give a knob an effect only with these values of the knob `other`."""
+        """Restrict a knob to an effect with these values of the knob `other` only."""
         self.space = self.space.condition(name, other, allowed)
         self.reserve = self.reserve.condition(name, other, allowed)
 
     def divide(self, batch: int) -> None:
-        """Restrict GPU counts and micro batches to combinations that divide a global batch."""
+        """Allow only micro batch sizes that, times the GPU count, divide the global batch."""
         self.space = self.space.divide(batch)
         self.reserve = self.reserve.divide(batch)
 
@@ -125,7 +128,7 @@ class Narrowing:
         self.reserve = self.reserve.offer(name, values)
 
     def pin(self, name: str, value: Any) -> None:
-        """Fix a knob, whether or not the space has it."""
+        """Fix a knob to one value, even if the space does not have the knob."""
         self.space = self.space.pin(name, value)
         self.reserve = self.reserve.pin(name, value)
 
@@ -135,7 +138,8 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     batch = workload.global_batch
     examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
-    if not workload.examples_assumed:  # the run drops a micro batch that is not full
+    # A larger micro batch would never be full, and the run drops incomplete micro batches
+    if not workload.examples_assumed:
         narrowing.keep(
             "micro_batch_size",
             lambda size: size <= examples,
@@ -166,7 +170,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
 
-    # Combinations were tested on text-only models, which have no wrapper for images.
+    # Some values were tested only with models for text, not with models that also read images.
     narrowing.remove_untested("model_type", model.config["model_type"])
     _narrow_tiling(narrowing)
     _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
@@ -187,14 +191,14 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
 
 
 def _narrow_tiling(narrowing: Narrowing) -> None:
-    """Remove tiles if another knob has no value that gives them an effect."""
+    """Remove the tiling of layers if no value of another knob gives it an effect."""
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
     _remove_without_effect(narrowing, "tiling", "tokens")
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
-    """Remove a knob's value if another knob has no value that gives it an effect."""
+    """Remove a knob's value if it needs a value of another knob that the space lacks."""
     for other, wanted in KNOBS[name].active_when.items():
         values = wanted if isinstance(wanted, list) else [wanted]
         if not set(values) & set(narrowing.space.choices(other)):
@@ -203,7 +207,7 @@ def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
 
 
 def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
-    """Remove micro batches and GPU counts that never divide the global batch."""
+    """Remove micro batch sizes and GPU counts that divide the global batch in no combination."""
     numbers = narrowing.space.choices("num_gpus")
     sizes = narrowing.space.choices("micro_batch_size")
     fewest = min(numbers)
@@ -223,8 +227,8 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
             "num_gpus", uneven_counts, f"do not divide the global batch of {batch} (--global-batch)"
         )
         narrowing.divide(batch)
-    # An optimizer that steps in each backward pass cannot accumulate the gradients of several micro
-    # batches.
+    # An optimizer that steps during the backward pass cannot accumulate gradients, so the micro
+    # batch must be a GPU's whole share of the global batch.
     narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // fewest,))
 
 
@@ -245,7 +249,7 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
         "each copy of the model needs at least two GPUs, and all copies need the same number",
     )
 
-    # A value is removed if every strategy refuses it.
+    # A value is removed if every combination of GPU count and strategy refuses it.
     ways = [
         Parallelism(num_gpus=number, strategy=strategy if number > 1 else "none")
         for number in space.choices("num_gpus")
@@ -261,7 +265,7 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
 
 
 def _narrow_to_checkpoint(narrowing: Narrowing, stored_as: str | None) -> None:
-    """Keep the values that a quantised checkpoint can be trained with."""
+    """Keep only the values that can train a checkpoint stored with quantised weights."""
     if stored_as is None:
         return
     reason = f"the checkpoint is stored in {stored_as}"
@@ -327,9 +331,9 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove precisions that the device does not train in, or trains in slowly.
 
     A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the device has
-    no bf16 and the space does not name precision, the space gets the device's usual precision. If
-    the user chose a single precision that is unsupported, this is an error, and the precision is
-    not replaced.
+    no bf16, and the space does not have the knob `precision`, the space gets the device's usual
+    precision. A single precision that the user chose is never replaced: if it is unsupported, an
+    error is raised.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
         narrowing.pin("precision", device.usual_precision)
@@ -355,7 +359,7 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
 
 
 def narrow_to_packages(narrowing: Narrowing) -> None:
-    """Remove values that need a package which is missing on this machine."""
+    """Remove values that need a package, if this machine lacks the package."""
     from importlib.util import find_spec
 
     if find_spec("flash_attn") is None:
@@ -375,8 +379,8 @@ def narrow_to_trl(
 ) -> None:
     """Remove values that TRL's trainers do not support.
 
-    With `installed`, this machine's packages count too. Raises EnvironmentProblem if TRL is
-    missing.
+    If `installed`, values that this machine's packages do not support are removed too, and
+    EnvironmentProblem is raised if TRL is missing.
     """
     if installed:
         from importlib.metadata import version
@@ -420,7 +424,7 @@ def narrow_to_trl(
 
 
 def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
-    """Remove values that an objective excludes, and values that are untested with it."""
+    """Remove values that are impossible or untested with an objective."""
     narrowing.remove_untested("objective", objective)
     if objective.num_labels is not None:
         narrowing.remove("loss", {"chunked"}, "one value for a row needs no logits of tokens")
@@ -436,7 +440,7 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
 
 
 def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
-    """Remove values that images exclude, and values that are untested with images."""
+    """Remove values that are impossible or untested with images."""
     tokens = workload.image_tokens
     if tokens:
         least = max(tokens + LEAST_TEXT, workload.images_end)
@@ -453,9 +457,9 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
-    """Restrict padding to the modes of TRL: to the longest row of a micro batch, or to `seq_len`.
+    """Keep only TRL's modes of padding: to the longest row of a micro batch, or to `seq_len`.
 
-    Compiled layers need rows of `seq_len`.
+    With compiled layers, rows are padded to `seq_len`.
     """
     knob = narrowing.space.knob("padding")
     alike = knob is None or {"bucket", "max_length"} & set(knob.choices())
@@ -478,10 +482,10 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
 
 
 def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
-    """Search compilation only with packed rows if unpacked rows have too many lengths.
+    """If unpacked rows have too many lengths to compile, try compilation with packed rows only.
 
-    Unpacked rows do if they can only be padded to the longest row of a micro batch. Examples of one
-    length have no padding, so they need no mask.
+    Unpacked rows have too many lengths if each micro batch can only be padded to its longest row.
+    If all examples have one length, no row has padding, and the padding with a mask is removed.
     """
     padding = narrowing.space.knob("padding")
     if padding is None:
@@ -523,7 +527,7 @@ def narrow_checkpointing(narrowing: Narrowing) -> None:
 def narrow_to_layers(
     narrowing: Narrowing, model: ModelSpec, trainer: str, shape: ModelShape | None
 ) -> None:
-    """Remove values that the model's layers do not support; with None the shape is unknown.
+    """Remove values that the model's layers do not support; `shape` is None if unknown.
 
     Raises UsageError if no value is left.
     """
@@ -564,10 +568,10 @@ def narrow_to_layers(
 def _narrow_to_named_layers(
     narrowing: Narrowing, model: ModelSpec, layers: tuple[str, ...]
 ) -> None:
-    """Remove adapters on modules that no layer has.
+    """Remove values of the adapters' targets that name modules which the model lacks.
 
-    A choice of targets stays if the model has all its modules. For a model type with known names,
-    one of the modules is enough.
+    A value stays if the model has all its modules. If the model type's module names are known, a
+    value stays if the model has one of the modules.
     """
 
     def has_layers(targets: str) -> bool:
@@ -582,9 +586,9 @@ def _narrow_to_named_layers(
 
 
 def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
-    """Remove adapters on every linear layer, which PEFT refuses.
+    """Remove adapters on every linear layer, because PEFT refuses them for this model.
 
-    If the space has no other targets, remove all adapters.
+    If the space has no other targets for adapters, remove LoRA.
     """
     if set(narrowing.space.choices("lora_targets")) - {ALL_LINEAR}:
         reason = f"PEFT refuses adapters on some of its layers: {shape.no_adapters}"
@@ -607,7 +611,7 @@ def refusal(
     shape: ModelShape | None,
     device: DeviceSpec,
 ) -> str | None:
-    """Return why the model's layers or the device cannot run a configuration, or None."""
+    """Return the reason why the layers or the device cannot run a configuration, or None."""
     space = SearchSpace.of(
         **{name: value for name, value in config.as_dict().items() if value is not None}
     )
@@ -622,7 +626,7 @@ def refusal(
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
-    """Remove values below the floors. A knob with one value is the user's choice and stays.
+    """Remove values that the floors forbid. A knob with a single value keeps it.
 
     Raises UsageError if the user asked for a rank or a length that the space does not have.
     """
@@ -645,7 +649,8 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
 
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
-            # Pure bf16 saves much memory in full fine-tuning, but little with adapters.
+            # Pure bf16 saves much memory in full fine-tuning, so it stays in the reserve. With
+            # adapters it saves little.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
             when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
@@ -655,9 +660,9 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
 def _apply_floor_of_length(
     narrowing: Narrowing, workload: Workload, max_truncated: float | None
 ) -> None:
-    """Remove lengths that truncate too many tokens, and lengths longer than any example needs.
+    """Remove values of seq_len that truncate too many tokens, or that no example needs.
 
-    The shortest length that holds every example stays.
+    The shortest value that truncates no example stays.
     """
     largest = max(narrowing.space.choices("seq_len"))
     least = workload.truncated(largest)
@@ -685,9 +690,9 @@ def _apply_floor_of_length(
 
 
 def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
-    """Search packing only with compatible values of other knobs.
+    """Try packing only with compatible values of other knobs.
 
-    Raises UsageError if the user asked for packing and it is impossible.
+    Raises UsageError if the user asked for packing but packing is impossible.
     """
     if True not in narrowing.space.choices("packing"):
         return
@@ -711,7 +716,7 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def _no_varlen(shape: Mapping[str, Any]) -> str | None:
-    """Return why varlen attention cannot compute a model with this config, or None if it can."""
+    """Return why a model with this config cannot use varlen attention, or None if it can."""
     if shape.get("attention_dropout"):
         return "it supports no dropout, but the model's attention has dropout"
 
@@ -734,14 +739,15 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
 def _packing_conditions(
     narrowing: Narrowing, workload: Workload, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
-    """Return the values of other knobs that allow packing, each with the reason for its removals.
+    """Return, by knob, the values that allow packing, and why packing excludes other values.
 
-    If packing is impossible, return only the reason.
+    If packing is impossible, the result is the reason as a string.
     """
     if workload.lengths.source == "assumed" and not asked_for:
         return "the lengths of the examples were not given (--dataset, --lengths)"
 
-    # With flash_attention_2, transformers separates examples only in micro batches of one row.
+    # An attention is allowed if packing was tested with it. With flash_attention_2, transformers
+    # separates the examples of packed rows only in micro batches of one row.
     reasons = {
         value: untested("packing", True, "attention", value)
         for value in narrowing.space.choices("attention")
@@ -766,8 +772,9 @@ def _packing_conditions(
         near = abs(step / workload.global_batch - 1) <= OFF_BATCH
         return near and step <= max(workload.trained, examples_per_row[length])
 
-    # The shortest rows allow the most micro batch sizes. Longer rows rule out some sizes; rows that
-    # would rule out all sizes are skipped.
+    # The allowed sizes must be possible with every allowed length. The shortest length allows the
+    # most sizes. Each longer length may exclude some of them; a length that would exclude all is
+    # skipped.
     allowed_sizes = set(sizes)
     allowed_lengths = []
     for length in sorted(lengths):

@@ -1,4 +1,4 @@
-"""Read the user's examples and their lengths in tokens, with the code of the exported script."""
+"""Read the user's examples, and count their tokens with the code of the exported script."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ COLUMNS = {
     Objective.REWARD: "chosen and rejected",
     Objective.CLASSIFICATION: "text and label",
 }
-# Columns of prompts in other datasets. TRL reads none of them.
+# Names of the prompt's column in some datasets. TRL does not read these columns.
 PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *CHATS)
 PAIR = ("chosen", "rejected", "label")
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
@@ -64,10 +64,10 @@ def dataset_lengths(
 ) -> Lengths:
     """Return the length of each example in tokens.
 
-    The tokens are counted with the tokenizer of a directory. Without a tokenizer, they are
-    estimated from the number of bytes. Counted tokens are cached (`token_cache`) for a later
-    training on the same files, but only for next-token prediction. A pair of answers is as long as
-    the longer one. `say` gets progress messages.
+    `tokenizer` is a directory with a tokenizer, which counts the tokens. If it is None, tokens are
+    estimated from the number of bytes. For next-token prediction, the tokens are also cached
+    (`token_cache`) for a later training on the same files. The length of a pair of answers is the
+    longer answer's length. `say` gets progress messages.
 
     Raises:
         UsageError: if a row has an unknown form; the message names the row.
@@ -108,8 +108,8 @@ def image_lengths(
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
     """Return the lengths of examples with images, their images by length, and the last image's end.
 
-    The end is the largest position in tokens at which an image ends in its row. `picture` returns
-    the processor's result for an image of some width and height. Raises the errors of
+    The last value is the largest position, in tokens, of an image's end in its row. `picture`
+    converts an image's width and height to the processor's result. Raises the errors of
     `dataset_lengths`, and UsageError for an unreadable image.
     """
     say(f"reading {path.name}")
@@ -125,8 +125,8 @@ def image_lengths(
                 prefixes.append((where, text_of(form, whole=False)))
             yield where, text_of(form) if isinstance(form, Chat) else row
 
-    # For each row, the tokens of its text and the number that is trained on; for each prefix, its
-    # tokens
+    # `rows` gets, for each row, the number of its text tokens and of its trained tokens.
+    # `prefix_tokens` gets the number of tokens of each prefix.
     with dataset_errors():
         if tokenizer is None:
             sizes = [_bytes(where, flat(parse_row(where, row)), loss_on) for where, row in texts()]
@@ -162,7 +162,8 @@ def image_lengths(
         lengths, "counted" if tokenizer else "characters", min(trained / sum(lengths), 1.0)
     )
 
-    # Text that an image splits may have one token more for each image.
+    # An image splits the text before and after it, and the split text may have one more token for
+    # each image.
     with_images = [row for row in pictures if row]
     ends = [
         round(text) + taken(row) + len(row)
@@ -179,9 +180,9 @@ def tokenised_per_s(
     loss_on: str | None = None,
     seconds: float = 1.0,
 ) -> float | None:
-    """Return how many examples this process reads and tokenises in a second.
+    """Return the number of examples per second that this process reads and tokenises.
 
-    The trial lasts `seconds`. The result is None for a dataset without rows.
+    The measurement lasts `seconds`. The result is None for a dataset without rows.
 
     Raises what `dataset_lengths` raises.
     """
@@ -199,7 +200,7 @@ def tokenised_per_s(
 
 @contextmanager
 def dataset_errors() -> Iterator[None]:
-    """Convert errors of the reading code to errors with a remedy."""
+    """Convert errors of the code that reads datasets to errors with a remedy."""
     try:
         yield
     except BadDataset as error:
@@ -223,7 +224,7 @@ def _lengths_for(
     split: str | None,
     say: Callable[[str], None],
 ) -> Lengths:
-    """Return the lengths of the examples of another objective: their longest rows."""
+    """Return the lengths of the examples of an objective other than SFT: their longest rows."""
     if objective is Objective.CLASSIFICATION:
         label_names(read_rows(path, split))
     texts = list[Located]()  # the rows
@@ -239,7 +240,7 @@ def _lengths_for(
     if not texts:
         raise BadDataset(f"{path} has no rows")
 
-    # The tokens of each row, and the share of them that is trained on.
+    # For each row, the number of its tokens, and the share of them that is trained on.
     if tokenizer is None:
         byte_counts = [_bytes(where, parse_row(where, row), None) for where, row in texts]
         rows = [
@@ -263,7 +264,7 @@ def _lengths_for(
 
 
 def _say_notes(encoder: Encoder, path: Path, number: int, say: Callable[[str], None]) -> None:
-    """Warn of texts that the chat template left out of these examples, which are not cached."""
+    """Warn of texts in these examples that the chat template left out."""
     for note in encoder.describe_notes(number):
         say(f"warning: {path.name}: {note}")
 
@@ -287,12 +288,12 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
     if not has_prompt:
         _require_prompt_in(answers, columns)
     if not has_prompt and all(isinstance(answer, str) for answer in answers):
-        prompt = os.path.commonprefix(answers)  # noqa: RUF071 (of texts, as TRL takes it)
+        prompt = os.path.commonprefix(answers)  # noqa: RUF071 (TRL uses it for texts too)
         columns["prompt"] = prompt
         answers = [answer[len(prompt) :] for answer in answers]
 
     pair = [_answer_row(columns, answer) for answer in answers]
-    # TRL also splits pairs for KTO.
+    # For KTO, each answer of a pair is an example, as in TRL.
     return [[one] for one in pair] if objective is Objective.KTO else [pair]
 
 
@@ -303,9 +304,9 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
-    """Raise ValueError if a column has the prompt and the answers lack it."""
+    """Raise ValueError if an unused column seems to have the prompt, and the answers lack it."""
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
-        return  # a whole conversation
+        return  # the answers are whole conversations, which contain the prompt
     for name in PROMPTS:
         value = columns.get(name)
         if value and not (isinstance(value, str) and value.strip() in str(answers[0])):
@@ -313,9 +314,10 @@ def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
 
 
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
-    """Return the row of a prompt and an answer, with all columns that the prompt is made of.
+    """Return a row for next-token prediction from an answer, and from the prompt in `columns`.
 
-    Messages contain the prompt, unless the prompt is a list of messages itself.
+    An answer that is a list of messages must contain the prompt, unless the prompt is also a list
+    of messages.
     """
     beside: dict[str, Any] = {
         name: columns[name] for name in ("system", "tools") if name in columns
@@ -343,17 +345,17 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
 
 
 def _contents(messages: Any) -> list[str]:
-    """Return the texts of messages, or an empty list for anything else."""
+    """Return the texts in a list of messages, or an empty list for any other value."""
     made = messages if isinstance(messages, list) else []
     contents = [one.get("content") or one.get("value") for one in made if isinstance(one, dict)]
     return [content for content in contents if isinstance(content, str)]
 
 
 def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT) -> str:
-    """Return the form of the first row.
+    """Return the form of a dataset, which its first row determines.
 
-    It is messages, conversations, prompt_completion, chat_completion, alpaca or text. For another
-    objective it is `unknown`, and the file is not read.
+    The form is messages, conversations, prompt_completion, chat_completion, alpaca or text. For an
+    objective other than SFT, the form is `unknown`, and the file is not read.
     """
     if objective is not Objective.SFT:
         return "unknown"
@@ -384,7 +386,7 @@ def _load(directory: str) -> Any:
         if not Path(directory).is_dir():
             reach_hub(directory, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # errors of many kinds, depending on the files
+    except Exception as error:  # the library raises many kinds of errors
         raise UsageError(
             f"the tokenizer in {directory} cannot be loaded: {_first_line(error)}",
             remedy="put tokenizer.json and tokenizer_config.json of the model there,"
@@ -421,7 +423,7 @@ def _text(form: Plain | Chat) -> str:
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
-    """Return the bytes of an example that are only read, and the bytes that are trained on."""
+    """Return an example's numbers of bytes: only read by the model, and trained on."""
     try:
         if not isinstance(form, Chat):
             prompt = (form.prompt or "").encode()

@@ -1,7 +1,7 @@
 """Judges whether other work on the machine disturbed the timed steps of a probe.
 
-Times of a disturbed probe are not evidence. Its memory and its outcome are, because other processes
-do not change them.
+The times of a disturbed probe are not evidence. Its memory and its outcome are still evidence,
+because other processes do not change them.
 """
 
 import os
@@ -9,13 +9,15 @@ from collections.abc import Mapping
 
 from autotune.core.probe_types import Measurement
 
-# Other work below this share of the cores, or of the GPU, changes a step by less than the reserve
-# of a verification.
+# Other processes that use less than this share of the cores, or of the GPU's time, are ignored:
+# they change a step by less than a verification tolerates.
 HARMLESS = 0.05
-FULL = 0.9  # share of the cores in use at which other work delays the host of a GPU
-# Of 1,158 probes on H200s and H100s (`benchmarks/data`), 8 have a larger range.
+FULL = 0.9  # if at least this share of the cores is in use, other work delays the host
+# If the range of step times, relative to the median, is larger, the probe counts as disturbed. 8 of
+# 1,158 probes on H200s and H100s (`benchmarks/data`) have a larger range.
 STEADY_RANGE = 0.5
-# The environment variable of tests that run side by side: their probes always disturb each other.
+# If this environment variable is set, no probe counts as disturbed. Tests set it, because their
+# probes run at the same time and always disturb each other.
 ASSUME_QUIET = "AUTOTUNE_ASSUME_QUIET"
 
 
@@ -28,7 +30,8 @@ def disturbance(
 ) -> str | None:
     """Return how other work disturbed the timed steps, or None without a sign of it.
 
-    A probe on a CPU wants all `cores`. The host of a GPU only waits if all of them are in use.
+    A probe on a CPU needs all `cores`, so any other work disturbs it. The host of a GPU is
+    disturbed only if nearly all cores are in use.
     """
     if assumes_quiet(environment):
         return None
@@ -49,5 +52,5 @@ def disturbance(
 
 
 def assumes_quiet(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user says that the machine is quiet, so nothing is judged."""
+    """Return whether the environment says that no other work disturbs this machine's probes."""
     return bool(environment.get(ASSUME_QUIET))

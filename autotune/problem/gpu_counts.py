@@ -10,8 +10,8 @@ from autotune.core.units import parse_duration
 Counts = str | int | Sequence[int]
 
 MOST_GPUS = 8  # of one host
-# Nominal GB/s out of a host through all its network adapters. Collectives reach the share REACHED
-# of this rate: 400 Gb/s are 50 GB/s, and nccl-tests reach 45 GB/s.
+# Nominal GB/s that a host sends through all its network adapters. Collectives reach the fraction
+# REACHED of the nominal rate: with 400 Gb/s, which are 50 GB/s, nccl-tests reach 45 GB/s.
 NETWORKS = {
     "ethernet-10": 1.25,
     "ethernet-25": 3.125,
@@ -38,7 +38,7 @@ def parse_gpus(given: Counts) -> tuple[int, ...]:
 
 
 def parse_nodes(given: Counts | None) -> tuple[int, ...]:
-    """Parse host counts as `parse_gpus` parses GPU counts; one host by default."""
+    """Parse host counts in the form of `parse_gpus`; the default is one host."""
     return (1,) if given is None else _parse_counts("--nodes", given, "1,2,4")
 
 
@@ -83,9 +83,9 @@ def split_count(gpu: str) -> tuple[str | None, str]:
 
 
 def parse_within(within: str | float | None) -> float | None:
-    """Parse a time limit to hours: '6h' -> 6.0; a number is in hours.
+    """Convert a time limit to hours: '6h' -> 6.0. A number already is in hours.
 
-    Raises UsageError unless it is a positive time.
+    Raises UsageError unless the time is positive.
     """
     if within is None:
         return None

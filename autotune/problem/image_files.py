@@ -1,7 +1,7 @@
-"""Image sizes of a dataset's rows, read from the start of each file, and the rows' text.
+"""The sizes of the images in a dataset's rows, and the text of the rows without images.
 
-`trainer.examples` finds the reference to each image. An image file may also be stored inside the
-row, as `datasets` does.
+A size is read from the start of an image file. `trainer.examples` finds the reference to each image
+in a row. The file may also be stored inside the row, as the library `datasets` does.
 """
 
 import io
@@ -70,12 +70,13 @@ def _read_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
-    """Return the size from the frame header; the segments before it are skipped."""
+    """Return the size in a JPEG's frame header; segments before the header are skipped."""
     while True:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
             raise BadPicture("it is a broken JPEG")
-        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # these three mark tables
+        # These three begin tables, not frames
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
         file.seek(length - 2, io.SEEK_CUR)
@@ -95,7 +96,7 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
 def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
     """Return a row with the text of these messages, whose contents are lists of parts.
 
-    Without `whole`, the text ends before the last image.
+    If `whole` is false, the text ends before the last image.
     """
     messages = []
     until = len(form.messages)
@@ -110,7 +111,8 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
         content = {"content": texts or [{"type": "text", "text": ""}]}
-        # All tokens before the last image are counted, including answers that are not trained on.
+        # Without the flags that limit training to some messages, all tokens before the last image
+        # are counted.
         flags = () if whole else FLAGS
         messages.append({key: message[key] for key in message if key not in flags} | content)
 
@@ -124,7 +126,7 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
 
 
 def flat(form: Plain | Chat) -> Plain | Chat:
-    """Return the row with each message's parts, which are all text, joined to one string."""
+    """Return the row with the parts of each message, which are all text, joined to one string."""
     if isinstance(form, Plain):
         return form
     texts = ["".join(part["text"] for part in message["content"]) for message in form.messages]

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from autotune.core.images import Picture
 
-MOST_KINDS = 256  # the largest number of lengths whose images are kept
-LEAST_TEXT = 2  # tokens of a row besides its images: one is read, and the next is predicted
+MOST_KINDS = 256  # the images of at most this number of row lengths are kept
+# The fewest tokens of a row besides its images: one is read, and the next is predicted
+LEAST_TEXT = 2
 
 Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its images
 
@@ -17,11 +18,11 @@ def taken(pictures: Sequence[Picture]) -> int:
 
 
 def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
-    """Return examples that represent the given examples, sorted by length.
+    """Return a selection of the examples that represents all of them, sorted by length.
 
-    Each length keeps its most frequent combination of images. If there are more than MOST_KINDS
-    lengths, evenly spaced lengths are kept, including the shortest and the longest. The example
-    with the most image tokens is always kept.
+    For each length, only the example with the most frequent combination of images is kept. If there
+    are more than MOST_KINDS lengths, evenly spaced lengths are kept, including the shortest and the
+    longest. The example with the most image tokens is always kept.
     """
     counts = Counter(examples)
     if not any(pictures for _, pictures in counts):
@@ -49,8 +50,8 @@ def images_of(
 ) -> tuple[Picture, ...]:
     """Return the images for a row of `length` tokens.
 
-    They come from the example with the nearest length whose images fit. With `largest`, they are
-    the images with the most tokens that fit.
+    Only examples whose images fit in the row are considered. The images are from the example with
+    the nearest length or, if `largest`, from the example with the most image tokens.
     """
     candidates = [example for example in examples if taken(example[1]) + LEAST_TEXT <= length]
     if not candidates:

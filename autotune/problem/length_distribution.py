@@ -20,8 +20,8 @@ from autotune.core.files import read_user_text
 
 Source = Literal["assumed", "given", "counted", "characters", "summary"]
 P99 = NormalDist().inv_cdf(0.99)
-MAX_BYTES = 2**30  # of a file of lengths: enough for a hundred million examples
-BINS = 1000  # equally likely bins of a described distribution
+MAX_BYTES = 2**30  # the largest accepted file of lengths: enough for a hundred million examples
+BINS = 1000  # the number of equally likely bins in a distribution that is described by mean and p99
 
 SAYS: dict[Source, str] = {
     "assumed": "assumed",
@@ -36,14 +36,14 @@ SAYS: dict[Source, str] = {
 class Lengths:
     """A distribution of lengths: pairs (tokens, number of examples), sorted by tokens.
 
-    `source` indicates how reliable the distribution is. The share `trained_share` of the tokens is
-    trained on; the rest is only read.
+    `source` says how the lengths were obtained, and so how reliable they are. `trained_share` is
+    the share of the tokens that is trained on; the model only reads the other tokens.
     """
 
     counts: tuple[tuple[int, int], ...]
     source: Source
     trained_share: float = 1.0
-    # Computed once, because there are thousands of counts.
+    # The hash is computed only once, because `counts` may have thousands of entries.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Lengths:
     def of(cls, lengths: Iterable[int], source: Source, trained_share: float = 1.0) -> "Lengths":
         """Return the distribution of these lengths, one for each example.
 
-        Raises ValueError for no lengths, or for one below 1.
+        Raises ValueError if there are no lengths, or if a length is below 1.
         """
         return cls(
             counts=tuple(sorted(Counter(lengths).items())),
@@ -77,7 +77,7 @@ class Lengths:
     def described(cls, mean: float, p99: float) -> "Lengths":
         """Return a log-normal distribution with this mean and this 99th percentile.
 
-        Raises ValueError if there is no such distribution.
+        Raises ValueError if no log-normal distribution has this mean and percentile.
         """
         if not 1 <= mean <= p99:
             raise ValueError("the 99th percentile cannot be below the mean, nor the mean below 1")
@@ -92,8 +92,8 @@ class Lengths:
             )
         deviation = P99 - math.sqrt(under_root)
 
-        # Each bin is replaced by its mean, so that all bins, with the far tail, have the given
-        # mean.
+        # Each bin is represented by the mean of the distribution inside the bin, so that the mean
+        # over all bins, including the tail, is the given mean.
         unit = NormalDist()
         edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
         shares_below = [
@@ -103,7 +103,7 @@ class Lengths:
         return cls.of((max(round(tokens), 1) for tokens in means), "summary")
 
     @property
-    @cache  # noqa: B019 (a study has one of these)
+    @cache  # noqa: B019 (a study has only one Lengths)
     def number(self) -> int:
         """The number of examples."""
         return sum(number for _, number in self.counts)
@@ -111,7 +111,7 @@ class Lengths:
     @property
     @cache  # noqa: B019
     def total(self) -> int:
-        """The tokens of all examples."""
+        """The total number of tokens of all examples."""
         return sum(tokens * number for tokens, number in self.counts)
 
     @property
@@ -130,20 +130,20 @@ class Lengths:
         return self.source not in ("characters", "summary")
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that this share of the examples does not exceed."""
+        """Return the smallest length that at least this share of the examples does not exceed."""
         place = bisect.bisect_left(self._ends, share * self.number)
         return self.counts[min(place, len(self.counts) - 1)][0]
 
     @property
     @cache  # noqa: B019
     def _ends(self) -> tuple[int, ...]:
-        """For each length, the number of examples that are not longer."""
+        """For each length, the number of examples with at most this length."""
         return tuple(itertools.accumulate(number for _, number in self.counts))
 
     def sample(self, number: int, seq_len: int) -> list[int]:
         """Return `number` lengths that represent all examples, truncated to `seq_len`.
 
-        Their order is random, but always the same.
+        The order is random, but the same in every call.
         """
         lengths = [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
         random.Random(0).shuffle(lengths)  # noqa: S311 (no secret depends on it)
@@ -151,7 +151,7 @@ class Lengths:
 
     @cache  # noqa: B019
     def tokens_within(self, seq_len: int) -> int:
-        """Return the tokens of all examples, each truncated to `seq_len`."""
+        """Return the total tokens of all examples, each truncated to `seq_len`."""
         return sum(min(tokens, seq_len) * number for tokens, number in self.counts)
 
     def longer(self, seq_len: int) -> float:
@@ -183,7 +183,7 @@ class Lengths:
 def read_lengths(path: Path) -> Lengths:
     """Read the lengths in a file with one length per line.
 
-    Raises UsageError, which names a wrong line.
+    Raises UsageError, which names the first invalid line.
     """
     lines = [line.strip() for line in read_user_text(path, MAX_BYTES).splitlines()]
     remedy = "write the length of one example on each line, 1 or more"

@@ -1,4 +1,4 @@
-"""Pack examples into rows by best-fit decreasing: millions of examples take milliseconds."""
+"""Pack examples into rows by best-fit decreasing, in milliseconds for millions of examples."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -10,7 +10,7 @@ from autotune.problem.length_distribution import Lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """`number` equal rows, each with examples of these lengths in tokens."""
+    """`number` equal rows; each has examples with the lengths `examples`, in tokens."""
 
     number: int
     examples: tuple[int, ...]
@@ -18,7 +18,7 @@ class Rows:
 
 @dataclass(slots=True)
 class _OpenRows:
-    """Rows with room left, and full rows. Equal rows are grouped."""
+    """The rows while they are filled: rows with room for more tokens, and full rows."""
 
     seq_len: int
     full: list[Rows] = field(default_factory=list)
@@ -50,8 +50,8 @@ class _OpenRows:
 def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, ...]:
     """Pack all examples, each `times` times and truncated to `seq_len`, into rows.
 
-    Each example, the longest first, goes into the fullest row that has room for it. Equal examples
-    are placed together.
+    The longest example is placed first. Each example goes into the fullest row that has room for
+    it. Examples of equal length are placed together.
     """
     examples = Counter[int]()
     for tokens, number in lengths.counts:
@@ -66,11 +66,12 @@ def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, .
 
 
 def _place(rows: _OpenRows, tokens: int, number: int) -> int:
-    """Fill equal rows with examples of one length; return the number of examples left."""
+    """Put examples of one length into equal rows; return the number of examples not yet placed."""
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())
 
-    # A row that got an example stays the fullest row with room until it has no room for another.
+    # A row that gets an example is then the fullest one with room. So the next examples of this
+    # length go into the same row until it has no room.
     per_row = (rows.seq_len - sum(target.examples)) // tokens
     filled = min(target.number, number // per_row)
 

@@ -1,8 +1,8 @@
-"""The distribution of padded lengths: the longest row of each micro batch.
+"""The distribution of padded lengths: a micro batch is padded to its longest row.
 
-Micro batches are drawn at random, or examples are sorted by length before they are divided. The
-exported script sorts the examples of one step and deals them out to micro batches. transformers'
-sampler sorts the examples of many steps.
+Either micro batches are drawn at random, or some examples are sorted by length before they are
+divided into micro batches. The exported script sorts the examples of one step. The sampler of
+transformers (`group_by_length`) sorts the examples of many steps.
 """
 
 import itertools
@@ -16,21 +16,22 @@ from functools import lru_cache
 from autotune.problem.length_distribution import Lengths
 from autotune.trainer.dealing import ranks_of
 
-MAX_BUCKETS = 4  # each is compiled separately
-WORTH_A_BUCKET = 0.01  # relative saving of padded tokens that makes another bucket worthwhile
-BINS = 64  # bins of the distribution, which buckets group
+MAX_BUCKETS = 4  # the largest number of buckets; layers are compiled once for each bucket
+WORTH_A_BUCKET = 0.01  # another bucket must reduce the padded tokens by at least this fraction
+BINS = 64  # the largest number of bins; a bucket covers one or more neighbouring bins
 MAX_STAND_INS = 5
-NO_SHARE = 1e-9  # smaller shares are rounding errors
-SIGMAS = 7  # standard deviations of a binomial distribution; the tails beyond are ignored
-MOST_DRAWS = 300_000  # random draws of a simulation, which take about 0.15 s
-# transformers sorts a quarter of the examples at a time, and at most the examples of 50 steps.
+NO_SHARE = 1e-9  # smaller shares of micro batches are rounding errors
+SIGMAS = 7  # a binomial distribution is ignored beyond this number of standard deviations
+MOST_DRAWS = 300_000  # the number of random draws in a simulation, which takes about 0.15 s
+# The sampler of transformers sorts 1/MEGABATCHES of the examples together, but at most the examples
+# of MAX_STEPS steps.
 MEGABATCHES = 4
 MAX_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """Micro batches whose longest row has `tokens` tokens on average and at most `up_to`.
+    """Micro batches whose longest row has at most `up_to` tokens, and `tokens` on average.
 
     `share` is their share of all micro batches.
     """
@@ -47,7 +48,8 @@ Maxima = tuple[Longest, ...]  # sorted by length; the shares sum to 1
 class Draw:
     """A way to draw micro batches of `size` examples, truncated to `seq_len`.
 
-    Examples are drawn independently, or `sorted_together` examples are sorted and then divided.
+    If `sorted_together` is at most `size`, examples are drawn independently. Otherwise,
+    `sorted_together` examples are sorted by length and then divided into micro batches.
     """
 
     lengths: Lengths
@@ -90,9 +92,10 @@ def batch_maxima(draw: Draw) -> Maxima:
 def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
     """Return a function that converts a share of examples to a share of micro batches.
 
-    From the share of examples up to some length, it computes the share of micro batches without a
-    longer example. The number of longer examples is binomial. Because examples are sorted, the
-    longer examples fill the smallest possible number of micro batches.
+    The function's argument is the share of examples that have at most some length. Its result is
+    the share of micro batches without a longer example. Among the examples sorted together, the
+    number of longer examples is binomial. Because of the sorting, the longer examples are in the
+    smallest possible number of micro batches.
     """
     number = draw.sorted_together // draw.size * draw.size
     log_ways = [
@@ -133,7 +136,7 @@ def sorted_together(examples: int, step_examples: int) -> int:
 
 @lru_cache(maxsize=1024)
 def new_length_share(draw: Draw, number: int) -> float:
-    """Return the expected share of `number` micro batches that have a new padded length."""
+    """Return the expected share of `number` micro batches whose padded length is a new one."""
     return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
 
 
@@ -141,13 +144,14 @@ def new_length_share(draw: Draw, number: int) -> float:
 def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
     """Return the mean padded length of a row in tokens.
 
-    A row is padded to the longest of its micro batch, or to the next of `buckets`.
+    A row is padded to the longest row of its micro batch or, if `bucketed`, then on to the next
+    length in `buckets`.
     """
     return _mean(draw, buckets(draw) if bucketed else ())
 
 
 def _mean(draw: Draw, ends: tuple[int, ...]) -> float:
-    """Return the mean length of rows that are padded to the next of `ends`, if there are any."""
+    """Return the mean length of rows if they are padded to the next of `ends`, or without ends."""
     return sum(_padded_length(one.up_to, ends) * one.share for one in batch_maxima(draw))
 
 
@@ -157,14 +161,15 @@ def _padded_length(tokens: int, ends: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
-    """Return the relative excess of the slowest rank's tokens over the ranks' mean.
+    """Return how much larger the most tokens of a rank are than the ranks' mean, as a fraction.
 
-    In a step, each rank has `each` micro batches. They are drawn independently, or dealt out to the
-    ranks if examples are sorted. For several micro batches, the result is a mean of simulated
-    steps. This mean's error is below 0.01 for lengths that vary like chat lengths.
+    Each rank computes `each` micro batches before it waits. Micro batches are drawn independently,
+    or are made of sorted examples and distributed to the ranks. With several micro batches, the
+    result is the mean of simulated steps. Its error is below 0.01 for lengths that vary like the
+    lengths of chats.
     """
     ends = buckets(draw) if bucketed else ()
-    if each == 1:  # together, the ranks' micro batches are one large micro batch
+    if each == 1:  # the slowest rank has the longest row of all ranks' rows together
         return _mean(replace(draw, size=ranks * draw.size), ends) / _mean(draw, ends) - 1
 
     is_sorted = draw.sorted_together > draw.size
@@ -177,7 +182,7 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
 def _random_steps(
     draw: Draw, ranks: int, each: int, ends: tuple[int, ...], number: int
 ) -> Iterator[list[int]]:
-    """Yield each rank's tokens in simulated steps with independent micro batches."""
+    """Yield, for each simulated step with independent micro batches, the tokens of each rank."""
     lengths = [_padded_length(one.up_to, ends) for one in batch_maxima(draw)]
     size = ranks * each
     places = _places(draw, _enough(number * size))
@@ -189,7 +194,7 @@ def _random_steps(
 def _dealt_steps(
     draw: Draw, ranks: int, each: int, ends: tuple[int, ...], number: int
 ) -> Iterator[list[int]]:
-    """Yield each rank's tokens in simulated steps whose rows are sorted and dealt."""
+    """Yield, for each simulated step with sorted rows, the tokens of each rank."""
     size = ranks * each * draw.size
     rows = _rows(draw.lengths, draw.seq_len, _enough(number * size))
     for first in range(0, number * size, size):
@@ -201,13 +206,13 @@ def _dealt_steps(
 
 
 def _enough(number: int) -> int:
-    """Round a number of draws up, so that calls for similar numbers share the cached draws."""
+    """Round a number of draws up, so that calls with similar numbers use the same cached draws."""
     return math.ceil(number / MOST_DRAWS) * MOST_DRAWS
 
 
 @lru_cache(maxsize=4)
 def _places(draw: Draw, number: int) -> list[int]:
-    """Return random indices into `batch_maxima`. A larger number begins with the same indices."""
+    """Return `number` random indices into `batch_maxima`; the first ones are always the same."""
     maxima = batch_maxima(draw)
     until = list(itertools.accumulate(one.share for one in maxima))
     generator = random.Random(0)  # noqa: S311 (no secret)
@@ -216,7 +221,7 @@ def _places(draw: Draw, number: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
-    """Return the tokens of random rows. A larger number begins with the same rows."""
+    """Return the tokens of `number` random rows; the first rows are always the same."""
     tokens = [min(tokens, seq_len) for tokens, _ in lengths.counts]
     until = list(itertools.accumulate(count for _, count in lengths.counts))
     return random.Random(0).choices(tokens, cum_weights=until, k=number)  # noqa: S311
@@ -224,7 +229,7 @@ def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def buckets(draw: Draw) -> tuple[int, ...]:
-    """Return a few lengths, ascending, that minimise the padding of rows to the next of them."""
+    """Return the buckets, ascending: the few lengths that rows can be padded to most cheaply."""
     bins = _binned(batch_maxima(draw))
 
     def cost(part: Maxima) -> float:
@@ -250,16 +255,16 @@ def bucket_shares(draw: Draw) -> dict[int, float]:
 
 
 def stand_ins(draw: Draw) -> dict[int, float]:
-    """Return at most MAX_STAND_INS lengths that represent all lengths, each with its share.
+    """Return at most MAX_STAND_INS lengths to time instead of all lengths, with their shares.
 
-    Two of the lengths are at most the mean, and three are longer. The longest possible length is
-    one of the three, unless its share is 0.
+    Two of the lengths are at most the mean length, and three are above it. One of the three is the
+    longest possible length, unless its share is 0.
 
-    If a time is quadratic in the length, its mean is exact except for rounding. A CPU-bound time is
-    flat up to some length, and its mean is off by 1.2 %, and by 3.1 % at most (120 draws of 12
-    distributions, each with its worst length). With three Gauss nodes for all lengths, it would be
-    off by 4.5 %, and by 14.6 % at most. With four nodes, it would be off by 2.5 %, and by 9.2 % at
-    most.
+    If a micro batch's time is quadratic in the length, the weighted mean of the few times is exact
+    except for rounding. A CPU-bound time is constant up to some length, and the error of the mean
+    time is then 1.2 %, and at most 3.1 % (120 draws of 12 distributions, each with the worst such
+    length). With three Gauss nodes for all lengths, the error would be 4.5 %, and at most 14.6 %.
+    With four nodes, it would be 2.5 %, and at most 9.2 %.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:
@@ -267,8 +272,8 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
     mean = sum(one.tokens * one.share for one in maxima)
     nodes = _two_nodes([(one.tokens, one.share) for one in maxima if one.tokens <= mean])
-    # Gauss-Radau: shares are weighted by the distance to the longest length, so that the longest
-    # length needs no node here.
+    # This is Gauss-Radau quadrature: one node is fixed at the longest length. For the two other
+    # nodes, shares are multiplied by the distance to the longest length.
     longer = [(one.tokens, one.share) for one in maxima if mean < one.tokens < draw.longest]
     for tokens, weight in _two_nodes(
         [(tokens, share * (draw.longest - tokens)) for tokens, share in longer]
@@ -284,10 +289,10 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
 
 def _two_nodes(weighted: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return two values with weights that keep the sum of any cubic polynomial.
+    """Return two weighted values that give every cubic polynomial the same weighted sum.
 
-    This is Gauss quadrature from three moments. Equal values give one node, and no values give an
-    empty list.
+    This is Gauss quadrature, computed from the first three moments. If all values are equal, the
+    result is one node; without values, it is an empty list.
     """
     total = sum(weight for _, weight in weighted)
     if not total:
@@ -316,7 +321,7 @@ def _merge(part: Maxima) -> Longest:
 def _binned(maxima: Maxima) -> Maxima:
     """Group the distribution into at most BINS bins.
 
-    Lengths with more micro batches, or with a wider range, get more bins.
+    A range of lengths gets more bins if it is wider, or if more micro batches are in it.
     """
     low = maxima[0].tokens
     high = maxima[-1].tokens
@@ -333,13 +338,14 @@ def _binned(maxima: Maxima) -> Maxima:
 def _partitions(
     bins: Maxima, most: int, cost: Callable[[Maxima], float]
 ) -> Iterator[tuple[float, list[Maxima]]]:
-    """Yield the cheapest division of `bins` into 1, 2, ... groups of neighbours, and its cost."""
+    """Yield the cost and the parts of the cheapest division of `bins` into 1, 2, ... parts."""
     costs = {
         (begin, end): cost(bins[begin:end])
         for begin, end in itertools.combinations(range(len(bins) + 1), 2)
     }
 
-    # Dynamic programming: for each end of the last part, the least cost and the ends of all parts.
+    # This is dynamic programming. For each possible end of the last group, `best` has the least
+    # cost and the ends of all groups.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for _ in range(min(most, len(bins))):
         best = {

@@ -1,7 +1,7 @@
 """The performance of the full run, computed from measurements of probes.
 
-The score of a configuration is its useful tokens per second: padding and truncated tokens do not
-count.
+The score of a configuration is its useful tokens per second. Padding is not useful, and truncated
+tokens are not trained on, so neither counts.
 """
 
 import math
@@ -13,27 +13,29 @@ from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.workload import RunShape, Workload
 
-# Two probes of the same configuration differ by up to this share of the time, even if the steps of
-# each probe agree well. On an H200, two confirmations differed by 0.1 %. The search's shorter
-# probes differed from the confirmations by 0.4 to 1 %, because a GPU warms up.
+# The step times of two probes of one configuration may differ by this fraction, even if the steps
+# within each probe differ less. On an H200, the two confirming probes differed by 0.1 %. The
+# shorter probes of the search differed from them by 0.4 to 1 %, because a GPU warms up.
 AGAIN = 0.01
-# Speeds that differ by less than this share count as equal, because their intervals overlap. Two
-# H200s in one host measured the same two configurations side by side: one found them 1.2 % apart,
-# the other equal.
+# Two configurations whose speeds differ by less than this fraction count as equally fast, because
+# the intervals of their speeds overlap. Two H200s in one host measured the same two configurations
+# at the same time. On one H200 the speeds differed by 1.2 %, and on the other they were equal.
 TIE = 2 * AGAIN
-# If step times of one configuration differ by more than this share, something disturbed the
-# measurements. One more measurement is taken, and the median counts.
+# If the step times of one configuration's measurements differ by more than this fraction, something
+# disturbed a measurement. The configuration is then measured once more, and the median counts.
 DISAGREEMENT = 0.05
-UNSEEN = 0.02  # assumed relative spread of a single time: twice the spread of steps on an H200
+# The relative spread that is assumed for a single time: twice the spread of steps on an H200
+UNSEEN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
     """The performance of the full run, with its global batch, in useful tokens.
 
-    `spread` is the range of step times, relative to `step_time_s`. If the speed was converted from
-    another card, `own_spread` is the spread of the probes alone. `mfu` is None if the device's peak
-    is unknown.
+    `spread` is the range of step times, relative to `step_time_s`: (-0.01, 0.02) is 1 % less to 2 %
+    more. If the speed was converted from another card, `spread` includes the error of the
+    conversion, and `own_spread` is the spread of the probes without it. `mfu` is None if the
+    device's peak is unknown.
     """
 
     samples_per_second: float
@@ -62,7 +64,7 @@ class Performance:
         )
 
     def widened(self, low: float, high: float) -> "Performance":
-        """Add another range of step times, relative to `step_time_s`, to the spread."""
+        """Widen the spread by another range of step times, relative to `step_time_s`."""
         return replace(
             self, spread=(-math.hypot(self.spread[0], low), math.hypot(self.spread[1], high))
         )
@@ -70,7 +72,7 @@ class Performance:
     def times(self, other: "Performance") -> tuple[float, float]:
         """Return the interval of the ratio of this speed to another speed on the same device.
 
-        If the interval contains 1, the speeds' own intervals overlap.
+        The interval contains 1 if and only if the intervals of the two speeds overlap.
         """
         ratio = self.tokens_per_second / other.tokens_per_second
         (fastest, slowest), (low, high) = (one.own_spread or one.spread for one in (self, other))
@@ -80,10 +82,10 @@ class Performance:
 def step_time_s(
     measurement: Measurement, accumulation: int, new_length_share: float = 0.0
 ) -> float:
-    """Return the seconds of one optimizer step: the medians of its micro batches and of the rest.
+    """Return the seconds of an optimizer step, from median times of a micro batch and of the rest.
 
-    The step has `accumulation` micro batches. The share `new_length_share` of them has a new row
-    length, and takes the measured extra time.
+    The step has `accumulation` micro batches. The share `new_length_share` of the micro batches
+    have a new row length, and take the extra time that was measured (`new_length_s`).
     """
     micro = statistics.median(measurement.micro_step_s) + new_length_share * (
         measurement.new_length_s or 0.0
@@ -97,9 +99,9 @@ def step_spread(
 ) -> tuple[float, float]:
     """Return the range of the probes' step times, relative to their reported step time.
 
-    A probe with a single timed step contributes its micro batches. The range covers at least the
-    usual difference between two probes, or the error of an extrapolated time. A single time gets an
-    assumed range.
+    If a probe timed a single step, the times of its micro batches are used instead. The range is at
+    least AGAIN, the usual difference between two probes, and at least the error of an extrapolated
+    time. For a single time, it is at least UNSEEN.
     """
     reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements
@@ -128,7 +130,7 @@ def performance(
 ) -> Performance:
     """Return the median performance of a configuration's measurements.
 
-    Raises ValueError if its micro batch does not divide the global batch.
+    Raises ValueError if the configuration's micro batch does not divide the global batch.
     """
     shape = workload.run_shape(config)
     new = workload.new_length_share(config)
@@ -158,9 +160,10 @@ def tokens_per_s(result: ProbeResult, workload: Workload) -> float | None:
 
 
 def margins(result: ProbeResult) -> dict[str, float]:
-    """Return the signed constraint margins of a probe; 0 or less is feasible.
+    """Return a probe's margins by name; a configuration is feasible if no margin is above 0.
 
-    `memory` is the memory margin, and `health` is positive for a failed probe.
+    `memory` is the memory needed beyond the limit, relative to the limit. `health` is positive if
+    the probe failed.
     """
     if result.oom is not None:
         return {"memory": result.oom.margin, "health": 0.0}

@@ -1,6 +1,6 @@
 """The cost of the full run in hours, USD and kWh, computed from a step time.
 
-USD needs a price, and kWh needs a power.
+USD are None without a price, and kWh are None without a power.
 """
 
 import math
@@ -19,23 +19,24 @@ from autotune.problem.workload import RunShape, Workload
 FITS = "fits"
 TIGHT = "tight"
 OOM = "out of memory"
-# The same host may issue the same work faster or slower at another time, by up to this share of the
-# time. Nine runs of a 1.5B on rented H200s were mostly CPU-bound. Within an hour, seven took 7 %
-# less to 7 % more than projected, and two took 13 and 14 % more. A 3B that was CPU-bound half of
-# the time took 7 % more.
+# The host's speed changes with time: a CPU-bound step may later take longer or less by up to this
+# fraction. In one hour, nine mostly CPU-bound runs of a 1.5B were compared with their projection,
+# on rented H200s. Seven took from 7 % less to 7 % more time, and two took 13 and 14 % more. A 3B
+# that was CPU-bound half of the time took 7 % more.
 HOST_DRIFT = 0.15
-# A CPU may slow down as it works. Five passes of 40 s on two virtual processors took from 10 % less
-# to 22 % more than projected from the timed seconds: some slowed down after ten seconds.
+# The same fraction for training on a CPU, which may slow down under load. Five passes of 40 s on
+# two virtual processors took from 10 % less to 22 % more time than projected from the first
+# seconds. Some slowed down after ten seconds.
 CPU_DRIFT = 0.2
-TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # dataset sizes in a report's table of costs
+TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the numbers of examples in a report's table of costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """The evaluations and checkpoints of a run, and their total seconds, or None if unknown.
+    """The evaluations and checkpoints of a run. Their total seconds are None if unknown.
 
-    `disk_gib` is the largest size of the checkpoints on disk: the kept ones, and another one while
-    it is written.
+    `disk_gib` is the largest total size on disk: the kept checkpoints, and one more while it is
+    being written.
     """
 
     num_evaluations: int
@@ -46,7 +47,7 @@ class Pauses:
 
     @property
     def known_s(self) -> float:
-        """The seconds of all pauses with a known time."""
+        """The seconds of all evaluations and checkpoints whose time is known."""
         return (self.evaluation_s or 0.0) + (self.checkpoint_s or 0.0)
 
     @property
@@ -59,9 +60,10 @@ class Pauses:
 class CostProjection:
     """The cost of the full run without start-up (`startup_s`, if known).
 
-    Evaluations and checkpoints count if their time is known; without `pauses` they are left out.
-    Intervals are (low, high). They come from the spread of the measured steps, and from the drift
-    of the host if steps are CPU-bound. `spot_usd` leaves out the cost of interruptions.
+    The time of evaluations and checkpoints is included if it is known. If `pauses` is None, it is
+    left out. Each interval is (low, high), from the spread of the measured steps. If steps are
+    CPU-bound, the interval also includes the drift of the host's speed. `spot_usd` does not include
+    the cost of interruptions.
     """
 
     examples: int
@@ -97,9 +99,9 @@ def run_cost(
     num_steps: int | None = None,
     pauses: Pauses | None = None,
 ) -> CostProjection:
-    """Return the cost of a run of this shape, or of its first `num_steps`.
+    """Return the cost of a run of this shape, or of its first `num_steps` optimizer steps.
 
-    Performance, price and power are for all devices together.
+    `performance`, `price` and `power_w` are totals for all devices of the run.
     """
     num_steps = shape.num_steps if num_steps is None else num_steps
     training = num_steps * performance.step_time_s / 3600
@@ -145,8 +147,8 @@ def project(
 ) -> CostProjection:
     """Return the cost of training `workload` with `config` at the measured performance.
 
-    `examples` replaces the number of examples. With `options`, evaluations and checkpoints count
-    with their times as measured on the run's device.
+    `examples` replaces the number of examples in `workload`. If `options` is given, the result
+    includes evaluations and checkpoints, with the times in `measurements`.
     """
     examples = examples or workload.examples
     held_out = workload.held_out(examples)
@@ -171,8 +173,8 @@ def project(
 def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
     """Return the GiB of a checkpoint, computed from one rank's share of it.
 
-    With shards, a rank holds a part of the optimizer state and of the weights. In DeepSpeed's
-    stages 1 and 2, each rank holds all weights.
+    If the strategy shards the model, a rank holds only a part of the optimizer state and of the
+    weights. In DeepSpeed's stages 1 and 2, each rank holds all weights.
     """
     trained_gib = measured.adapters_gib or measured.model_gib
     whole = trained_gib if config.sharding in ("none", "ddp", "zero1", "zero2") else 0.0
@@ -189,7 +191,7 @@ def _pauses(
     measurements: Sequence[Measurement],
     largest_gib: float,
 ) -> Pauses:
-    """Count the evaluations and checkpoints of a run, with the last ones at its end."""
+    """Count the evaluations and checkpoints of a run, including those at its end."""
     num_steps = shape.num_steps
 
     eval_interval = options.steps_between_evaluations(num_steps, step_time_s)

@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass
 
-# The names of transformers' `report_to`
+# The supported values of transformers' option `report_to`
 TRACKERS = ("none", "wandb", "mlflow", "tensorboard", "trackio")
 SAVE_EVERY_S = 1800.0
-KEPT_CHECKPOINTS = 2  # the oldest is deleted after another one is written
+# The number of checkpoints on disk; the oldest is deleted after a new one is written
+KEPT_CHECKPOINTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """The optimizer steps between evaluations and between saves, and the tracker of a run.
 
-    A checkpoint is saved about every half hour by default, and each save has an evaluation.
+    By default, the run saves a checkpoint about every half hour, and evaluates at each save.
     """
 
     eval_steps: int | None = None
@@ -20,11 +21,11 @@ class RunOptions:
     report_to: str = "none"
 
     def steps_between_saves(self, num_steps: int, step_time_s: float) -> int:
-        """Return the steps between checkpoints in a run of `num_steps`; its end is always saved."""
+        """Return the steps between checkpoints in a run of `num_steps`; the end is also saved."""
         return max(1, min(self.save_steps or round(SAVE_EVERY_S / step_time_s), num_steps))
 
     def steps_between_evaluations(self, num_steps: int, step_time_s: float) -> int:
-        """Return the steps between evaluations; a run also evaluates at its end."""
+        """Return the steps between evaluations; one evaluation also runs at the end."""
         return max(
             1, min(self.eval_steps or self.steps_between_saves(num_steps, step_time_s), num_steps)
         )

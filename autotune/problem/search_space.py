@@ -1,6 +1,7 @@
-"""SearchSpace: the knobs to search and their values, from search_spaces/*.yaml or from Python.
+"""SearchSpace: knobs with the values to search, from a file in search_spaces/ or from Python.
 
-The constraints narrow a space before a study begins. The search enumerates or samples it.
+Before a study begins, `constraints` removes values from the space. The search then enumerates or
+samples the space.
 """
 
 import functools
@@ -19,16 +20,16 @@ from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
 _DEFAULT_VALUES = _DEFAULTS.as_dict()
-SHORT = 256  # tokens; shorter rows save almost no memory
+SHORT = 256  # a row of this number of tokens is short: a shorter row saves almost no memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """The values of one knob: a list, or the integers from `low` to `high`.
 
-    With `log`, a range is sampled on a log scale. `when` maps other knobs to values: unless they
-    have these values, this knob has no effect in the space. The micro batch size has `divides`, the
-    global batch: the size times the chosen number of GPUs must divide it.
+    If `log`, the range is sampled on a log scale. `when` maps other knobs to values: this knob has
+    an effect only if each of them has one of its values. `divides` is for the micro batch size, and
+    is the global batch: the size times the chosen number of GPUs must divide it.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Knob:
         return self.values
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the values that are possible with the chosen knobs, or all values if none is."""
+        """Return the values that the chosen knobs allow; if they allow no value, return all."""
         knob = KNOBS[self.name]
         if self.divides is not None:
             number = chosen.get("num_gpus", _DEFAULTS.num_gpus)
@@ -68,13 +69,13 @@ class Knob:
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
-        """Return the wanted value if `values` has it, otherwise the nearest number or the first."""
+        """Return the wanted value if `values` has it, else its nearest number or first value."""
         if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
         return wanted if wanted in values else values[0]
 
     def keep(self, allowed: Callable[[Any], bool]) -> "Knob":
-        """Return this knob with only the allowed values. A range without gaps stays a range."""
+        """Return this knob with only the allowed values. A range stays one if it has no gaps."""
         values = tuple(value for value in self.choices() if allowed(value))
         if self.low is not None and values and len(values) == values[-1] - values[0] + 1:
             return replace(self, low=values[0], high=values[-1])
@@ -83,7 +84,7 @@ class Knob:
     def is_active(self, chosen: dict[str, Any]) -> bool:
         """Return whether this knob has an effect with the values chosen so far.
 
-        Other knobs have their defaults.
+        Knobs that are not chosen yet count as having their defaults.
         """
         return all(
             chosen.get(name, getattr(_DEFAULTS, name)) in _as_list(wanted)
@@ -91,16 +92,18 @@ class Knob:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Return the value, or list of values, that other knobs must have.
+        """Return, by knob, the value or list of values that another knob must have.
 
-        The registry and the space both set conditions.
+        This knob has an effect only with these values. Conditions come from the registry of knobs
+        and from the space (`when`).
         """
         return {**KNOBS[self.name].active_when, **(self.when or {})}
 
     def depends_on(self) -> dict[str, list[Any]]:
         """Return the values of other knobs that decide whether this knob is active.
 
-        These other values also decide which of the knob's own values are possible.
+        The result also has the values of other knobs that decide which values of this knob are
+        possible.
         """
         deciding = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
         for excluded in KNOBS[self.name].impossible_with.values():
@@ -125,16 +128,16 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Knobs in order: a knob comes after the knobs in its conditions."""
+    """The knobs of a space, ordered so that a knob comes after the knobs in its conditions."""
 
     name: str
     knobs: tuple[Knob, ...]
 
-    def __hash__(self) -> int:  # the conditions of knobs are dicts, which have no hash
+    def __hash__(self) -> int:  # knobs cannot be hashed, because their conditions are dicts
         return hash((self.name, *((knob.name, knob.values) for knob in self.knobs)))
 
     def describe(self) -> dict[str, Any]:
-        """Return plain data; a continued study uses it to check that its space is the same."""
+        """Return plain data; a continued study compares it with the data of its earlier space."""
         return {
             knob.name: {
                 "values": list(knob.values),
@@ -148,7 +151,7 @@ class SearchSpace:
     def load(cls, name_or_path: str) -> "SearchSpace":
         """Load a shipped space by name, or a file.
 
-        Raises UsageError, which names the wrong line of a file.
+        Raises UsageError, which names the invalid line of a file.
         """
         shipped = shipped_spaces()
         path = shipped.get(name_or_path) or Path(name_or_path)
@@ -163,7 +166,7 @@ class SearchSpace:
 
     @classmethod
     def of(cls, name: str = "own", **knobs: Any) -> "SearchSpace":
-        """Create a space of these knobs: a list or range is searched, other values are fixed.
+        """Create a space of these knobs. A list or range is searched; any other value is fixed.
 
         Raises UsageError for impossible values.
 
@@ -179,7 +182,7 @@ class SearchSpace:
                     remedy="list each value once",
                 )
             for value in values:
-                space = space.pin(knob, value)  # this raises for an impossible value
+                space = space.pin(knob, value)  # `pin` raises UsageError for an impossible value
             space = space.offer(knob, values)
         return space
 
@@ -206,7 +209,8 @@ class SearchSpace:
 
         if len(removed) == len(knob.choices()):
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
-            if len(removed) == 1:  # the knob may be pinned already
+            # A removed single value is the user's choice, such as a pinned knob
+            if len(removed) == 1:
                 remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
             raise UsageError(
                 f"no value of {name} is left in the space {self.name!r}:"
@@ -216,7 +220,7 @@ class SearchSpace:
         return self._with(knob.keep(allowed)), [Removal(knob=name, values=removed, reason=reason)]
 
     def pin(self, name: str, value: Any) -> "SearchSpace":
-        """Return the space with one knob fixed, whether or not the space has that knob.
+        """Return the space with one knob fixed, even if the space does not have the knob.
 
         Raises UsageError for an impossible value.
         """
@@ -235,11 +239,11 @@ class SearchSpace:
         return self._with(Knob(name=name, values=(value,)))
 
     def offer(self, name: str, values: tuple[Any, ...]) -> "SearchSpace":
-        """Return the space with these values of a knob to choose from."""
+        """Return the space with `values` as the values of a knob."""
         return self._with(Knob(name=name, values=values))
 
     def idle(self, name: str) -> str | None:
-        """Return a knob's condition that the space never meets, or None if the knob is useful."""
+        """Return a knob's condition that no value of the space meets, or None if all are met."""
         knob = self.knob(name) or Knob(name=name)
         for other, wanted in knob.conditions().items():
             if not set(self.choices(other)) & set(_as_list(wanted)):
@@ -247,7 +251,7 @@ class SearchSpace:
         return None
 
     def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
-        """Return the space with a knob that has an effect only with these values of another."""
+        """Return the space with one more condition of a knob: the allowed values of `other`."""
         knob = self.knob(name)
         if knob is None:
             return self
@@ -257,9 +261,9 @@ class SearchSpace:
         return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
 
     def divide(self, batch: int) -> "SearchSpace":
-        """Return the space whose micro batches, times the GPU count, divide a global batch."""
+        """Return the space with micro batches that, times the GPU count, divide `batch`."""
         knob = self.knob("micro_batch_size")
-        assert knob is not None  # a study's space has it
+        assert knob is not None  # the space of a study always has this knob
         new_space = self._with(replace(knob, divides=batch))
         return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
 
@@ -271,7 +275,7 @@ class SearchSpace:
         )
 
     def enumerate(self) -> Iterator[dict[str, Any]]:
-        """Yield every distinct choice of active knobs as {knob: value}."""
+        """Yield every distinct configuration as {knob: value} of the knobs with an effect."""
 
         def extend(chosen: dict[str, Any], knobs: tuple[Knob, ...]) -> Iterator[dict[str, Any]]:
             if not knobs:
@@ -286,13 +290,14 @@ class SearchSpace:
 
     def size(self) -> int:
         """Return the number of distinct configurations."""
-        # For each knob, the values that appear in conditions of other knobs.
+        # For each knob, the values that conditions of other knobs name.
         deciding_values: dict[str, list[Any]] = {}
         for knob in self.knobs:
             for name, values in knob.depends_on().items():
                 deciding_values.setdefault(name, []).extend(values)
 
-        # Choices are counted in groups. A group holds choices that no condition can distinguish.
+        # Configurations are counted in groups. All configurations of a group are equal for every
+        # condition.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
             next_groups = type(groups)()
@@ -308,9 +313,9 @@ class SearchSpace:
         return groups.total()
 
     def sample(self, number: int) -> Iterator[dict[str, Any]]:
-        """Yield `number` random choices of active knobs, for a space too large to enumerate.
+        """Yield `number` random configurations like `enumerate`, for a space too large for it.
 
-        Every call yields the same choices.
+        Every call yields the same configurations.
         """
         generator = random.Random(0)  # noqa: S311 (no secret depends on it)
         for _ in range(number):
@@ -321,22 +326,23 @@ class SearchSpace:
         known = {name: value for name, value in chosen.items() if name in KNOBS}
         size = self.knob("micro_batch_size")
         if size is not None and size.divides is not None and "micro_batch_size" in known:
-            # A sampler chooses each knob independently.
+            # A sampler chooses each knob independently, so the size may not divide the global
+            # batch.
             known["micro_batch_size"] = size.nearest(
                 known["micro_batch_size"], size.possible(known)
             )
         return TrainConfig(**known)
 
     def leanest(self) -> dict[str, Any]:
-        """Return the choice that needs the least memory, decided knob by knob."""
+        """Return {knob: value} with the value of each knob that needs the least memory."""
         return self._choose(lambda knob, values: min(values, key=KNOBS[knob.name].memory_rank))
 
     def clip(self, config: TrainConfig) -> dict[str, Any]:
-        """Return the choice nearest to `config`, knob by knob."""
+        """Return {knob: value} with the value of each knob that is nearest to `config`."""
         return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
     def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:
-        """Return a choice of active knobs as {knob: value}, made in the order of the space."""
+        """Return {knob: value} for the knobs with an effect; `value_of` chooses each in turn."""
         chosen: dict[str, Any] = {}
         for knob in self.knobs:
             if knob.is_active(chosen):
@@ -345,7 +351,7 @@ class SearchSpace:
 
 
 def ways_to_fit(leanest: TrainConfig) -> str:
-    """Describe the user's options if even the leanest configuration of a space does not fit."""
+    """Describe the user's options if not even `leanest`, a space's leanest configuration, fits."""
     ways = ["take a larger GPU", "a smaller model"]
     if leanest.quantization != "nf4":
         ways.append("--space qlora")
@@ -376,14 +382,15 @@ def _read(path: Path) -> SearchSpace:
     return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
 
 
-# Shipped files do not change, and a plan of many models reads them repeatedly.
+# Files of the package do not change, and a plan of many models reads them repeatedly. So they are
+# cached.
 _shipped = functools.cache(_read)
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
     """Yield each knob after the knobs in its conditions, otherwise in the given order.
 
-    Knobs in a cycle also keep the given order.
+    Knobs whose conditions form a cycle also keep the given order.
     """
     remaining = list(knobs)
     while remaining:

@@ -1,6 +1,6 @@
-"""Convert a StudySpec to a Task: resolve its names and narrow its space to possible values.
+"""Convert a StudySpec to a Task: resolve names, and narrow the search space to possible values.
 
-This needs neither a GPU nor torch. Each removal of a value has a reason.
+The conversion needs neither a GPU nor torch. Each removal of a value has a reason.
 """
 
 import math
@@ -41,16 +41,17 @@ from autotune.problem.workload import Workload
 from autotune.trainer.settings import DEQUANTISED
 
 DEFAULT_TOKENS = 1024
-# Tokens of an example besides its image: 1,024 in all with Qwen2.5-VL and the default image.
+# The default number of text tokens beside an image. With the image tokens of Qwen2.5-VL for the
+# default image size, an example has 1,024 tokens.
 DEFAULT_TEXT = 254
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
-# A global batch given in tokens may differ by this share, if more micro batch sizes then divide it.
+# If the user gives the global batch in tokens, the number of examples may deviate by this fraction,
+# so that more micro batch sizes divide it.
 OFF_TOKENS = 0.1
-# A warning is given if the longest seq_len truncates at least this share of the tokens.
+# The user is warned if even the longest seq_len truncates at least this share of the tokens.
 WORTH_A_WARNING = 0.005
-# A warning is given if adapters or quantisation do not reach more than this share of the
-# parameters.
+# The user is warned if more than this share of the parameters gets no adapters or is not quantised.
 OUT_OF_REACH = 0.02
 
 
@@ -58,7 +59,7 @@ OUT_OF_REACH = 0.02
 class Setup:
     """The task of a study, the reserve space, the removals and the warnings.
 
-    The reserve is the wider space to search if no configuration of the task's space fits.
+    The reserve is a wider space, which is searched if no configuration of the task's space fits.
     """
 
     task: Task
@@ -68,7 +69,7 @@ class Setup:
 
     @property
     def reserved(self) -> str:
-        """The values that only the reserve has, in words; empty if there are none."""
+        """The values that are only in the reserve, in words, or empty."""
         space = self.task.space
         return "; ".join(
             f"{knob.name} {' or '.join(map(str, values))}"
@@ -86,10 +87,10 @@ def set_up(
 ) -> Setup:
     """Resolve the names of a spec and narrow its space.
 
-    With a Target, probes run on this machine. Values that need a missing package are removed, and
-    the worker later reports the abilities of the model's layers (`adapt_to_layers`). With a
-    DeviceSpec, the study is only estimated, for any machine, from the known facts about the
-    layers. `say` gets progress messages while examples are read.
+    If `target` is a Target, probes run on this machine. Values that need a missing package are
+    removed, and a worker later reports the features that the model's layers support
+    (`adapt_to_layers`). If `target` is a DeviceSpec, the study is only estimated, and the catalogue
+    gives the features of the layers. `say` gets progress messages while examples are read.
 
     Raises:
         UsageError: for an unknown name, an unreadable file, or a knob without a possible value.
@@ -118,7 +119,8 @@ def set_up(
         _refuse_untested_with_images(spec, space)
     global_batch = _global_batch(spec, space, model, lengths)
 
-    # Each rule removes impossible values. Later rules read the space as earlier ones left it.
+    # Each rule removes impossible values. The order matters: a rule reads the space that the
+    # earlier rules left.
     narrowing = Narrowing(space=space, reserve=space)
     constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
@@ -189,7 +191,7 @@ def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
 
 
 def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float | None:
-    """Return the memory of the example card that the device represents.
+    """Return the GiB of the example card, if the device (a CPU) represents one.
 
     The result is None if there is no example card, or if the user gives the memory.
     """
@@ -200,8 +202,8 @@ def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float
 def _with_images(spec: StudySpec, model: ModelSpec) -> bool:
     """Return whether the examples of the run have images.
 
-    They do if an option says so, or if a row of the dataset refers to an image. Raises UsageError
-    if such an option is given for a model whose images cannot be computed.
+    The examples have images if an option says so, or if a row of the dataset refers to an image.
+    Raises UsageError if an option asks for images, but autotune has no image rules for the model.
     """
     is_asked = spec.image_size is not None or spec.vision != "frozen"
     if is_asked and not model.sees_images:
@@ -217,7 +219,7 @@ def _with_images(spec: StudySpec, model: ModelSpec) -> bool:
 
 
 def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
-    """Raise UsageError for options that are untested with images."""
+    """Raise UsageError if an option that is untested with images is used."""
     options = {
         "objective": spec.objective,
         "trainer": spec.trained_by,
@@ -231,7 +233,7 @@ def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
 
 
 def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
-    """Raise UsageError for a pinned quantisation that has no effect in the space or the reserve."""
+    """Raise UsageError if a pinned quantisation has no effect in both the space and the reserve."""
     value = spec.pins.get("quantization", "none")
     need = narrowing.space.idle("quantization")
     if value != "none" and need and narrowing.reserve.idle("quantization"):
@@ -242,9 +244,9 @@ def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
 
 
 def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
-    """Return the space with the spec's pins, and with both knobs for the size of a micro batch.
+    """Return the space with the spec's pins, and with the knobs micro_batch_size and seq_len.
 
-    The global batch and the model narrow these two knobs later.
+    Later rules need these two knobs, because the global batch and the model narrow them.
     """
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
@@ -255,12 +257,12 @@ def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
 
 
 def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
-    """Return the space for the GPU counts of the spec, or of the space itself.
+    """Return the space with the GPU counts of the spec, if any, and a knob for their strategy.
 
-    Raises UsageError for combinations that are not probed.
+    Raises UsageError for a combination that cannot be probed on several GPUs.
     """
     for number in spec.numbers_of_gpus or ():
-        space = space.pin("num_gpus", number)  # this raises for an impossible count
+        space = space.pin("num_gpus", number)  # `pin` raises UsageError for an impossible count
     if spec.numbers_of_gpus:
         space = space.offer("num_gpus", spec.numbers_of_gpus)
     numbers = space.choices("num_gpus")
@@ -286,10 +288,10 @@ def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpa
 def calibration_of(
     spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lambda text: None
 ) -> Calibration | None:
-    """Return the calibration that the spec names, or the cached one of the probing device.
+    """Return the calibration that the spec names, or else the cached calibration of `device`.
 
-    The cached one is used only if the device is in this machine. Raises UsageError if the file is
-    not a calibration.
+    The cached calibration is used only if the device is in this machine. Raises UsageError if the
+    file that the spec names is not a calibration.
     """
     if spec.calibration is not None:
         return read_calibration(Path(expanduser(spec.calibration)))
@@ -297,7 +299,7 @@ def calibration_of(
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:
-    """Return the shape of the model's layers that a worker would report, without their pattern.
+    """Return the shape that a worker would report for the model's layers, without the pattern.
 
     The result is None for a family without a formula.
     """
@@ -322,9 +324,9 @@ def _path(matrix: str) -> str:
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
-    """Return the same study without values that layers of this shape do not support.
+    """Return the study without the values that layers of this shape do not support.
 
-    With None the shape is unknown. Raises UsageError if no value is left.
+    `shape` is None if it is unknown. Raises UsageError if a knob has no value left.
     """
     task = setup.task
     objective = setup.task.workload.objective
@@ -347,17 +349,19 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 
 
 def open_reserve(setup: Setup) -> Setup:
-    """Return the same study with the values that only its reserve has.
+    """Return the study with its reserve as the space to search.
 
-    These are quantised bases, other optimizers, and full fine-tuning in pure bf16.
+    The reserve also has quantised bases, optimizers other than AdamW, and full fine-tuning in pure
+    bf16.
     """
     return replace(setup, task=replace(setup.task, space=setup.reserve))
 
 
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
-    """Return the examples of an optimizer step.
+    """Return the number of examples in an optimizer step.
 
-    For a batch in tokens, it is a near number that most micro batches of the space divide.
+    If the user gives the batch in tokens, the result is the near number that most micro batch sizes
+    of the space divide.
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
@@ -404,7 +408,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
 def _warnings(
     spec: StudySpec, narrowing: Narrowing, workload: Workload, model_type: str
 ) -> tuple[str, ...]:
-    """Describe oddities of the examples, an overflow, and pins and floors without an effect."""
+    """Return warnings: truncated or too few examples, fp16 overflow, and options without effect."""
     space = narrowing.space
     warnings = []
     overflow = fp16_warning(model_type)
@@ -443,7 +447,7 @@ def _warnings(
 
 
 def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[str]:
-    """Describe the parameters that adapters and quantisation do not reach in these layers."""
+    """Return warnings about parameters of the layers that get no adapters or are not quantised."""
     if shape is None or space.choices("method") == ("full",):
         return []
 
@@ -461,7 +465,7 @@ def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[st
 def _lengths(
     spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callable[[str], None]
 ) -> Lengths:
-    """Return the lengths of the examples, or a usual length that the space allows."""
+    """Return the lengths of the examples; if unknown, a usual length that the space allows."""
     if spec.dataset is not None:
         path = Path(expanduser(spec.dataset))
         tokenizer = expanduser(spec.tokenizer or "") or model.tokenizer
@@ -487,11 +491,12 @@ def _lengths(
 def _rows_with_images(
     spec: StudySpec, model: ModelSpec, say: Callable[[str], None]
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
-    """Return the lengths of examples with images, the images by length, and the last image's end.
+    """Return the lengths of examples with images, images by length, and the largest image end.
 
-    The end is the largest position in tokens at which an image ends, or 0 if unknown. Without a
-    dataset, each example has one image. Lengths from the user include the image's tokens. Examples
-    that are too short for an image have only text. Raises UsageError if all examples are too short.
+    The largest end is the position, in tokens, of the last image's end in any row, or 0 if unknown.
+    Without a dataset, each example is assumed to have one image, and lengths from the user include
+    the image's tokens. Examples that are too short for an image have only text. Raises UsageError
+    if all examples are too short.
     """
 
     def picture(width: int, height: int) -> Picture:
@@ -534,7 +539,7 @@ def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
 
 
 def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
-    """Name the packages without which layers other than attention are slow and hold more memory."""
+    """Return warnings about missing packages that make layers other than attention fast."""
     from importlib.util import find_spec
 
     needed = model.kernel_packages
@@ -551,7 +556,7 @@ def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
-    """Describe the assumptions about images if there is no dataset."""
+    """Return warnings about the assumed images of a study without a dataset."""
     if not workload.pictured or spec.dataset is not None:
         return []
     notes = []

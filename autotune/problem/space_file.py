@@ -1,7 +1,7 @@
 """The form of a search space file, checked by pydantic.
 
-Only `SearchSpace.load` imports this module, when it reads a file, because importing pydantic is
-slow.
+Only `SearchSpace.load` imports this module, and only when it reads a file: the import of pydantic
+is slow.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from autotune.core.errors import did_you_mean
 from autotune.core.knobs import KNOBS, Kind, check_value
 
-# The most integers from min to max. The search enumerates them, and a study cannot try more.
+# The largest number of integers in a range from min to max. The search enumerates the integers, and
+# a study could not try more of them.
 MAX_RANGE = 1024
 Place = tuple[int | str, ...]
 
@@ -21,7 +22,7 @@ Place = tuple[int | str, ...]
 class KnobEntry(BaseModel):
     """One knob of the file: a list of values, or a range of integers.
 
-    `kind` is optional, and must agree with the registry.
+    `kind` is optional, and must be the kind that the registry of knobs has.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -46,7 +47,7 @@ class KnobEntry(BaseModel):
         return self
 
     def problems(self, name: str) -> Iterator[tuple[Place, str]]:
-        """Yield the problems of the entry of knob `name`: place in the entry, and reason."""
+        """Yield each problem in the entry of the knob `name`, as (place in the entry, reason)."""
         if name not in KNOBS:
             yield (), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}"
             return
@@ -75,7 +76,7 @@ class KnobEntry(BaseModel):
                 )
 
     def _values(self, name: str) -> Iterator[tuple[Place, str, Any]]:
-        """Yield every value of the entry: its place, its knob and the value."""
+        """Yield every value in the entry, as (place in the entry, knob, value)."""
         for index, value in enumerate(self.values):
             yield ("values", index), name, value
 
@@ -90,7 +91,7 @@ class KnobEntry(BaseModel):
 
 
 class SpaceFile(BaseModel):
-    """A search space file. A knob with a bare value is fixed."""
+    """A search space file. A knob with a single value instead of an entry is fixed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     version: Literal[1]

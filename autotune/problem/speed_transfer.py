@@ -1,16 +1,17 @@
-"""SpeedTransfer: the factors that convert a speed to another card, computed by `transfer`."""
+"""SpeedTransfer: factors that convert a speed to another card. `prediction.transfer` makes them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTransfer:
-    """The speed of the target relative to the source, for matrix products and for moving bytes.
+    """The target card's speed divided by the source card's, for products and for moving bytes.
 
-    `fp8` is the factor of 8-bit products, or None if a card has no fp8. `host` is the factor of the
-    hosts, or None unless both were calibrated. `error` is the standard deviation of the logarithm
-    of the device's speed, and `profiled_error` is its value if a profile shows the device's work.
-    `basis` is the number of measurements on the target behind the factors.
+    `fp8` is the factor for 8-bit products, or None if a card has no fp8. `host` is the factor for
+    the hosts' speeds, or None unless both hosts were calibrated. `error` is the standard deviation
+    of the logarithm of the converted speed. `profiled_error` replaces `error` if a profile divides
+    the device's time into parts. `basis` is the number of measurements on the target that corrected
+    the factors.
     """
 
     products: float
@@ -22,5 +23,5 @@ class SpeedTransfer:
     basis: int = 0
 
     def ratio(self, share: float) -> float:
-        """Return the target's speed over the source's, if products take `share` of the time."""
+        """Return target speed / source speed if products take `share` of the source's time."""
         return 1 / (share / self.products + (1 - share) / self.bytes)

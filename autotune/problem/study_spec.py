@@ -30,13 +30,14 @@ ALTERNATIVES = (
     (*LENGTH_KEYS, "p99_tokens", "tokenizer", "split"),
     ("dataset", "image_size"),
 )
-MAX_COUNT = 10**15  # no study is as large; larger numbers would break the projection's arithmetic
+MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow in the projection
 
 
 class InvalidSpec(UsageError, ValueError):
     """An impossible value in a study.
 
-    It is also a ValueError, so that pydantic finds the line in a file.
+    It is also a ValueError, because pydantic turns a ValueError into a problem at a key of the
+    file. So the message can name the line.
     """
 
     def __init__(self, message: str) -> None:
@@ -45,11 +46,12 @@ class InvalidSpec(UsageError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The command line's view of one field of StudySpec, and the field's possible values.
+    """The command-line option of one field of StudySpec, and the field's possible values.
 
-    `metavar` is the value's placeholder, or None if its type suffices. The help ends with
-    `shown_default` in brackets. `allows` checks a value of the right type; it is not called for
-    None, which is valid if the type includes it. `choices` lists all values, if they can be listed.
+    `metavar` is the value's placeholder in the help, or None to show the type. The help ends with
+    `shown_default` in brackets. `allows` checks a value of the right type. It is not called for
+    None, which is valid if the type includes None. `choices` has all possible values, if the number
+    is finite.
     """
 
     help: str
@@ -64,7 +66,7 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
     The help shows the default unless it is None or False.
     """
-    # Compared with `is`: the default 0 equals False, but is shown.
+    # The comparison is with `is`, because the default 0 equals False but must be shown.
     if not any(default is hidden for hidden in (MISSING, None, False)):
         details.setdefault("shown_default", str(default))
     return field(default=default, metadata={"option": Option(help=help, **details)})
@@ -91,8 +93,9 @@ class Published:
     """Published results of a configuration.
 
     `tokens_per_s` includes padding, and `s_per_step` is the time of an optimizer step. `peak_gib`
-    is torch's peak of allocated memory on a GPU, `reserved_gib` its allocator's peak. `peak_gb`
-    (10**9 bytes) and `process_gib` are the whole process's memory, as in nvidia-smi.
+    is torch's peak of allocated memory on a GPU, and `reserved_gib` is its peak of reserved memory.
+    `peak_gb` (in 10**9 bytes) and `process_gib` are the memory of the whole process, as nvidia-smi
+    shows it.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -117,11 +120,11 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedConfig:
-    """One configuration to probe as it is, with its knobs in addition to `pins`.
+    """One named configuration, which is probed without a search. Its knobs are added to `pins`.
 
     An optimizer step has `accumulation` micro batches. `model_overrides` replaces keys of the
-    model's config. If autotune cannot express the published configuration, `excluded` is the
-    reason. Such a configuration is shown, but neither estimated nor probed.
+    model's config. `excluded` is the reason why autotune cannot express the published
+    configuration, or None. An excluded configuration is shown, but neither estimated nor probed.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -147,8 +150,9 @@ class NamedConfig:
 class StudySpec:
     """One study as a user requests it.
 
-    Field names are keys of the YAML file, and with dashes they are options of the command. Raises
-    UsageError for a value of the wrong type or out of range, and for contradictory fields.
+    A field's name is its key in a YAML file. With dashes instead of underscores, it is an option of
+    the command. Raises UsageError for a value of the wrong type or out of range, and for
+    contradictory fields.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -173,8 +177,9 @@ class StudySpec:
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
-    configs: tuple[NamedConfig, ...] = ()  # probed as they are, instead of a search
-    source: str | None = None  # the source of the published results of `configs`
+    # If given, these configurations are probed, and there is no search
+    configs: tuple[NamedConfig, ...] = ()
+    source: str | None = None  # the publication that contains the results of `configs`
     examples: int | None = _count(None, "Examples of the full run.", shown_default="10000")
     epochs: int = _count(1, "Passes over the examples.")
     tokens_per_example: int | None = _count(
@@ -353,7 +358,7 @@ class StudySpec:
         if self.split is not None and self.dataset is None:
             raise InvalidSpec("a split is a part of a dataset: give dataset too")
 
-        # These properties raise for impossible values.
+        # Each of these properties raises an error for an impossible value.
         _ = (self.numbers_of_gpus, self.within_hours, self.trained_by, self.image)
 
         length_keys = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
@@ -389,7 +394,7 @@ class StudySpec:
 
     @property
     def numbers_of_gpus(self) -> tuple[int, ...] | None:
-        """The GPU counts to choose from, or None if the search space has them."""
+        """The GPU counts to choose from, or None to take the search space's counts."""
         return None if self.gpus is None else parse_gpus(self.gpus)
 
     @property
@@ -399,12 +404,12 @@ class StudySpec:
 
     @property
     def space_name(self) -> str | None:
-        """The user's name or path of the search space."""
+        """The name or the path of the search space, as the user gave it."""
         return self.space.name if isinstance(self.space, SearchSpace) else self.space
 
 
 def _refuse(objective: Any, loss_on: str | None) -> None:
-    """Raise InvalidSpec for a known objective without support, or one that has its own loss."""
+    """Raise InvalidSpec for an objective that is not offered, or for `loss_on` without SFT."""
     if reason := NOT_OFFERED.get(str(objective).lower()):
         raise InvalidSpec(f"objective {objective} is not offered: {reason}")
     if loss_on is not None and objective != Objective.SFT:
@@ -428,11 +433,11 @@ OPTIONS: dict[str, Option] = {
 
 
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
-    """Return the spec of a file or of options; options that are not None replace the file's values.
+    """Return the spec of a file with options; an option that is not None replaces the file's value.
 
-    The path may be the name of a shipped suite. If another card or model replaces the file's, the
-    published results are dropped. Raises UsageError for an impossible value, an unknown key (with
-    its line), or a missing model.
+    Without a path, only the options count. The path may be the name of a suite that comes with the
+    package. If an option replaces the file's card or model, the published results are left out.
+    Raises UsageError for an impossible value, an unknown key (with its line), or a missing model.
     """
     given_options = {name: value for name, value in options.items() if value is not None}
     if path is None:
@@ -452,7 +457,8 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
         )
 
     pins = base.pins | given_options.pop("pins", {})
-    for keys in ALTERNATIVES:  # an option replaces all keys of its group
+    # The keys of a group exclude each other, so an option replaces all of them
+    for keys in ALTERNATIVES:
         if any(key in given_options for key in keys):
             given_options = dict.fromkeys(keys) | given_options
     spec = replace(base, **given_options, pins=pins)
@@ -464,12 +470,12 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
 
 
 def shipped_suites() -> dict[str, Path]:
-    """Return name -> file of the published suites that come with the package."""
+    """Return name -> file of the suites of published results that come with the package."""
     return shipped_files("published", "studies/published")
 
 
 def _spec_file(path: Path) -> Path:
-    """Return the file of this path, or the shipped suite of this name.
+    """Return the file at this path, or else the file of the package's suite with this name.
 
     Raises UsageError if there is neither.
     """
@@ -486,9 +492,9 @@ def _spec_file(path: Path) -> Path:
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Return whether a value has the annotated type, a union of plain classes.
+    """Return whether a value has the annotated type, which is a union of plain classes.
 
-    An int is also a float. A bool is neither.
+    An int is accepted as a float. A bool is accepted neither as an int nor as a float.
     """
     members = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     allowed = tuple(get_origin(member) or member for member in members)
@@ -501,7 +507,7 @@ def _has_type(value: Any, annotation: Any) -> bool:
 def _file_model() -> "type[BaseModel]":
     """Return the pydantic model of a spec file.
 
-    It is made on first use, so that commands which only list things need not import pydantic.
+    The model is made on first use, so that other commands do not have to import pydantic.
     """
     from pydantic import RootModel, model_validator
 
@@ -509,7 +515,7 @@ def _file_model() -> "type[BaseModel]":
         @model_validator(mode="before")
         @classmethod
         def _refuse_empty(cls, data: Any) -> Any:
-            # An empty list would start a search, which the user would not expect.
+            # With an empty list, a search would start, and the user would not expect it.
             if isinstance(data, dict) and data.get("configs") == []:
                 raise ValueError(
                     "configs is empty: name the configurations to probe,"

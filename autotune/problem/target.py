@@ -1,8 +1,8 @@
 """Target: the device to tune for, and the GPU of this machine that probes for it.
 
 A larger GPU can probe for a smaller device. The probe may use only the memory that the device has,
-so it runs out of memory if it would do so on the device. Its speed is projected. Features that only
-the device has cannot be tried.
+so it runs out of memory if the same run would do so on the device. The device's speed is projected
+from the probe's. Features that the larger GPU lacks cannot be tried.
 """
 
 import shlex
@@ -17,9 +17,9 @@ from autotune.core.text import dashed, printable
 from autotune.core.units import fmt_gib
 from autotune.problem.calibration import HERE, Calibration, kept_path, read_calibration
 
-# Memory of other processes, such as a display server, is ignored up to this limit.
+# If other processes, such as a display server, hold at most this memory, it is ignored.
 IGNORED_GIB = 0.5
-# Share of the host's memory that a run on its CPU may use. The host's other work needs the rest.
+# The share of the host's memory that a run on the CPU may use. Other processes need the rest.
 HOST_SHARE = 0.8
 
 
@@ -27,8 +27,8 @@ HOST_SHARE = 0.8
 class Target:
     """The device to tune for, and the device that probes for it.
 
-    `card` is the GPU of this machine, or None for a CPU. `measured_on` is the GPU's data sheet if
-    the GPU is another product, otherwise None.
+    `card` is the GPU of this machine that probes, or None for a CPU. `measured_on` is this GPU's
+    data sheet if it is another product than `device`, otherwise None.
     """
 
     device: DeviceSpec
@@ -37,14 +37,14 @@ class Target:
 
     @property
     def cap_gib(self) -> float | None:
-        """The device's memory in GiB if another GPU probes for it, otherwise None."""
+        """The GiB of the device to tune for if another GPU probes for it, otherwise None."""
         return None if self.measured_on is None else self.device.usable_gib
 
     @property
     def held_by_others_gib(self) -> float:
         """The GiB of this machine's GPU that other processes hold.
 
-        The value is 0 up to `IGNORED_GIB`, and for a CPU.
+        It is 0 for a CPU, and if they hold at most `IGNORED_GIB`.
         """
         if self.card is not None and self.card.used_gib > IGNORED_GIB:
             return self.card.used_gib
@@ -64,11 +64,12 @@ class Target:
     ) -> float:
         """Return the GiB that a run may use of this machine's device, which has `total_gib`.
 
-        `asked_gib` is the user's limit. With `may_exceed`, the limit may exceed the available
-        memory, for probes of a few layers.
+        `asked_gib` is the user's limit. If `may_exceed`, the limit may be larger than the available
+        memory, for studies that only probe a few layers.
 
         Raises:
-            EnvironmentProblem: if less memory is available than the device to tune for has.
+            EnvironmentProblem: if this machine's GPU has less free memory than the device to tune
+                for.
             UsageError: if the user's limit is above the available memory.
         """
         held_gib = self.held_by_others_gib
@@ -95,9 +96,10 @@ class Target:
 
 
 def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
-    """Return the GiB that a run may use of an idle device, by its data sheet.
+    """Return the GiB of an idle device that a run may use, by the device's data sheet.
 
-    `asked_gib` can only lower the result. Raises UsageError if the memory is unknown.
+    `asked_gib` is the user's limit, which can only lower the result. Raises UsageError if the
+    memory is unknown.
     """
     known = [size for size in (asked_gib, device.usable_gib) if size is not None]
 
@@ -115,7 +117,7 @@ def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
 
 
 def present_card() -> nvml.GpuInfo | None:
-    """Return the GPU of this machine that probes, or None if there is none."""
+    """Return the GPU of this machine that runs probes, or None if the machine has no GPU."""
     visible = nvml.first_visible()
     return next((card for card in nvml.list_gpus() if visible in (card.index, card.uuid)), None)
 
@@ -123,7 +125,7 @@ def present_card() -> nvml.GpuInfo | None:
 def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
     """Return the catalogue's data sheet of a GPU of this machine.
 
-    If the catalogue has none, the rates stay unknown.
+    If the catalogue does not have the GPU, the rates in the data sheet are unknown.
     """
     return match_device(card.name, card.memory_gib) or DeviceSpec(
         name=dashed(card.name),
@@ -136,9 +138,10 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
 
 
 def is_product(card: nvml.GpuInfo, device: DeviceSpec) -> bool:
-    """Return whether a GPU of this machine is the device.
+    """Return whether a GPU of this machine is the product `device`.
 
-    The names in the user's own card file decide, or else the catalogue.
+    If the user's own card file describes the device, the names in this file decide; otherwise the
+    names in the catalogue.
     """
     names = [name.casefold() for name in device.nvml_names]
     is_own = (
@@ -154,8 +157,8 @@ def kept_calibration(
 ) -> Calibration | None:
     """Return this user's calibration of a device.
 
-    The result is None if there is none, or if the device is not in this machine. `say` gets a
-    warning about an unusable calibration.
+    The result is None if the user has no calibration of the device, or if the device is not in this
+    machine. `say` gets a warning about an unusable calibration.
     """
     path = kept_path(device.name)
     if not path.is_file():
@@ -170,7 +173,8 @@ def kept_calibration(
         say(f"warning: {error}; the file is not used (`autotune calibrate` makes a new one)")
         return None
 
-    if calibration.processor != processor_name():  # machines may share a home directory
+    # Several machines may share the cache in a home directory
+    if calibration.processor != processor_name():
         of_another = f"it was made on a machine with {printable(calibration.processor)}"
         say(
             f"warning: the kept calibration is not used: {of_another}"
@@ -181,7 +185,7 @@ def kept_calibration(
 
 
 def find_target(name: str) -> Target:
-    """Return the target of this name: this machine's CPU, its GPU, or a device it can probe for.
+    """Return the target of this name: this machine's CPU or GPU, or a device it can probe for.
 
     Raises UsageError for an unknown device, and EnvironmentProblem if this machine cannot probe
     for it.
@@ -227,7 +231,7 @@ def find_target(name: str) -> Target:
 
 
 def _lack(wanted: DeviceSpec, present: DeviceSpec, card: nvml.GpuInfo) -> str | None:
-    """Return why this machine's GPU cannot probe for the wanted device, or None if it can."""
+    """Return the reason why this machine's GPU cannot probe for a device, or None if it can."""
     if wanted.usable_gib is None:
         return f"the memory of {wanted.name} is not known"
     if wanted.vendor != present.vendor:

@@ -1,4 +1,4 @@
-"""Task: a study with all names resolved, and the values that follow for probes and results."""
+"""Task: a study with all names resolved, and the values that probes and results derive from it."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -17,27 +17,30 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.workload import Workload
 
-# The configuration that guides usually recommend, with rows as the usual trainers make them. It is
-# measured first, and the winner is compared with it.
+# The configuration that guides usually recommend, with the padding of the usual trainers. The study
+# measures it first, and compares the winner with it.
 BASELINE = TrainConfig(padding="masked")
-MOST_SLACK = 1.0  # the largest --slack
+MOST_SLACK = 1.0  # the largest value of --slack
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, because cached properties need a dict
+@dataclass(frozen=True, kw_only=True)  # no slots, because cached properties need `__dict__`
 class Task:
     """The facts on which every number of a study depends.
 
     Args:
         measured_on: a larger device of this machine that probes for `device` under a memory cap, or
             None if the device itself probes.
-        carried: the conversion of a speed from `measured_on` to `device`, or None.
+        carried: the conversion of speeds from `measured_on` to `device`, or None without a
+            conversion.
         run_options: evaluations, checkpoints and reports of the full run.
-        calibration: a calibration of one of these devices, or of another card on the same host.
-        world: in a fake world, one device simulates a rank, and a formula adds the communication to
-            its times. In any world, a formula adds the waiting for the GPU with the longest rows.
+        calibration: a calibration of `device` or `measured_on`, or of another card in the same
+            host.
+        world: whether the ranks of a probe are simulated (`fake`) or real. If one device simulates
+            a rank, a formula adds the communication to its times. In both cases, a formula adds the
+            wait for the GPU with the longest rows.
         within_hours: the time limit of the full run.
-        example_gib: the memory of the example card that a CPU stands for.
-        peak_tflops: the TFLOP/s of a CPU in large matrix products, because no data sheet has this
+        example_gib: the memory of the example card, if a CPU represents one.
+        peak_tflops: the measured TFLOP/s of a CPU in large matrix products; no data sheet has this
             rate.
     """
 
@@ -65,7 +68,7 @@ class Task:
 
     @property
     def plays_ranks(self) -> bool:
-        """Whether one device simulates the ranks of several GPUs."""
+        """Whether one device simulates a rank of several GPUs in some of the study's probes."""
         return self.numbers_of_gpus[-1] > 1 and self.world is World.FAKE
 
     @property
@@ -83,17 +86,18 @@ class Task:
 
     @property
     def search_price(self) -> Price | None:
-        """The price of all GPUs that probe, together."""
+        """The total price of all GPUs that run probes."""
         price = self.price if self.measured_on is None else find_price(self.measured_on.name)
         return price and price.of_gpus(self.probing_gpus)
 
     def score(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> float:
-        """Return the score of a configuration with this speed, which the search maximizes.
+        """Return the score of a configuration with this speed. The search maximizes the score.
 
-        The score is useful tokens per second. If several GPU counts are compared, it is per GPU, so
-        that the cheapest token wins. A run that misses the deadline scores lower than every run
-        that meets it, by more than the largest slack. Among late runs, the fastest is the best.
-        `hours` is the length of the run, if more than steps count.
+        The score is the useful tokens per second. If several GPU counts are compared, it is the
+        speed per GPU, so that the lowest cost per token wins. A run that misses the deadline scores
+        lower than every run that meets it, by more than the largest slack. Among late runs, the
+        fastest is the best. `hours` is the length of the run, if it includes more than optimizer
+        steps.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):
@@ -101,7 +105,7 @@ class Task:
         return tokens_per_s / min(most, config.num_gpus)
 
     def is_late(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> bool:
-        """Return whether the full run exceeds the deadline; without `hours`, its steps alone."""
+        """Return whether the full run, or without `hours` all its steps, exceed the deadline."""
         if self.within_hours is None:
             return False
         if hours is None:
@@ -114,13 +118,13 @@ class Task:
         return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
 
     def link_gb_s(self, parallelism: Parallelism) -> float | None:
-        """Return the bus bandwidth between GPUs of one host: calibrated, or from the catalogue."""
+        """Return the bus bandwidth between GPUs of a host, as calibrated or in the catalogue."""
         return self.calibrated_link_gb_s(parallelism) or self.device.link_gb_s
 
     def calibrated_link_gb_s(self, parallelism: Parallelism) -> float | None:
         """Return the calibrated bus bandwidth of these GPUs.
 
-        The result is None without a calibration of this device with this GPU count.
+        The result is None if no calibration measured this device with this number of GPUs.
         """
         calibration = self.calibration
         if calibration and calibration.device == self.device.name:
@@ -132,8 +136,8 @@ class Task:
     ) -> ProbeRequest:
         """Return the request for a probe of the whole model.
 
-        `memory_gib` and `headroom` are the cap and the reserve of the budget. A simulated rank has
-        no NCCL buffers, so their memory is subtracted.
+        The probe may use `memory_gib`, and the share `headroom` of it must stay free. A simulated
+        rank has no NCCL buffers, so their memory is subtracted from `memory_gib`.
         """
         workload = self.workload
         if self.is_simulated(config) and self.device.kind != "cpu":
@@ -149,22 +153,24 @@ class Task:
             vision=workload.vision,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=workload.micro_batches(config),
-            # Rounded, so that other datasets can reuse the result.
+            # It is rounded, so that studies of similar datasets can reuse the probe's result.
             trained_share=max(0.01, round(workload.lengths.trained_share, 2)),
             memory_gib=memory_gib,
             headroom=headroom,
             seed=seed,
-            profile=self.measured_on is not None,  # a projection needs a profile of the device
+            profile=self.measured_on is not None,  # a projection to another card needs a profile
             flash=self.device.has_flash,
-            # The world is real for one GPU, so that its result can be reused.
+            # For one GPU the world is always real, so that studies with any world can reuse the
+            # result.
             world=self.world if self.is_simulated(config) else World.REAL,
         )
 
     @property
     def model_key(self) -> str:
-        """A key of the model and its training.
+        """A key of the model, the trainer and the objective.
 
-        Memory and depths learned from probes are valid for all studies with the same key.
+        The results of probes about memory and about few layers are valid for all studies with the
+        same key.
         """
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
@@ -179,7 +185,7 @@ class Task:
 
     @cached_property
     def baselines(self) -> tuple[TrainConfig, ...]:
-        """The reference configuration, clipped to the space, then with smaller micro batches.
+        """The configurations to try as the baseline: BASELINE in this space, then smaller batches.
 
         The smallest GPU count comes first. On several GPUs, DDP comes before FSDP2, if the space
         has both.
@@ -194,7 +200,8 @@ class Task:
         sizes = self.space.choices("micro_batch_size")
         smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
         whole = tuple(replace(first, micro_batch_size=size) for size in smaller)
-        # If the whole model does not fit on each GPU, guides recommend sharding.
+        # Guides recommend sharding if the whole model does not fit on each GPU, so FSDP2 follows
+        # DDP.
         shards = "fsdp2" in self.space.choices("sharding") and first.sharding == "ddp"
         sharded = (replace(config, sharding="fsdp2") for config in whole if shards)
         return (*whole, *(self.space.config(self.space.clip(config)) for config in sharded))

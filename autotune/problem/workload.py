@@ -1,6 +1,7 @@
-"""Workload: the examples of the full run, truncated to seq_len and padded or packed to rows.
+"""Workload: the examples of the full run, which are truncated, and padded or packed to rows.
 
-RunShape has all rules about steps: the global batch, the number of steps, a probe's micro batches.
+RunShape has all rules about steps: the global batch, the number of steps, and the micro batches in
+a probe's step.
 """
 
 import bisect
@@ -28,17 +29,19 @@ from autotune.problem.padding import (
     waiting,
 )
 
-PROBED_ROWS = 8  # different rows that a probe trains on in turn
-# Indices into eight rows that are sorted by length: in this order, neighbours differ much.
+PROBED_ROWS = 8  # the number of different packed rows that a probe trains on in turn
+# Indices into eight rows that are sorted by length. In this order, consecutive rows differ much.
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)
-# The second micro batch peaks higher, because the first one's gradients are still allocated.
+# A probe's step has two micro batches if the run accumulates gradients: the second micro batch has
+# a higher peak, because the gradients of the first are still allocated.
 PROBED_MICRO_BATCHES = 2
-CONFIRMED_MICRO_BATCHES = 4  # a confirmation times longer steps, closer to the run's
+# A confirming probe times longer steps, which are more like the run's steps
+CONFIRMED_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """The division of a run into steps: `epochs` passes over `examples` examples.
+    """The steps of a run that makes `epochs` passes over `examples` examples.
 
     A mean row has `tokens_per_row` tokens with padding, and `examples_per_row` examples. Its
     `useful_tokens_per_row` exclude padding and truncated tokens. A forward pass of one device takes
@@ -57,12 +60,12 @@ class RunShape:
 
     @property
     def rows_per_step(self) -> int:
-        """The rows of one optimizer step: the global batch, counted in rows."""
+        """The number of rows in one optimizer step: the global batch in rows."""
         return self.micro_batch_size * self.accumulation * self.world_size
 
     @property
     def examples_per_step(self) -> float:
-        """The mean examples of one optimizer step: the global batch, counted in examples."""
+        """The mean number of examples in one optimizer step: the global batch in examples."""
         return self.rows_per_step * self.examples_per_row
 
     @property
@@ -77,40 +80,42 @@ class RunShape:
 
     @property
     def num_steps(self) -> int:
-        """The optimizer steps of the run. An epoch's last batch, if smaller, is also a step."""
+        """The number of optimizer steps in the run. A smaller last batch also is a step."""
         steps_per_epoch = math.ceil(round(self.examples / self.examples_per_step, 6))
         return math.ceil(steps_per_epoch * self.epochs)
 
     @property
     def probe_micro_steps(self) -> int:
-        """The micro batches in each step of a probe."""
+        """The number of micro batches in each step of a probe."""
         return min(self.accumulation, PROBED_MICRO_BATCHES)
 
     @property
     def confirmation_micro_steps(self) -> int:
-        """The micro batches in each step of a confirmation."""
+        """The number of micro batches in each step of a confirming probe."""
         return min(self.accumulation, CONFIRMED_MICRO_BATCHES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The examples of one pass with their lengths, the number of passes, and the global batch.
+    """The examples of an epoch with their lengths, the number of epochs, and the global batch.
 
     Raises ValueError for a number below 1.
 
     Args:
-        lengths: the lengths of the examples. A pair of answers (`objective`) is as long as its
-            longer answer with the prompt.
-        global_batch: the user's examples in an optimizer step. It is the same for every candidate,
-            approximately so for packed rows.
-        eval_share: the share of the examples that is held out: evaluated, but not trained on.
+        lengths: the lengths of the examples. If the objective needs pairs of answers, a pair's
+            length is the length of the prompt with the longer answer.
+        global_batch: the number of examples in an optimizer step, which the user chooses. It is the
+            same for every candidate; with packed rows, it is nearly the same.
+        eval_share: the share of the examples that is held out: used for evaluation, but not for
+            training.
         loss_on: the tokens to train on: completion, assistant or all. With None, each row of the
             dataset decides.
         form: the form of the dataset's first row (`dataset.form_of`).
         dealt: whether the trainer sorts the padded rows of each step by length and deals them out
             to micro batches, as train.py does.
-        pictured: examples with images (`problem.images`); their lengths include the images' tokens.
-        images_end: the largest position in tokens at which an image ends in a row; 0 if unknown.
+        pictured: representative examples with images (`problem.images`). Their lengths include the
+            images' tokens.
+        images_end: the largest position, in tokens, of an image's end in a row; 0 if unknown.
         vision: whether a vision tower is also trained.
     """
 
@@ -138,14 +143,14 @@ class Workload:
     def held_out(self, examples: int | None = None) -> int:
         """Return the number of held-out examples, rounded up as all trainers do.
 
-        `examples` replaces the number of all examples. At least one is left to train on.
+        `examples` replaces the number of all examples. At least one example is not held out.
         """
         total = self.examples if examples is None else examples
         return min(math.ceil(self.eval_share * total), total - 1)
 
     @property
     def trained(self) -> int:
-        """The examples of each pass that are trained on."""
+        """The number of examples in an epoch that are trained on."""
         return self.examples - self.held_out()
 
     @property
@@ -162,23 +167,23 @@ class Workload:
     def examples_per_row(self, config: TrainConfig) -> float:
         """Return the mean number of examples in a row: 1 unless rows are packed."""
         if not config.packing:
-            return 1  # an int, so that the global batch of unpacked examples is written as an int
+            return 1  # an int, so that reports show the global batch of unpacked examples as an int
         rows = self._packed(config.seq_len)
         examples = sum(group.number * len(group.examples) for group in rows)
         return examples / sum(group.number for group in rows)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """Pack all trained examples into rows; the known lengths repeat to reach their number."""
+        """Pack all trained examples into rows; if fewer lengths are known, they are repeated."""
         return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
     def run_shape(
         self, config: TrainConfig, *, accumulation: int | None = None, world_size: int | None = None
     ) -> RunShape:
-        """Return the division of the full run into steps.
+        """Return the steps of the full run with this configuration.
 
-        `world_size` is the configuration's by default. Without `accumulation`, the micro batches of
-        a step add up to the global batch, approximately so for packed rows. Raises ValueError if
-        they do not divide the global batch.
+        By default, `world_size` is the configuration's number of GPUs, and `accumulation` is the
+        number of micro batches that adds up to the global batch. For packed rows, it adds up
+        approximately. Raises ValueError if the micro batches do not divide the global batch.
         """
         devices = world_size or config.num_gpus
         return RunShape(
@@ -193,12 +198,12 @@ class Workload:
         )
 
     def divides(self, config: TrainConfig) -> bool:
-        """Return whether micro batches divide the global batch; packed rows always do."""
+        """Return whether micro batches divide the global batch. With packed rows, always true."""
         rows_at_once = config.micro_batch_size * config.num_gpus
         return config.packing or self.global_batch % rows_at_once == 0
 
     def accumulation(self, config: TrainConfig, world_size: int | None = None) -> int:
-        """Return the micro batches in a step. Raises ValueError as `run_shape` does."""
+        """Return the number of micro batches in a step. Raises ValueError like `run_shape`."""
         devices = world_size or config.num_gpus
         rows_at_once = config.micro_batch_size * devices
         if config.packing:
@@ -221,7 +226,7 @@ class Workload:
 
     def tokens_per_row(self, config: TrainConfig) -> float:
         """Return the mean tokens of a row with padding."""
-        if config.padding == "max_length":  # packed rows too
+        if config.padding == "max_length":  # packed rows also have this padding
             return config.seq_len
         return padded_tokens(self._draw(config), bucketed=config.padding == "bucket")
 
@@ -231,21 +236,22 @@ class Workload:
         parallelism: Parallelism | None = None,
         accumulation: int | None = None,
     ) -> float:
-        """Return the extra share of a micro batch's time on several GPUs due to unequal rows.
+        """Return the wait for the GPU with the longest rows, as a share of a micro batch's time.
 
-        All GPUs wait for the GPU with the longest rows. Times are assumed proportional to tokens.
-        GPUs with shards gather them in each micro batch, and wait each time. DDP waits once a step,
-        and the tokens of whole steps differ less. Copies of the model also wait for each other once
-        a step, but here they count as waiting in each micro batch. `parallelism` replaces the
-        configuration's, and `accumulation` replaces the number that follows from the global batch.
+        Times are assumed to be proportional to tokens. GPUs with shards gather layers in each micro
+        batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and the
+        tokens of whole steps differ less. Copies of the model also wait for each other only once a
+        step, but here they count as if they waited in each micro batch. `parallelism` replaces the
+        configuration's parallelism, and `accumulation` replaces the number that follows from the
+        global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
         if number == 1 or config.padding == "max_length":
             return 0.0
 
-        # Rows grouped by length are not dealt out: one rank has the longest rows of each micro
-        # batch.
+        # If rows are grouped by length, they are not distributed evenly: one rank has the longest
+        # rows of each micro batch, so the ranks wait in each.
         each_waits = parallelism.shards or config.group_by_length
         if each_waits:
             each = 1
@@ -258,21 +264,21 @@ class Workload:
         return config.seq_len if config.padding == "max_length" else self._draw(config).longest
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with the longest possible row as its length.
+        """Return the configuration with the length of the longest possible row as its seq_len.
 
-        The memory formula needs this length.
+        The formula of memory needs this length, because the longest row sets the peak.
         """
         return _at_length(self.with_mask(config), self.longest_row(config))
 
     def at_mean(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with the mean padded row as its length.
+        """Return the configuration with the mean padded length of a row as its seq_len.
 
-        The formula of step time needs this length.
+        The formula of step time needs this length, because it predicts a mean step.
         """
         return _at_length(self.with_mask(config), max(1, round(self.tokens_per_row(config))))
 
     def with_mask(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with the mask that TRL gives all rows, if rows have padding."""
+        """Return the configuration with masked padding if TRL trains and rows have padding."""
         uses_trl = self.objective is not Objective.SFT and self.objective.trainers[0] == "trl"
         has_padding = len(self.lengths.counts) > 1 or config.padding == "max_length"
         if uses_trl and has_padding and config.padding != "masked":
@@ -280,19 +286,20 @@ class Workload:
         return config
 
     def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
-        """Return the lengths that rows are padded to; () if it is each micro batch's longest row.
+        """Return the fixed lengths that rows are padded to, or () if rows have any length.
 
-        A row is padded to the next of these lengths.
+        A row is padded to the next of these lengths. With (), a row is padded to the longest row of
+        its micro batch.
         """
         if config.has_any_length:
             return ()
         return (config.seq_len,) if config.padding == "max_length" else buckets(self._draw(config))
 
     def new_length_share(self, config: TrainConfig, micro_batches: int | None = None) -> float:
-        """Return the share of micro batches whose length occurs for the first time.
+        """Return the share of micro batches with a padded length that has not occurred before.
 
-        The share is of the run's micro batches, or of its first `micro_batches`. It is 0 if rows
-        have few lengths.
+        It covers the run's first `micro_batches` micro batches, by default the whole run. It is 0
+        if rows are padded to fixed lengths.
         """
         if not config.has_any_length:
             return 0.0
@@ -302,10 +309,10 @@ class Workload:
         )
 
     def deals(self, config: TrainConfig) -> bool:
-        """Return whether the trainer deals out the rows of a step by length, with an effect.
+        """Return whether the trainer sorts the rows of a step by length and divides them evenly.
 
-        Rows with the padding `masked` are those of the usual trainers, which do not deal rows out.
-        Rows may also be grouped by length instead.
+        The result is false if this would change nothing. It is also false for the padding `masked`
+        of the usual trainers, which do not sort rows, and if rows are grouped by length instead.
         """
         differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
         return (
@@ -327,7 +334,7 @@ class Workload:
         )
 
     def attended(self, config: TrainConfig) -> int:
-        """Return the length at which equal examples would need the same attention per token."""
+        """Return the length of equal examples that would need the same attention time per token."""
         tokens = [(min(tokens, config.seq_len), number) for tokens, number in self.lengths.counts]
         return round(
             sum(one * one * number for one, number in tokens)
@@ -344,7 +351,7 @@ class Workload:
 
     @cache  # noqa: B019 (a study has one of these)
     def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return kinds of micro batches that represent the run in a probe; () if rows are full."""
+        """Return kinds of micro batches that represent the run in a probe; () if all are full."""
         if config.packing:
             return self._packed_micro_batches(config)
         kinds = self._padded_micro_batches(config)
@@ -357,7 +364,7 @@ class Workload:
     def _with_images(self, kind: MicroBatch, *, peaks: bool) -> MicroBatch:
         """Return the kind with images in its rows.
 
-        In a kind that sets the peak, the first row has the largest images.
+        If the kind sets the peak of memory (`peaks`), its first row has the largest images.
         """
         images = tuple(
             images_of(self.pictured, row[0], largest=peaks and place == 0)
@@ -367,15 +374,15 @@ class Workload:
 
     @property
     def image_tokens(self) -> int:
-        """The most tokens that the images of a row take; 0 without images."""
+        """The largest number of tokens that the images of a row take; 0 without images."""
         return max((taken(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the timed kinds, short and long in turn, and the longest, which sets the peak.
+        """Return the timed kinds, alternately short and long, and the longest, which sets the peak.
 
-        If rows may have any length, the chosen lengths are odd, like half of all lengths. cuDNN
-        builds kernels for each alignment of a length (`trainer.patches`), and each kernel takes
-        seconds to build. Odd lengths share one alignment.
+        If rows may have any length, only odd lengths are chosen, because half of all lengths are
+        odd. cuDNN builds a kernel for each alignment of a length (`trainer.patches`), which takes
+        seconds. All odd lengths have the same alignment, so they need one kernel.
         """
         draw = self._draw(config)
         if config.padding == "max_length":
@@ -401,7 +408,7 @@ class Workload:
         return (*alternating, _kind(draw, draw.longest, 0.0))
 
     def _packed_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return micro batches of PROBED_ROWS packed rows, with equal shares."""
+        """Return micro batches with PROBED_ROWS packed rows in total, which have equal shares."""
         size = config.micro_batch_size
         number = math.ceil(PROBED_ROWS / size)
         endless = itertools.cycle(self._packed_rows(config.seq_len))
@@ -413,16 +420,16 @@ class Workload:
         )
 
     def _packed_rows(self, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        """Return rows that represent all packed rows.
+        """Return PROBED_ROWS rows that represent all packed rows.
 
-        If both kinds exist, the first row has several examples, and one example fills the second.
-        transformers makes a mask only for the first kind. A probe compiles and measures both in its
-        first steps.
+        The first row has several examples and the second row has a single example, if such rows
+        exist. transformers makes a mask only for rows with several examples. With this order, a
+        probe compiles and measures both kinds of rows in its first steps.
         """
         rows = self._packed(seq_len)
         ends = list(itertools.accumulate(group.number for group in rows))
 
-        # Evenly spaced rows in the order of filling represent all kinds.
+        # The representatives are evenly spaced among all rows, in the order of packing.
         places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
         in_order = [rows[bisect.bisect_right(ends, place)].examples for place in places]
 
@@ -449,18 +456,18 @@ class Workload:
 
 
 def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
-    """Return the configuration with this length, without a needless copy, which would be slow."""
+    """Return the configuration with this length; if it has it already, without a slow copy."""
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 
 def _kind(draw: Draw, longest: int, share: float) -> MicroBatch:
-    """Return micro batches with a row of `longest` tokens and the typical rows beside it."""
+    """Return a kind of micro batch with a row of `longest` tokens, and typical shorter rows."""
     not_longer = 1 - draw.lengths.longer(longest) if longest < draw.seq_len else 1.0
     spacing = 1 / draw.sorted_together if draw.sorted_together else not_longer / draw.size
     others = (draw.lengths.quantile(not_longer - index * spacing) for index in range(1, draw.size))
     rows = [longest, *(min(tokens, longest) for tokens in others)]
 
-    # A single token has no next token to predict, so it has no loss.
+    # Rows have at least two tokens: after a single token, there is no next token to predict.
     return MicroBatch(
         rows=tuple((max(2, tokens),) for tokens in rows), length=max(2, longest), share=share
     )
