@@ -1,4 +1,4 @@
-"""Prints an answer: its tables on stdout, and its page to a file."""
+"""Prints an answer's sentences and tables on stdout, and writes its HTML page to a file."""
 
 from collections.abc import Callable
 from datetime import date
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def print_answer(
     make: Callable[[date], "Answer"], *, html: Path | None = None, silent: bool = False
 ) -> None:
-    """Print an answer's sentences and tables unless `silent`, and write its page to `html`.
+    """Print an answer unless `silent`, and write its HTML page to the file `html`, if given.
 
     Raises StorageError if the page cannot be written.
     """

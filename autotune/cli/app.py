@@ -1,8 +1,8 @@
-"""The command line: names the commands, and imports a command's file when it runs.
+"""The command line: lists the commands, and imports the file of a command that the user runs.
 
-Only this module prints errors and exits the process. Exit codes: 0 done, 1 unexpected, 2 usage or
-config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage, 7 budget too short, 75
-preempted, 130 and 143 stopped by a signal.
+Only this module prints errors and exits the process. Exit codes: 0 success, 1 unexpected error, 2
+wrong usage or file, 3 problem of the environment, 4 nothing fits, 5 too many failures, 6 storage
+error, 7 budget too short, 75 preempted, 130 and 143 stopped by a signal.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from autotune.cli.usage import CLICK_USAGE_ERROR, no_such_command, with_remedy
 from autotune.core.errors import AutotuneError, EnvironmentProblem, StorageError
 from autotune.core.version import __version__
 
-# For each command: its function as module:name in autotune.cli.commands, and its help
+# For each command: its function, as module:name in autotune.cli.commands, and its help text
 COMMANDS = {
     "run": (
         "run:run",
@@ -128,7 +128,8 @@ COMMANDS = {
 class LazyGroup(TyperGroup):
     """The commands of COMMANDS.
 
-    A command's file is imported when the command runs. The list of commands needs only their help.
+    The file of a command is imported only when the command runs. The list of commands in --help
+    needs only the help texts.
     """
 
     def __init__(self, **attributes: Any) -> None:
@@ -138,7 +139,7 @@ class LazyGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Replace the entry in the list of commands by the command itself."""
+        """Return the command that the arguments name, after an import of the command's file."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             raise no_such_command(args[0], "autotune", self.commands)
         name, entry, rest = super().resolve_command(ctx, args)
@@ -184,13 +185,13 @@ def _main(
 
 
 def collect_rarely() -> None:
-    """Collect garbage rarely, and not at exit: this halves the CPU time of a short command."""
+    """Collect garbage rarely, and not at exit. A short command then needs half the CPU time."""
     gc.set_threshold(100_000, 50, 100)
     atexit.register(gc.freeze)
 
 
 def main() -> None:
-    """Run the command line; print a failure as one error, a remedy and an exit code.
+    """Run the command line. Print a failure as one message and one remedy, and set the exit code.
 
     A traceback is printed only with --debug.
     """
@@ -201,7 +202,8 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
-        if sys.platform == "win32":  # before the import of a module that exists only on Linux
+        # This check precedes the imports of modules that exist only on Linux
+        if sys.platform == "win32":
             raise EnvironmentProblem(
                 "autotune runs on Linux only",
                 remedy="use it in WSL 2 (Windows Subsystem for Linux)",
@@ -229,7 +231,7 @@ def main() -> None:
 
 
 def _with_remedy(error: Exception) -> AutotuneError:
-    """Return an error of this program, with a remedy even if the error is unexpected."""
+    """Return any error as an AutotuneError; an unexpected error gets a general remedy."""
     if isinstance(error, AutotuneError):
         return error
     if isinstance(error, CLICK_USAGE_ERROR):

@@ -1,4 +1,4 @@
-"""The text of `autotune check`: the verdict on a run, its memory and time, and changes to make."""
+"""The text of `autotune check`: whether a run fits, its memory and time, and proposed changes."""
 
 import json
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
-    """Return a phrase for the tokens that a shorter sequence truncates, if there are any."""
+    """Return a phrase about the tokens that a shorter sequence truncates, or an empty text."""
     truncated = report.workload.truncated
     before = truncated(report.checked.run.config.seq_len)
     after = truncated(fixed.run.config.seq_len)
@@ -63,7 +63,7 @@ def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
 
 
 def _faster_text(report: CheckReport, faster: Faster) -> str:
-    """Return the line about a faster configuration."""
+    """Return the line that proposes a faster configuration."""
     runnable = report.runnable or report.checked
     new = faster.config
     old = runnable.run.config
@@ -90,7 +90,7 @@ def _faster_text(report: CheckReport, faster: Faster) -> str:
 
 
 def edits_text(edits: Edits) -> str:
-    """Return edits as YAML: 'gradient_checkpointing: true, micro_batch_size: 2'."""
+    """Return edits of the file as YAML: 'gradient_checkpointing: true, micro_batch_size: 2'."""
     texts = {
         key: value if isinstance(value, str) else json.dumps(value, default=str)
         for key, value in edits.items()

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
     from autotune.study.named_configs import ConfigResult
 
-STATUS_EVERY_S = 30.0  # between two status lines if stderr is no terminal
-REFRESHES_PER_S = 4  # on a terminal: a slow connection must keep up
-MARGIN = 6  # lines of the last screen: title, blank lines, and the shell's prompt
+STATUS_EVERY_S = 30.0  # seconds between two status lines if stderr is not a terminal
+REFRESHES_PER_S = 4  # on a terminal; more would be too many for a slow connection
+# Lines of the last screen besides its fields: the title, blank lines, and the shell's prompt
+MARGIN = 6
 REUSED = (
     "(reused: the same probe has run on this device before, and its stored result is used; "
     "--fresh measures again)"
@@ -43,7 +44,7 @@ _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", O
 class Display(AbstractContextManager["Display"]):
     """The output of one run.
 
-    `quiet` prints nothing on stderr. `events` prints a JSON line on stdout for each event.
+    `quiet` suppresses all output on stderr. `events` adds a JSON line on stdout for each event.
     """
 
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
@@ -61,7 +62,7 @@ class Display(AbstractContextManager["Display"]):
         self._best: TrialRecord | None = None
         self._task: Task | None = None
         self._step = "starting"
-        # The last printed outcome of each configuration
+        # For each configuration, the outcome in its last printed line
         self._printed = dict[TrainConfig, Outcome]()
         self._explained_reuse = False
         self._usd_per_hour: float | None = None
@@ -81,9 +82,9 @@ class Display(AbstractContextManager["Display"]):
             self._status.stop()
 
     def __rich__(self) -> "Text":
-        """Return the text next to the spinner, with a line for each question.
+        """Return the live status next to the spinner; each line answers one question.
 
-        rich calls it at each refresh of the terminal.
+        The library rich calls this method at each refresh of the terminal.
         """
         from rich.text import Text
 
@@ -102,14 +103,14 @@ class Display(AbstractContextManager["Display"]):
             sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """Show a long step: next to the spinner on a terminal, as a line elsewhere."""
+        """Show the name of a long step: next to the spinner on a terminal, otherwise as a line."""
         self._event("step", text=text)
         self._step = text
         if self._status is None:
             self._print(text)
 
     def note(self, text: str, style: str | None = None) -> None:
-        """Print a line that stays."""
+        """Print a line that stays above the live status."""
         self._event("note", text=text)
         self._print(text, style)
 
@@ -168,7 +169,7 @@ class Display(AbstractContextManager["Display"]):
         self._fields("warning", setup.warnings, "yellow")
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """Find the best trial of earlier sessions, so that new trials are compared with it."""
+        """Take the best trial of earlier sessions, so that new trials are compared with it."""
         for row in rows:
             self._compare(row)
         if best := self._best:
@@ -187,13 +188,13 @@ class Display(AbstractContextManager["Display"]):
             self._best = row
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """Show the trial that is being probed; its line is printed when it ends."""
+        """Show the trial that is being probed in the status. Its line is printed when it ends."""
         self._step = f"trial {number}: {config.label()}"
 
     def trial(self, row: TrialRecord) -> None:
-        """Print one line for a finished trial: its numbers and outcome, its configuration, details.
+        """Print a line for a finished trial: numbers or outcome, then configuration and details.
 
-        A configuration that was proposed again with the same outcome gets no second line.
+        If an earlier trial of the same configuration had the same outcome, no line is printed.
         """
         self._event("trial", **to_data(row))
         self._compare(row)
@@ -231,7 +232,7 @@ class Display(AbstractContextManager["Display"]):
         table = side_by_side(summary, recipe)
         steps = next_steps(summary, recipe, out_dir)
         if self._status is not None:
-            # A terminal shows the notes that it still has room for.
+            # On a terminal, only the notes that fit on the screen are printed below the fields.
             height = sum(self._height(field) for field in fields)
             used = height + len(table) + 2 * len(steps) + MARGIN
             fields += self._notes_for(
@@ -245,7 +246,7 @@ class Display(AbstractContextManager["Display"]):
 
         for index, (purpose, command) in enumerate(steps.items()):
             self._field("" if index else "next", f"{purpose}:")
-            # A command is never broken across lines, so that it can be copied.
+            # A command is printed without line breaks, so that the user can copy it.
             self._console.print(
                 f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True
             )
@@ -253,7 +254,7 @@ class Display(AbstractContextManager["Display"]):
     def _notes_for(self, notes: list[str], lines: int) -> list[Field]:
         """Return the notes that fit into `lines` lines of the terminal.
 
-        The last line gives the number of notes that do not fit.
+        If some notes do not fit, the last line gives their number.
         """
         fields: list[Field] = []
         for index, text in enumerate(notes):
@@ -266,13 +267,13 @@ class Display(AbstractContextManager["Display"]):
         return fields
 
     def _height(self, field: Field) -> int:
-        """Return the number of lines that a field takes on the terminal."""
+        """Return the number of terminal lines that a field takes."""
         return len(self._wrapped(f"{field.name:>9}  ", field.text))
 
     def _details(self, summary: StudySummary, recipe: Recipe) -> None:
-        """Print the reasons for the answer, above the last screen.
+        """Print the reasons for the answer, before the last screen.
 
-        The reasons are in the report, too.
+        The report also has the reasons.
         """
         self._print("")
         self._field("why", recipe.reason)
@@ -297,7 +298,7 @@ class Display(AbstractContextManager["Display"]):
         self._print("")
 
     def _turn_page(self) -> None:
-        """Scroll the terminal's content into its history, and continue at the top."""
+        """Scroll the terminal's content into its history, so that printing continues at the top."""
         if self._status is not None and not self._console.is_dumb_terminal:
             from rich.control import Control
 
@@ -305,15 +306,16 @@ class Display(AbstractContextManager["Display"]):
             self._console.control(Control.home())
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """Announce the results of named configurations; the command prints their table."""
+        """Print that the named configurations are done; the command prints the table of results."""
         self._event("result", configs=json_data(results))
         if not self._events:
             self._print(f"written: {out_dir}/suite.md and suite.json")
 
     def _status_line(self) -> str:
-        """Return the status.
+        """Return the status as one line.
 
-        Progress comes before the current step, because a narrow terminal truncates the end.
+        The progress comes before the current step, because a narrow terminal truncates the end of
+        the line.
         """
         return ", ".join(filter(None, (self._clock_text(), self._best_speed(), self._step)))
 
@@ -323,7 +325,8 @@ class Display(AbstractContextManager["Display"]):
         text = f"{_clock(elapsed_s)} elapsed"
         if self._usd_per_hour is not None:
             text += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
-        if self._budget_s > elapsed_s:  # a verification does not count against the budget
+        # A verification does not count against the budget, so the elapsed time may exceed it.
+        if self._budget_s > elapsed_s:
             text += f", {_clock(self._budget_s - elapsed_s)} left"
         return text
 
@@ -333,7 +336,7 @@ class Display(AbstractContextManager["Display"]):
         )
 
     def _best_run(self) -> str:
-        """Return the best unconfirmed trial, or an empty text.
+        """Return text about the best trial that is not yet confirmed, or an empty text.
 
         For example: 'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082'.
         """
@@ -348,18 +351,18 @@ class Display(AbstractContextManager["Display"]):
         return f"trial {best.number}, {speed}, full run about {fmt_hours(hours)}{usd}"
 
     def _field(self, name: str, text: str, style: str | None = None) -> None:
-        """Print a named line of the plan or the result."""
+        """Print one field of the plan or the result: a name and a text."""
         self._hang(f"{name:>9}  ", text, style, start_style="dim")
 
     def _fields(self, name: str, texts: Iterable[str], style: str | None = None) -> None:
-        """Print several lines; the first one has the name."""
+        """Print one field with several lines. Only the first line has the name."""
         for index, text in enumerate(texts):
             self._field("" if index else name, text, style)
 
     def _hang(
         self, start: str, text: str, style: str | None, *, start_style: str | None = None
     ) -> None:
-        """Print a line; on a narrow terminal, the wrapped text is indented like its first line."""
+        """Print `start` and a text; on a narrow terminal, more lines are indented like the text."""
         from rich.text import Text
 
         if self._status is not None:
@@ -368,7 +371,7 @@ class Display(AbstractContextManager["Display"]):
         self._console.print(line, emoji=False, soft_wrap=True)
 
     def _wrapped(self, start: str, text: str) -> list[str]:
-        """Return the lines of a text that follows `start` on the terminal."""
+        """Return the lines of a text that is wrapped to the terminal's width, less `start`."""
         width = max(self._console.width - len(start), 30)
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
@@ -377,12 +380,12 @@ class Display(AbstractContextManager["Display"]):
 
 
 def _clock(seconds: float) -> str:
-    """Return minutes and seconds: 75 -> '1:15'."""
+    """Format seconds as minutes and seconds: 75 -> '1:15'."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _details(row: TrialRecord) -> list[str]:
-    """Return the details that a trial's line adds to its numbers."""
+    """Return the details at the end of a trial's line."""
     details = []
     if row.outcome is Outcome.OOM and row.margin is not None:
         details.append(describe.overrun(row))

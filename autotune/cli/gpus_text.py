@@ -1,4 +1,4 @@
-"""The text of `autotune plan --gpus`: a row for each strategy and number of GPUs, and the best."""
+"""The text of `autotune plan --gpus`: a table by strategy and GPU count, and the best rows."""
 
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
@@ -20,7 +20,7 @@ COLUMNS = {
 
 
 def print_gpu_plan(gpu_plan: GpuPlan) -> None:
-    """Print the table, the reasons for empty rows, and the cheapest and the fastest row."""
+    """Print the table, the reasons for rows without numbers, and the cheapest and fastest row."""
     task = gpu_plan.task
     answer = gpu_answer(gpu_plan)
     hosts = "one host" if all(row.hosts == 1 for row in gpu_plan.rows) else "hosts"

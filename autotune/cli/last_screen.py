@@ -1,6 +1,6 @@
 """The texts of the last screen of `autotune run`: the winner, its speed and cost, and next steps.
 
-`answer` and `next_steps` make the texts; `cli.console` lays them out.
+`answer` and `next_steps` return the texts, and `cli.console` prints them.
 """
 
 import getpass
@@ -19,7 +19,7 @@ from autotune.report.answers import study_answer
 from autotune.report.infos import candidates
 from autotune.study.summary import Candidate, Recipe, StudySummary
 
-# The table of results: each heading, and the number's name in `describe`
+# The columns of the table of results: each heading, and the key of its number in `describe`
 _COLUMNS = {
     "tokens/s": "useful tokens/s",
     "step": "optimizer step",
@@ -33,7 +33,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """A named line. A line without a name belongs to the line above."""
+    """A line with a name. A line with an empty name continues the line above."""
 
     name: str
     text: str
@@ -41,7 +41,7 @@ class Field:
 
 
 def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
-    """Return the winner and its meaning, in the order of a reader's questions."""
+    """Return the fields about the winner, in the order of a reader's questions."""
     winner = recipe.winner
     result = study_answer(recipe)
     number = {name: one.text for name, one in describe.numbers(winner).items()}
@@ -75,7 +75,7 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
 
 
 def _too_large(summary: StudySummary) -> str:
-    """Describe the failed trial that exceeded the memory least, or return an empty text."""
+    """Describe the trial that exceeded the memory by the least, or return an empty text."""
     misses = [
         row for row in summary.trials if row.outcome is Outcome.OOM and row.margin is not None
     ]
@@ -86,7 +86,7 @@ def _too_large(summary: StudySummary) -> str:
 
 
 def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
-    """Return a table of the candidates: winner, baseline, and the best for each number of GPUs."""
+    """Return the lines of a table: the winner, the baseline, and the best for each GPU count."""
     by_number = recipe.by_gpus if len(recipe.by_gpus) > 1 else ()
     rows: dict[str, Candidate] = candidates(summary) | {
         describe.gpus(one.config): one for one in by_number
@@ -105,12 +105,13 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
 
 
 def next_steps(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
-    """Return three command lines by purpose: train, read the report, ask why.
+    """Return three command lines by purpose: train, read the report, and explain the winner.
 
-    The commands can be run without a change.
+    The user can run the commands without a change.
     """
     training = describe.training_commands(summary, recipe, out_dir)
-    # Without a dataset, the full run needs a file first.
+    # The full run needs a file of examples. Without a dataset, the command that tries the run with
+    # random weights is shown instead.
     purpose = list(training)[-1 if summary.dataset else 0]
     return {
         purpose: training[purpose],
@@ -120,7 +121,7 @@ def next_steps(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str,
 
 
 def _report_command(page: str) -> dict[str, str]:
-    """Return the command that opens a page on a desktop, or that copies it to another computer."""
+    """Return the command that opens a page on a desktop, or that copies it from this machine."""
     desktop = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if desktop and shutil.which("xdg-open"):
         return {"read the report": f"xdg-open {shlex.quote(page)}"}
@@ -132,15 +133,15 @@ def _report_command(page: str) -> dict[str, str]:
 
 
 def _copy_command(path: str) -> str:
-    """Return a command that copies a file from this machine.
+    """Return a command for the user's own computer that copies a file from this machine.
 
-    The machine is named by the address of an SSH session, or else by its host name.
+    In an SSH session, the command has the machine's address, otherwise its host name.
     """
-    # The client's address and port, then this machine's address and port
+    # SSH_CONNECTION has the client's address and port, then this machine's address and port.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     host, port = connection[2:] if len(connection) == 4 else (socket.gethostname(), "22")
     host = f"[{host}]" if ":" in host else host
-    with suppress(KeyError, OSError):  # a container's user may have no name
+    with suppress(KeyError, OSError):  # in a container, the user may have no name
         host = f"{getpass.getuser()}@{host}"
 
     options = [] if port == "22" else ["-P", port]

@@ -1,6 +1,6 @@
 """Options that several commands share.
 
-The options of a study are in `study_options`, which takes longer to import.
+The options that define a study are in `study_options`, whose import takes longer.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import typer
 
 
 def gpu_names(incomplete: str) -> list[str]:
-    """Return the names of GPUs for the shell's completion."""
+    """Return the names of GPUs that the shell proposes when the user presses Tab."""
     from autotune.catalog import list_devices
 
     return [

@@ -1,4 +1,4 @@
-"""The text of `autotune plan`, and the lines of an estimate that `autotune check` prints too."""
+"""The text of `autotune plan`, and lines about an estimate that `autotune check` also prints."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from autotune.report.values.plan import Cell, Plan
 
 
 def print_plan(study_plan: Plan) -> None:
-    """Print the best configuration and the baseline, then the tables of sizes that fit."""
+    """Print the best configuration and the baseline, then tables of the sizes that fit."""
     task = study_plan.task
 
     memory = fmt_gib(task.device.memory_gib)
@@ -57,7 +57,7 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
 
 
 def _cell(cell: Cell) -> str:
-    """Return a cell's text: '31.2', '18.4 c', '22.0 c?' or 'OOM'."""
+    """Return the text of a cell in a table of sizes: '31.2', '18.4 c', '22.0 c?' or 'OOM'."""
     chosen = cell.chosen
     if chosen.state not in (FITS, TIGHT):
         return "OOM"

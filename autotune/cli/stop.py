@@ -12,9 +12,9 @@ from autotune.trainer.terminal import leave_terminal
 
 @contextmanager
 def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
-    """Set a token on Ctrl-C, SIGTERM and SIGHUP inside this block: the given one, or a new one.
+    """Request a stop through `stop`, or a new token, on Ctrl-C, SIGTERM and SIGHUP in this block.
 
-    A closed terminal sends SIGHUP, often twice.
+    A terminal that is closed sends SIGHUP, often twice.
     """
     stop = stop or StopToken()
 
@@ -22,11 +22,11 @@ def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
         if number == signal.SIGHUP:
             leave_terminal()
         elif stop():
-            os._exit(128 + number)  # the probe worker ends with its parent
+            os._exit(128 + number)  # the worker of the probe ends when this process ends
         stop.request(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a process under nohup ignores SIGHUP
         numbers.append(signal.SIGHUP)
     old_handlers = {number: signal.signal(number, handle) for number in numbers}
     try:

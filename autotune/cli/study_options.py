@@ -1,4 +1,4 @@
-"""The options of a study, generated from the fields of StudySpec, and the resulting StudySpec."""
+"""The options of a study, made from the fields of StudySpec, and their StudySpec."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _models(incomplete: str) -> list[str]:
-    """Return the names of models for the shell's completion."""
+    """Return the names of models that the shell proposes when the user presses Tab."""
     from autotune.catalog import list_models
 
     return [
@@ -29,14 +29,14 @@ def _models(incomplete: str) -> list[str]:
 
 
 def _spaces(incomplete: str) -> list[str]:
-    """Return the names of search spaces for the shell's completion."""
+    """Return the names of search spaces that the shell proposes when the user presses Tab."""
     from autotune.problem.search_space import shipped_spaces
 
     return [name for name in shipped_spaces() if name.startswith(incomplete)]
 
 
 _COMPLETIONS = {"model": _models, "gpu": gpu_names, "space": _spaces}
-# Options that are not fields of StudySpec
+# Options that set knobs; they are not fields of StudySpec
 _PINS: dict[str, Any] = {
     "spec": Annotated[
         Path | None,
@@ -68,7 +68,7 @@ ALL = ("model", "gpu", "spec", *_OTHERS, "seq_len", "rank", "set_")
 
 
 def _annotation(name: str) -> Any:
-    """Return the annotation of an option in the form that typer reads."""
+    """Return the type annotation of an option in the form that the library typer reads."""
     if name in _PINS:
         return _PINS[name]
     option = OPTIONS[name]
@@ -78,7 +78,8 @@ def _annotation(name: str) -> Any:
         option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
     )
     names = (f"--{name.replace('_', '-')}",)
-    # Options are text if the field accepts text; its other types are for Python and spec files.
+    # If a field accepts text, its option takes text. The field's other types are for Python and for
+    # spec files.
     kinds: Any = str | None if str in get_args(field.type) else field.type
     parameter = typer.Option(
         *names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name)
@@ -87,7 +88,7 @@ def _annotation(name: str) -> Any:
 
 
 def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes **options these options of a study, before its own options."""
+    """Add options of a study to a command that takes **options; they precede its own options."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -124,8 +125,8 @@ def spec_of(options: dict[str, Any]) -> StudySpec:
 def pins_of(settings: list[str], **options: Any) -> dict[str, Any]:
     """Return {knob: value} from KNOB=VALUE settings and the named options.
 
-    Values are read as YAML. Raises UsageError for a setting that cannot be read, or for two values
-    of one knob.
+    Values are parsed as YAML. Raises UsageError for a setting that cannot be parsed, or for two
+    values of one knob.
     """
     pins = {name: value for name, value in options.items() if value is not None}
     for setting in settings:

@@ -1,9 +1,9 @@
-"""Prints text so that names, configs and messages of other people cannot control the terminal.
+"""Prints text safely: names, configs and messages of other people cannot control the terminal.
 
-`guard` wraps stdout and stderr in streams that show control characters as question marks. rich
-bypasses these streams, because it emits colors and cursor moves itself; `console` cleans each text
-before rich styles it. If the encoding lacks a character, a dash becomes a hyphen, and any other
-character a question mark.
+`guard` wraps stdout and stderr in streams that replace control characters by question marks. The
+library rich must bypass these streams, because it writes colors and cursor moves itself. So
+`console` cleans each text before rich styles it. If the terminal's encoding lacks a character, a
+dash is replaced by a hyphen, and any other character by a question mark.
 """
 
 import codecs
@@ -19,12 +19,12 @@ from autotune.core.units import DASH
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Wide enough for any table row, because a pipe or a file must get complete cells
+# The columns of a pipe or a file: wide enough for any table row, because cells must be complete
 _PIPE_WIDTH = 280
 
 
 class _Guarded:
-    """A text stream without control characters."""
+    """A text stream that replaces control characters by question marks."""
 
     def __init__(self, stream: Any) -> None:
         self.unguarded = stream
@@ -39,14 +39,14 @@ class _Guarded:
 
 
 def _closest(error: UnicodeError) -> tuple[str, int]:
-    """Replace characters that an encoding lacks."""
+    """Return the replacement for characters that an encoding lacks, and the next position."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join("-" if char == DASH else "?" for char in lacking), error.end
 
 
 def guard() -> None:
-    """Guard stdout and stderr of this process."""
+    """Replace this process's stdout and stderr by guarded streams."""
     codecs.register_error("closest", _closest)
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Guarded):
@@ -56,7 +56,7 @@ def guard() -> None:
 
 
 def console(*, stderr: bool = False, **options: Any) -> "Console":
-    """Return a console of rich whose texts are printable."""
+    """Return a console of the library rich that makes all texts printable."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -101,10 +101,11 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     table = Table(title=title, title_justify="left")
     for number, (heading, justify) in enumerate(columns.items()):
         longest = max((len(row[number]) for row in rows), default=0)
-        # A short first column, which names the rows, is never folded.
+        # The first column names the rows. If it is short, its cells are never wrapped.
         is_whole = number == 0 and longest <= screen.width // 3
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
 
     for row in rows:
-        table.add_row(*map(Text, row))  # no markup: names may hold brackets
+        # The cells are Text, because rich would read brackets in names as markup
+        table.add_row(*map(Text, row))
     screen.print(table)

@@ -1,7 +1,7 @@
-"""Turns the usage errors of click into errors with a remedy, as the rest of the program has them.
+"""Converts click's errors about a command line to errors with a message and a remedy.
 
-Depending on its version, typer contains a copy of click or uses the package. The classes are
-therefore taken from typer.
+Depending on its version, typer contains a copy of click or imports click. So the error classes are
+taken from typer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,12 @@ import typer
 
 from autotune.core.errors import UsageError, did_you_mean
 
-# The base of click's errors about a command line
+# The base class of click's errors about a command line
 CLICK_USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[1]
 
 
 def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> UsageError:
-    """Return the error of the command line `words` with a remedy.
+    """Return the error about the command line `words` as a UsageError with a remedy.
 
     `commands` are the names of all commands.
     """
@@ -24,13 +24,14 @@ def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> Us
     help_ = f"`{command} --help` lists its options"
     parameter: Any = getattr(error, "param", None)
     if option := getattr(error, "option_name", None):
-        if not hasattr(error, "possibilities"):  # a missing value, or a value of a flag
+        # The option lacks its value, or is a flag with a value
+        if not hasattr(error, "possibilities"):
             return UsageError(_sentence(error), remedy=_correct_use(error, option, help_))
         hint = did_you_mean(option, _options(error.ctx))
         return UsageError(f"{command} has no option {option!r}{hint}", remedy=help_)
 
     value = None if parameter is None else _value(parameter.opts, words)
-    if value is None:  # an argument is missing, or there is one too many
+    if value is None:  # an argument is missing, or there are too many arguments
         return UsageError(f"{command}: {_sentence(error)}", remedy=_usage(error, help_))
     name = max(parameter.opts, key=len)
     return UsageError(f"{name}: {value!r}: {_as_clause(error.message)}", remedy=help_)
@@ -45,7 +46,7 @@ def no_such_command(name: str, program: str, commands: Iterable[str]) -> UsageEr
 
 
 def _command(error: Any, words: Sequence[str], commands: Iterable[str]) -> str:
-    """Return the command as the user calls it. Some errors of the parser omit it."""
+    """Return the command as the user typed it. Some errors of the parser omit the command."""
     names = set(commands)
     called = next((word for word in words if word in names), "")
     if error.ctx is not None:
@@ -68,7 +69,7 @@ def _as_clause(text: str) -> str:
 
 
 def _correct_use(error: Any, option: str, help_: str) -> str:
-    """Return how to write an option that lacks its value, or has a value that it does not take."""
+    """Return a remedy for an option that lacks its value, or has a value although it takes none."""
     if "does not take" in error.message:
         return f"give {option} alone"
     return f"give {option} VALUE; {help_}"
@@ -83,7 +84,7 @@ def _usage(error: Any, help_: str) -> str:
 
 
 def _value(names: Sequence[str], words: Sequence[str]) -> str | None:
-    """Return the value of an option in the command line, or None for an argument."""
+    """Return the value that the command line has for an option, or None for an argument."""
     for place, word in enumerate(words):
         name, has_value, value = word.partition("=")
         if name in names and name.startswith("-"):

@@ -1,4 +1,4 @@
-"""The models that are known to overflow in fp16."""
+"""Warnings for types of models whose activations are known to overflow in fp16."""
 
 from autotune.core.files import load_data
 

@@ -1,7 +1,7 @@
 """The requests and results of probes, which processes exchange and store as JSON.
 
-A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall time or the device's
-event time, and an unknown value is None.
+A failed probe also has a ProbeResult. A GiB is 2**30 bytes. Seconds are wall time, or time between
+events on the device. An unknown value is None.
 """
 
 import statistics
@@ -17,7 +17,8 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-# Increased when probes measure something different; stored results are then measured again.
+# The version of the probe. It is increased if probes measure something differently, so that stored
+# results of earlier versions are not used.
 PROBE_VERSION = 9
 
 
@@ -26,45 +27,47 @@ class Outcome(StrEnum):
 
     OK = "ok"
     OOM = "oom"
-    REFUSED = "refused"  # predicted not to fit, so it was not launched
-    SLOW = "slow"  # stopped early, because it cannot become the best
+    # The probe was not launched, because the configuration is predicted not to fit
+    REFUSED = "refused"
+    SLOW = "slow"  # the probe was stopped early, because the configuration cannot become the best
     TIMEOUT = "timeout"
-    # The loss is not finite, or exactly 0; with real weights, it is too far from the loss of the
-    # reference.
+    # The loss is not finite, or is exactly 0. With real weights, also: the loss differs too much
+    # from the loss of the reference probe.
     NUMERICS = "numerics"
     CRASH = "crash"
 
 
 class Rung(StrEnum):
-    """The amount that a probe measures, and the probe's purpose."""
+    """The purpose of a probe, which determines the amount that it measures."""
 
     GATE = "gate"
     SHALLOW = "shallow"
     FULL = "full"
     CONFIRM = "confirm"
-    REFERENCE = "reference"  # gives the losses for comparison
-    NODE = "node"  # only compares a worker's node with other nodes
+    # Gives the losses that other probes with real weights are compared with
+    REFERENCE = "reference"
+    NODE = "node"  # compares the speed of a worker's node with other nodes
 
 
 class World(StrEnum):
-    """Whether the ranks (training processes) of a probe on several GPUs are simulated or real."""
+    """Whether the ranks (one process for each GPU) are simulated or real in a probe."""
 
-    # One process simulates rank 0: its memory and computation, without communication. The losses
-    # are wrong.
+    # One process simulates rank 0: its memory and its computation, without communication. So the
+    # losses are wrong.
     FAKE = "fake"
     REAL = "real"  # one process for each rank, on its own device
 
 
 class Phase(StrEnum):
-    """A part of a probe."""
+    """A phase of a probe, or of a training step in a probe."""
 
-    START = "start"  # worker start, imports
-    LOAD = "load"  # build the model, attach adapters
-    FIRST_STEP = "first_step"  # warm-up steps, compilation
+    START = "start"  # the worker starts and imports packages
+    LOAD = "load"  # the model is built, and adapters are attached
+    FIRST_STEP = "first_step"  # compilation and warm-up steps
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
-    STEADY = "steady"  # timed steps as a whole
+    STEADY = "steady"  # all timed steps together
     EVALUATE = "evaluate"
     SAVE = "save"
     PROFILE = "profile"  # of one micro batch, after all other measurements
@@ -72,13 +75,13 @@ class Phase(StrEnum):
 
 
 class Evidence(StrEnum):
-    """The source of a number, the most certain first."""
+    """The source of a number, from the most certain to the least certain."""
 
-    MEASURED = "measured"  # this GPU, full depth
-    EXTRAPOLATED = "extrapolated"  # this GPU, truncated depth
-    PROJECTED = "projected"  # another GPU
-    ESTIMATED = "estimated"  # a formula
-    DISTURBED = "disturbed"  # this GPU, while other work changed the times
+    MEASURED = "measured"  # on this GPU, with all layers
+    EXTRAPOLATED = "extrapolated"  # on this GPU, from probes of a few layers
+    PROJECTED = "projected"  # measured on another GPU and converted
+    ESTIMATED = "estimated"  # by formula, without a probe
+    DISTURBED = "disturbed"  # on this GPU, while other work on the machine changed the times
 
 
 def weakest(*evidence: Evidence) -> Evidence:
@@ -93,20 +96,23 @@ class ModelShape:
     Attributes:
         num_layers: The number of decoder layers.
         prefix: The number of layers before the repeating layers.
-        period: The number of layers that repeat after the prefix, or None without repetition.
-        unquantized: The share of all parameters that are in the layers but not in a linear module,
-            such as the fused experts of a mixture. Quantisation does not change them.
-        untrained: The part of `unquantized` that gets no adapter if adapters are on every linear
-            layer. The rest gets adapters through parametrized weights (`parametrized`).
-        parametrized: Whether PEFT parametrizes weights, which cannot be compiled.
+        period: After the prefix, each `period` layers are like the `period` layers before them. It
+            is None if the layers do not repeat.
+        unquantized: The share of all parameters that quantisation does not change, because they are
+            in the layers but not in a linear module. The fused experts of a mixture are an example.
+        untrained: The share of all parameters that is in `unquantized` and gets no adapter, even if
+            adapters are on every linear layer. The rest of `unquantized` gets adapters by PEFT's
+            parametrized weights (`parametrized`).
+        parametrized: Whether PEFT parametrizes weights of the model; such weights cannot be
+            compiled.
         plain_head: Whether the logits are neither capped nor scaled after the head.
-        liger: Whether Liger has kernels for the model.
+        liger: Whether the Liger library has kernels for the model.
         sdpa: Whether transformers has SDPA attention for the model.
-        no_adapters: The reason why PEFT refuses adapters on every linear layer, if it does.
+        no_adapters: The reason why PEFT refuses adapters on every linear layer, or None.
         linear_layers: The paths of linear modules inside a layer, sorted; empty if unknown.
         has_labels: Whether transformers can give the model a head over labels.
         sees_images: Whether the model can be trained on images.
-        tileable: Whether its layers can be computed in tiles of tokens.
+        tileable: Whether the model's layers can be computed in tiles of tokens.
     """
 
     num_layers: int
@@ -127,13 +133,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """A kind of micro batch of the run.
+    """A kind of micro batch, which represents similar micro batches of the run.
 
     `rows` has the lengths of the examples in each row, and each row is padded to `length` tokens.
-    `share` is the kind's share of the run's micro batches. A kind with share 0 is not timed: it is
-    the longest possible micro batch, which determines the peak memory. `images` has the images of
-    each row, and is empty if rows contain only text. The lengths in `rows` include the tokens of
-    images.
+    `share` is the share of the run's micro batches that the kind represents. A kind with share 0 is
+    the longest possible micro batch. It determines the peak memory, and is not timed. `images` has
+    the images of each row, and is empty if rows contain only text. The lengths in `rows` include
+    the tokens of images.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -143,7 +149,7 @@ class MicroBatch:
 
     @property
     def digested(self) -> tuple[Any, ...]:
-        """The values of the micro batch that enter a probe's digest."""
+        """The values of the kind that are included in a probe's digest."""
         if not self.images:
             return (self.rows, self.length, round(self.share, 6))
         images = [[(one.tokens, one.pixels) for one in row] for row in self.images]
@@ -162,30 +168,31 @@ class ProbeRequest:
         micro_steps: The number of micro batches in each probed optimizer step, for each GPU. It is
             2 if the full run accumulates gradients, because live gradients raise the peak of the
             second micro batch.
-        memory_gib: The memory that the run may use.
+        memory_gib: The memory of the device that the run may use.
         headroom: The share of `memory_gib` that must stay free.
-        rung: The amount to measure.
+        rung: The purpose of the probe.
         depth: The number of layers, or None for the whole model.
         trainer: The trainer to probe.
-        objective: The objective of the training run.
+        objective: The objective of the training run, such as SFT.
         vision: "frozen", or "trained" if a vision tower is trained too.
         world: Whether the ranks are simulated or real, if the configuration has several GPUs.
-        min_timed_micros: The least number of micro batches to time. Whole steps are timed.
+        min_timed_micros: The least number of micro batches to time, rounded up to whole steps.
         max_timed_steps: The greatest number of steps to time.
         min_timed_s: The least total time of the timed steps.
-        evaluate: Whether to evaluate a few micro batches and to save a checkpoint of the adapters,
-            because full runs may fail at these points.
+        evaluate: Whether the probe also evaluates a few micro batches and saves a checkpoint of the
+            adapters, because full runs may fail in an evaluation or a save.
         seed: The seed of all random numbers.
-        micro_batches: The kinds of micro batch that represent the run, for each GPU, ordered so
-            that consecutive kinds differ much. If empty, all rows are full.
-        trained_share: The share of an example's tokens that enter the loss; they are at its end.
+        micro_batches: The kinds of micro batch that represent the run on each GPU. Their order
+            makes consecutive kinds differ much. If empty, all rows are full.
+        trained_share: The share of an example's tokens that enter the loss. These tokens are at the
+            end of the example.
         profile: Whether to time the kernels of one micro batch, after all other measurements. A
             whole model is not profiled, because its micro batches take long.
         new_lengths: Whether to time a few micro batches of new lengths, if the attention kernel
-            must be planned for each length.
-        flash: Whether torch's own attention may choose FlashAttention or cuDNN. It is false if the
-            card of the run is too old for them.
-        patience_s: The least time that any phase may take before the probe counts as hanging.
+            makes a plan for each length (`plans_by_length`).
+        flash: Whether torch's SDPA may choose FlashAttention or cuDNN. False if the card of the run
+            is too old for these kernels.
+        patience_s: The least time limit of a phase. A probe that exceeds a limit counts as hanging.
     """
 
     config: TrainConfig
@@ -215,17 +222,17 @@ class ProbeRequest:
 
     @property
     def parallelism(self) -> Parallelism:
-        """The number of GPUs of the configuration and their strategy."""
+        """The number of GPUs in the configuration, and their strategy."""
         return Parallelism.of(self.config)
 
     @property
     def simulates_rank(self) -> bool:
-        """Whether one process simulates a rank of several, so its losses have no meaning."""
+        """Whether one process simulates a rank of several; the probe's losses are then wrong."""
         return self.config.num_gpus > 1 and self.world is World.FAKE
 
     @property
     def has_real_ranks(self) -> bool:
-        """Whether several processes, which wait for each other, divide this training."""
+        """Whether several processes share this training and wait for each other."""
         return self.config.num_gpus > 1 and self.world is World.REAL
 
     @property
@@ -249,15 +256,15 @@ class ProbeRequest:
 
     @property
     def longest(self) -> MicroBatch:
-        """The kind with the longest rows."""
+        """The kind of micro batch with the longest rows."""
         return max(self.kinds, key=lambda kind: kind.length)
 
     @property
     def plans_by_length(self) -> bool:
-        """Whether torch may choose an attention that makes a plan for each micro batch length.
+        """Whether torch may choose an attention kernel that makes a plan for each new length.
 
-        Torch may choose it if the run has many lengths, and the run or TRL makes a mask. Otherwise
-        `trainer.patches` excludes such attention.
+        Torch may choose such a kernel if the micro batches have several lengths, and the run or TRL
+        makes a mask. Otherwise `trainer.patches` excludes such kernels.
         """
         masked = self.config.padding == "masked" or (
             self.trainer == "trl" and self.config.has_any_length
@@ -266,15 +273,16 @@ class ProbeRequest:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits, equal for all requests that one stored result answers.
+        """Twelve hex digits. Requests with equal digests can use the same stored result.
 
-        The result answers a request only if the fingerprints are equal too.
+        A stored result is used only if the fingerprints are equal too.
         """
         return digest_of(
             {
                 "config": self.config.as_dict(),
                 "model": self.model,
-                # With real weights the losses are checked, and they depend on weights and seed.
+                # With real weights, the losses are checked. They depend on the weights and the
+                # seed.
                 "weights": self.weights is not None and [self.weights, self.seed],
                 "device": self.device,
                 "micro_steps": self.micro_steps,
@@ -289,7 +297,7 @@ class ProbeRequest:
                 **({} if self.flash else {"flash": False}),
                 **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
-                # Earlier probes kept 16-bit weights.
+                # Probes of earlier versions kept 16-bit weights, and their digests lack this key.
                 **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),
             }
         )
@@ -297,7 +305,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAddress:
-    """The address of a process among real ranks.
+    """The number of a process among real ranks, and the file that connects the ranks.
 
     `number` is the rank's number. `meeting` is the path of a file through which the ranks find each
     other; the file does not exist yet.
@@ -309,7 +317,7 @@ class RankAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The hardware and software that a measurement is valid for, compared by digest."""
+    """The hardware and software that a measurement is valid for; its digest is compared."""
 
     device: str
     compute_capability: str | None = None
@@ -319,7 +327,7 @@ class Fingerprint:
     python: str
     packages: dict[str, str]
     allocator: str
-    threads: int | None = None  # CPU only
+    threads: int | None = None  # only for a CPU
     probe: int = 1  # the `PROBE_VERSION` of the probe
 
     @property
@@ -332,7 +340,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that are equal for equal fingerprints."""
+        """Twelve hex digits; equal fingerprints have equal digits."""
         return digest_of(to_data(self))
 
     def differences(self, other: "Fingerprint") -> list[str]:
@@ -369,21 +377,22 @@ class Telemetry:
 
     @property
     def slowed_by(self) -> tuple[str, ...]:
-        """The reasons that are a fault: heat or the hardware.
+        """The reasons for a low clock rate that are faults: heat or the hardware.
 
-        A power cap is normal on small cards.
+        A power cap is not a fault, because it is normal on small cards.
         """
         return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """The rates that a device reaches on random data, one operation at a time.
+    """The measured rates of a device on random data. Each operation runs alone.
 
     `products` is the TFLOP/s of products of square matrices, by dtype (bf16, fp16, fp32) and side.
-    `copy_gb_s` counts the bytes that a copy within the device's memory reads, and the bytes that it
-    writes. `link_gb_s` is the slower direction between the host's pinned memory and the device; a
-    CPU has no such link. `launch_us` is the host's time for one small kernel, in microseconds.
+    `copy_gb_s` is the rate of a copy within the device's memory; bytes read and bytes written both
+    count. `link_gb_s` is the rate between the host's pinned memory and the device, in the slower
+    direction; it is None for a CPU. `launch_us` is the host's time for one small kernel, in
+    microseconds.
     """
 
     products: dict[str, dict[int, float]]
@@ -396,8 +405,8 @@ class DeviceRates:
 class CollectiveRates:
     """The bus bandwidths of collectives among `num_gpus` GPUs of a host, in GB/s for each GPU.
 
-    FSDP2 gathers the weights of a layer, and scatters the sum of its gradients. DDP adds up
-    gradients in buckets.
+    The collectives are FSDP2's and DDP's: FSDP2 gathers the weights of a layer and scatters the sum
+    of the layer's gradients, and DDP adds up gradients in buckets.
     """
 
     num_gpus: int
@@ -408,12 +417,12 @@ class CollectiveRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """The time of a GPU's kernels in one micro batch by kind of work, from a profile.
+    """The total time of a GPU's kernels in one micro batch, for each kind of work, from a profile.
 
-    Kernels multiply matrices, with 8-bit factors (`fp8_s`) or larger ones (`products_s`), compute
-    fused attention, or move bytes. `busy_s` is the time during which any kernel ran. `micro_s` is
-    the time of the same micro batch without profiling. In the rest of `micro_s`, the device waits
-    for the host or between two kernels.
+    `fp8_s` is the time of matrix products in 8 bits, and `products_s` of products in more bits.
+    `attention_s` is the time of fused attention, and `bytes_s` of kernels that move bytes. `busy_s`
+    is the time while at least one kernel ran. `micro_s` is the time of the same micro batch without
+    profiling. In the rest of `micro_s`, the device waits for the host or between two kernels.
     """
 
     products_s: float
@@ -425,55 +434,59 @@ class KernelTimes:
     num_kernels: int
 
 
-# A micro batch is CPU-bound if issuing its kernels takes at least this share of its time.
+# A micro batch is CPU-bound if the host needs at least this share of its time to issue kernels.
 HOST_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Raw times and peaks of one probe on one rank.
+    """The measured times and memory peaks of one probe on one rank.
 
     Attributes:
-        step_s: The time of each whole probed optimizer step, from start to start. With several
-            kinds of micro batch, it is the time of a step of average micro batches.
-        micro_step_s: The time of each micro batch, or of the whole step if it has only one micro
-            batch. With several kinds, the values are means over all kinds, weighted by their
-            shares.
+        step_s: The time of each timed optimizer step, from its start to the next step's start. With
+            several kinds of micro batch, it is the time of a step with average micro batches.
+        micro_step_s: The time of each micro batch; if a step has only one, the time of the whole
+            step. With several kinds, the values are means over all kinds, weighted by their shares.
         rest_s: The time of each step outside its micro batches: clipping, optimizer, logging.
         micro_steps: The number of micro batches in a step.
         phase_s: The time of a step in each phase.
         phase_peak_gib: The peak memory in each phase.
-        segment_peak_gib: The peak memory in finer parts of a step. The forward and backward passes
-            are divided if their peak may move to another part in a deeper model.
-        kind_s: The share and the seconds of each kind of micro batch, in the order of the request.
-        host_micro_s: The time that the host takes to issue a micro batch. With many layers the
-            device's queue fills, and the time includes waiting. It is None on a CPU and if
-            `host_waits`.
-        host_share: The share of a micro batch's time that the host itself needs. It is measured on
-            truncated models, which do not fill the device's queue; otherwise unknown.
-        host_waits: Whether the host waits for the device within a micro batch, as with images.
+        segment_peak_gib: The peak memory in each segment of a step. The forward and backward passes
+            have several segments, because their peak may be in another segment in a deeper model.
+        kind_s: The (share, seconds) of each kind of micro batch, in the order of the request.
+        host_micro_s: The time that the host takes to issue a micro batch. With many layers, the
+            device's queue becomes full, and the time includes the host's waiting. It is None on a
+            CPU, and if `host_waits`.
+        host_share: The host's time to issue a micro batch, without waiting, as a share of the micro
+            batch's time. It is known only from truncated models, which do not fill the device's
+            queue.
+        host_waits: Whether the host must wait for the device within a micro batch, as with images.
         kernels: The kernel times of a micro batch, from truncated models, or None.
-        time_error: The possible relative error of extrapolated times; 0 for measured times.
-        warm_s: The time of the steps before the timed ones, without loading and compilation.
-        new_length_s: The extra time of the first micro batch of each length in a process, because
-            libraries then plan their kernels. Unknown if it was not measured.
+        time_error: The relative error of extrapolated times; 0 for measured times.
+        warm_s: The time of the steps before the timed steps, without loading and compilation.
+        new_length_s: The extra time of a process's first micro batch of a length, because libraries
+            then plan their kernels; unknown if it was not measured.
         row_length: The tokens of the longest rows, including padding.
-        evaluation_s: The mean time of a micro batch in an evaluation; unknown if not measured.
+        evaluation_s: The mean time of a micro batch in an evaluation; unknown if it was not
+            measured.
         checkpoint_s: The time to write a checkpoint; unknown if it was not measured.
         model_gib: The memory of the base weights on the device.
-        gradients_gib: The largest gradients of one micro batch that are alive at once.
+        gradients_gib: The largest total size of one micro batch's gradients that are alive at once.
         peak_reserved_gib: The peak memory that the allocator reserves. It must fit under
             `limit_gib`.
-        limit_gib: The usable memory less context, headroom and managed memory.
-        context_gib: CUDA context, kernels and libraries; unknown if the driver does not show it.
-        managed_gib: Paged optimizer state, which torch does not count.
-        in_host_gib: Trained weights and optimizer state, if they are kept in the host's memory.
+        limit_gib: The memory that the run may use, minus CUDA context, headroom and managed memory.
+        context_gib: The memory of the CUDA context, with kernels and libraries; unknown if the
+            driver does not report it.
+        managed_gib: The memory of paged optimizer state, which torch does not count.
+        in_host_gib: The memory of trained weights and optimizer state that are kept in the host's
+            memory.
         losses: The losses of the first micro batches.
         own_cores: The mean number of cores that the study used during the timed steps; unknown if
-            the system does not tell.
-        other_cores: The same for all processes outside the study.
+            the system does not report it.
+        other_cores: The mean number of cores that processes outside the study used during the timed
+            steps.
         other_gpu: The mean share of the GPU's time that processes outside the study used during the
-            timed steps. Unknown on a CPU, and if the driver hides processes.
+            timed steps. It is unknown on a CPU, and if the driver hides processes.
     """
 
     step_s: tuple[float, ...]
@@ -517,15 +530,16 @@ class Measurement:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the step is known to be CPU-bound; its speed then depends on the host's load."""
+        """Whether the step is known to be CPU-bound, so its speed depends on the host's load."""
         return (self.host_share or 0.0) >= HOST_SHARE
 
     @property
     def step_range(self) -> float | None:
-        """The range of the timed steps from the 10th to the 90th percentile, over the median.
+        """The 90th minus the 10th percentile of the timed steps, relative to the median.
 
-        A single step is replaced by its micro batches. Different kinds of micro batch do not widen
-        the range. It is None for a single time.
+        With a single timed step, the times of its micro batches are used. Different kinds of micro
+        batch do not widen the range, because all times are for average micro batches. The range is
+        None if there is only one time.
         """
         times = self.step_s if len(self.step_s) > 1 else self.micro_step_s
         if len(times) < 2:
@@ -535,9 +549,9 @@ class Measurement:
 
     @property
     def checkpoint_gib(self) -> float:
-        """The size of a rank's share of a checkpoint: trained weights and optimizer state.
+        """The GiB that a rank adds to a checkpoint: its trained weights and optimizer state.
 
-        The trained weights are the adapters, or all weights.
+        The trained weights are the adapters or, without adapters, all weights.
         """
         return (
             (self.adapters_gib or self.model_gib)
@@ -547,9 +561,9 @@ class Measurement:
         )
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
-        """Return the parts of a peak: weights, adapters, gradients and optimizer state.
+        """Return a peak's parts by name: weights, adapters, gradients, optimizer and activations.
 
-        Activations are the rest.
+        Activations are the part of the peak that the other parts do not explain.
         """
         terms = {
             "weights": self.model_gib,
@@ -560,21 +574,23 @@ class Measurement:
         return terms | {"activations": max(peak_gib - sum(terms.values()), 0.0)}
 
 
-# Suffixes of operation names. In an unaligned product, rows of a matrix begin at addresses from
-# which fast kernels cannot load. In a wide attention, a head does not fit in registers.
+# Suffixes of operation names in `DryCount.flops`. In an unaligned product, rows of a matrix begin
+# at addresses that fast kernels cannot load from. In a wide attention, a head does not fit into
+# registers.
 UNALIGNED = "unaligned"
 WIDE = "wide"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryCount:
-    """The counted memory of a training step on the meta device, at one depth, without CUDA context.
+    """A training step's memory and work, counted on the meta device, for one number of layers.
 
-    The peaks have the keys of `Measurement`. `flops` is the arithmetic of matrix products in one
-    micro batch, by operation; some names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that
-    operations read and write, by kind: matrix products, thin products that are bound by bandwidth,
-    strided tensors, gathered or scattered rows, and all others. `operations` is the number of
-    operations; each is a kernel.
+    The peaks have the keys of `Measurement`. The memory excludes the CUDA context. `flops` has the
+    operations of arithmetic in matrix products and attention of one micro batch, by name; some
+    names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that operations read and write, by
+    kind: matrix products, thin products that are bound by bandwidth, strided tensors, gathered or
+    scattered rows, and all others. `operations` is the number of torch operations; each launches a
+    kernel.
     """
 
     model_gib: float
@@ -592,7 +608,7 @@ class DryCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomDetail:
-    """The failure of an allocation. `terms_gib` divides the memory in use, `allocated_gib`."""
+    """A failed allocation. `terms_gib` are the parts of `allocated_gib`, the memory in use."""
 
     phase: Phase
     requested_gib: float | None
@@ -603,24 +619,25 @@ class OomDetail:
 
     @property
     def need_gib(self) -> float:
-        """A lower bound on the memory needed, including the request that failed."""
+        """The least memory that is needed: the memory in use plus the request that failed."""
         return max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
 
     @property
     def margin(self) -> float:
-        """The excess of `need_gib` over `limit_gib` as a share of the limit, at least 0.001."""
-        if self.limit_gib <= 0:  # the context alone exceeds the allowed memory
+        """The excess of `need_gib` over `limit_gib`, relative to the limit, and at least 0.001."""
+        if self.limit_gib <= 0:  # the CUDA context alone exceeds the allowed memory
             return 1.0
         return max(self.need_gib / self.limit_gib - 1.0, 1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """The answer to one request.
+    """The result of one probe request.
 
-    `seconds` has the wall time of load, first_step, steady and cleanup, and the total. `turn` is
-    the time spent waiting for processes that compile later probes on the same device. `compile` is
-    the compilation time within the total. `disturbed` says how other work changed the times.
+    `seconds` has the wall time of the phases load, first_step, steady and cleanup, and `total`. Its
+    key `turn` is the time that the probe waited for processes that compile later probes on the same
+    device. `compile` is the compilation time within `total`. `disturbed` says how other work on the
+    machine changed the times, or is None.
     """
 
     request_digest: str
@@ -629,8 +646,8 @@ class ProbeResult:
     outcome: Outcome
     evidence: Evidence = Evidence.MEASURED
     depth: int | None = None
-    phase: Phase | None = None  # the phase of the failure
-    reason: str | None = None  # the reason for the failure, in words
+    phase: Phase | None = None  # the phase that failed
+    reason: str | None = None  # the reason why the probe failed, in words
     disturbed: str | None = None
     oom: OomDetail | None = None
     measurement: Measurement | None = None
@@ -645,6 +662,6 @@ class ProbeResult:
 
     @property
     def is_prediction(self) -> bool:
-        """Whether truncated models predicted the measurement, so no probe timed the whole model."""
+        """Whether the result is a prediction from truncated models, not a timed whole model."""
         is_decision = self.depth is None and self.rung is Rung.SHALLOW
         return is_decision or self.evidence is Evidence.EXTRAPOLATED

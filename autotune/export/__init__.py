@@ -1,1 +1,1 @@
-"""Writes the winner in other tools' formats. An exporter is a pure function: Recipe to texts."""
+"""Writes the winner in other tools' formats. An exporter is a pure function of a Recipe."""

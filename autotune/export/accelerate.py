@@ -1,4 +1,4 @@
-"""Writes accelerate.yaml: it launches a user's own training script on one or several GPUs."""
+"""Writes accelerate.yaml, for a launch of the user's own training script on one or several GPUs."""
 
 import json
 
@@ -10,15 +10,16 @@ from autotune.prediction.sharded_memory import Shares
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import deepspeed_settings
 
-SIZES = "parallelism_config_"  # the prefix of the keys of sizes
-MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # accelerate's names; all others are "no"
+SIZES = "parallelism_config_"  # accelerate's prefix for keys of parallel sizes
+# Accelerate's names of precisions; all other precisions are "no"
+MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """Return accelerate.yaml, and deepspeed.json if a DeepSpeed stage was measured.
+    """Return the text of accelerate.yaml, and of deepspeed.json if a DeepSpeed stage was measured.
 
-    A recipe for one GPU also gets deepspeed.json, for later use on several GPUs. The comment at the
-    top of accelerate.yaml explains this use.
+    For one GPU, deepspeed.json is also returned, so that the user can later train on several GPUs.
+    The comment at the top of accelerate.yaml explains how.
     """
     data = load_data("autotune.export", "accelerate")
     config = recipe.config
@@ -44,7 +45,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 
 def deepspeed_file(recipe: Recipe) -> dict[str, str]:
-    """Return deepspeed.json: the measured settings, or for one GPU the settings of stage 2."""
+    """Return deepspeed.json with the measured settings or, for one GPU, with stage 2's settings."""
     config = recipe.config
     mixed = MIXED.get(config.precision)
     precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}

@@ -1,9 +1,10 @@
-"""Files that start a job on Kubernetes, SkyPilot or Slurm: the full training run, or study workers.
+"""Files that start the full training run or a study's workers on Kubernetes, SkyPilot or Slurm.
 
 A JobSpec describes the job, and each system has a renderer for it. The user provides the container
-image and the dataset. Names that other people chose, such as a study's, are untrusted: they appear
-in YAML, sanitised, or as one quoted argument, but never in shell code or its comments. The URL of a
-study's database is in no file: it comes from a secret or the environment.
+image and the dataset. Names that other people chose, such as a study's name, are untrusted. They
+appear in YAML, as sanitised names or as one quoted argument, but never in shell code or its
+comments. No file contains the URL of a study's database, which comes from a secret or the
+environment.
 """
 
 import math
@@ -30,29 +31,33 @@ from autotune.export.script import runtime_files
 from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
-UNPROJECTED_H = 0.5  # hours of a training run outside the projection: start-up, downloads and saves
-# Seconds that a worker's time limit exceeds the study's budget: it also has to install packages,
-# pull the image and wait in a queue.
+# The hours that a training run may need beyond the projection: start-up, downloads and saves
+UNPROJECTED_H = 0.5
+# A worker's time limit is the study's budget plus this number of seconds, because the job also
+# pulls the image, installs packages and waits in a queue.
 STARTING_S = 1800.0
-# Seconds from the termination signal to the kill. They are enough for one step and for the
-# checkpoint that the next attempt resumes.
+# The seconds between the termination signal and the kill. They are enough to finish a step and to
+# save the checkpoint that the next attempt continues from.
 GRACE_S = 120
-RETRIES = 3  # attempts after a preemption; after any other failure there is no retry
+# The number of further attempts after a preemption; other failures get no further attempt
+RETRIES = 3
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
-# The form factor, and the memory size that other catalogues leave out of the name
+# The parts of a card's name that other catalogues omit: the form factor, and some memory sizes
 _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job on one or several GPUs of one node, or `count` such jobs in parallel.
+    """A job on one or several GPUs of one node, or `count` parallel copies of the job.
 
-    `use` is `train` or `worker`, the keys of `clusters.yaml`. The comment at the top of a YAML file
-    has `about`, the steps that start the job on the system, and `notes`. A script omits `about`,
-    because it contains names. After an exit code in `hopeless`, there is no further attempt.
+    `use` is a key of `clusters.yaml`: `train` or `worker`. The comment at the top of a YAML file
+    has `about`, then the steps that start the job on the system, then `notes`. The comment of a
+    script omits `about`, because it contains untrusted names. After an exit code in `hopeless`, the
+    job is not tried again.
 
-    `command`, `env` and `volumes` are for a Kubernetes container. `task` has further keys for
-    SkyPilot, which runs `run` in a shell. Slurm runs `srun` after `before`.
+    `command`, `env` and `volumes` are for a Kubernetes container. `task` has further keys of a
+    SkyPilot task, and SkyPilot runs `run` in a shell. On Slurm, the script runs the lines `before`
+    and then `srun`.
     """
 
     use: str  # a key of clusters.yaml
@@ -89,7 +94,7 @@ class JobSpec:
 
 
 def export(recipe: Recipe, system: str) -> dict[str, str]:
-    """Return the file for a system in SYSTEMS; it runs launch.sh on the GPUs of one node."""
+    """Return the file that runs launch.sh on the GPUs of one node, for a system in SYSTEMS."""
     return render(training_job(recipe), system)
 
 
@@ -101,7 +106,8 @@ def render(job: JobSpec, system: str) -> dict[str, str]:
 def training_job(recipe: Recipe) -> JobSpec:
     """Return the job that runs launch.sh for the full training.
 
-    Its time limit is the upper end of the projection plus UNPROJECTED_H, in whole hours.
+    The job's time limit is the longest projected time plus UNPROJECTED_H, rounded up to whole
+    hours.
     """
     name = slug(recipe.study)
     variable, value = allocator(recipe)
@@ -129,7 +135,7 @@ def training_job(recipe: Recipe) -> JobSpec:
         limit_s=3600 * hours,
         cpus=recipe.config.num_gpus * (4 + recipe.config.loader_workers),
         gpus=recipe.config.num_gpus,
-        hopeless=[2, 4],  # wrong arguments, or no configuration fits
+        hopeless=[2, 4],  # 2: wrong arguments, 4: no configuration fits
         annotations={
             "autotune-study": recipe.study,
             "autotune-model": recipe.model.name,
@@ -182,9 +188,9 @@ def workers_job(
         device=device,
         fingerprint=fingerprint,
         limit_s=math.ceil((budget_s + STARTING_S) / 60) * 60,
-        hopeless=[2, 3, 4, 6],  # 1 and 5 may be a problem of the node
+        hopeless=[2, 3, 4, 6],  # after 1 or 5, another node may succeed
         annotations={"autotune-study": study},
-        # Kubernetes replaces $(NAME) in this list, and $$ by $.
+        # Kubernetes replaces $(NAME) in this list by a variable. $$ stands for a dollar sign.
         command=["autotune", "worker", argument.replace("$", "$$"), "--out=/tmp/worker"],
         env=[{"name": URL, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
         task={"secrets": {URL: None}},
@@ -197,9 +203,9 @@ def workers_job(
 
 
 def _kubernetes(job: JobSpec) -> str:
-    """Return a batch/v1 Job, which is Indexed for several pods.
+    """Return a Kubernetes Job (batch/v1); with several pods, it is an Indexed Job.
 
-    Its pod failure policy is stable since Kubernetes 1.31.
+    The job's pod failure policy needs Kubernetes 1.31.
     """
     label = gpu_product(job.device, job.fingerprint)
     gpu = {"limits": {f"{job.device.vendor}.com/gpu": job.gpus}}
@@ -207,7 +213,7 @@ def _kubernetes(job: JobSpec) -> str:
     volumes = list(job.volumes)
     # NCCL connects the GPUs of a node through shared memory, and containers have only 64 MB of it.
     if job.gpus > 1:
-        shared = "/dev/shm"  # noqa: S108 (of the container)
+        shared = "/dev/shm"  # noqa: S108 (the path is inside the container)
         mounts.append({"name": "shared-memory", "mountPath": shared})
         volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
 
@@ -221,7 +227,8 @@ def _kubernetes(job: JobSpec) -> str:
     }
     pod = {
         "restartPolicy": "Never",
-        "activeDeadlineSeconds": job.limit_s,  # for a running pod; waiting for a GPU does not count
+        # The limit counts while a pod runs, not while it waits for a GPU.
+        "activeDeadlineSeconds": job.limit_s,
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": label and {"nvidia.com/gpu.product": label},
         "containers": [_without_empty(container)],
@@ -259,7 +266,7 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
 def _skypilot(job: JobSpec) -> str:
     """Return a SkyPilot 0.14 task for the training run or for one worker.
 
-    One task for all workers would end when its first node ends.
+    Each worker needs its own task, because a task for all workers would end with its first node.
     """
     gpu = {"accelerators": f"{sky_gpu(job.device)}:{job.gpus}"} if job.device.kind != "cpu" else {}
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}
@@ -279,7 +286,7 @@ def _skypilot(job: JobSpec) -> str:
 
 
 def _slurm(job: JobSpec) -> str:
-    """Return a batch script, to be submitted from its folder; several jobs form a job array."""
+    """Return a Slurm batch script, for submission from its folder. Several jobs are a job array."""
     hours, minutes = divmod(job.limit_s // 60, 60)
     options = [
         f"--job-name={job.name}",
@@ -322,7 +329,7 @@ def slug(name: str) -> str:
 def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """Return the label of the card by GPU feature discovery, or None for another vendor.
 
-    It is the driver's name with dashes instead of blanks.
+    The label is the driver's name of the card with dashes instead of blanks.
     """
     if device.vendor != "nvidia":
         return None
@@ -332,12 +339,13 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
 
 
 def sky_gpu(device: DeviceSpec) -> str:
-    """Return the name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada.
+    """Return the card's name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada.
 
-    It omits the variant of a card, such as SXM, which clouds name differently.
+    The name omits the variant of the card, such as SXM, because clouds name variants differently.
     """
     name = _MAKER.sub("", _FORM.sub("", device.name))
-    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)  # SkyPilot's GeForce names have no size
+    # SkyPilot's names of GeForce cards have no memory size
+    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 
@@ -350,7 +358,7 @@ def slurm_gpu(device: DeviceSpec) -> str:
 
 
 def _config_maps(name: str) -> list[dict[str, Any]]:
-    """Return two config maps for the exported folder, because each holds one folder's files."""
+    """Return two config maps for the exported folder and its subfolder; each holds one folder."""
     files = [path.rpartition("/")[2] for path in runtime_files()]
     runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
     return [
@@ -360,7 +368,7 @@ def _config_maps(name: str) -> list[dict[str, Any]]:
 
 
 def _packages(fingerprint: Fingerprint) -> list[str]:
-    """Return the probed packages as arguments of pip, without the build of a version."""
+    """Return pip's arguments for the probed packages, without a version's build such as +cu130."""
     return [
         f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()
     ]

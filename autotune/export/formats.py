@@ -1,4 +1,4 @@
-"""The export formats by name, the formats that every study writes, and the exported texts."""
+"""The export formats by name, and the functions that return exported texts."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,8 +22,9 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "skypilot": partial(clusters.export, system="skypilot"),
     "slurm": partial(clusters.export, system="slurm"),
 }
-USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats of every study
-# Tools that need accelerate.yaml for several GPUs; Axolotl's own file has keys for this.
+USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats that every study writes
+# The formats that need accelerate.yaml for several GPUs. Axolotl's own file has keys for several
+# GPUs.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 
@@ -33,7 +34,7 @@ def usual(recipe: Recipe) -> list[str]:
 
 
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
-    """Return file name -> text for all `formats`. Files with names in .sh must be executable.
+    """Return file name -> text for all `formats`. A file whose name ends in .sh must be executable.
 
     Raises UsageError for an unknown format, and for a format that cannot express the recipe.
     """
@@ -56,7 +57,7 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:
-    """Return the reason why a format cannot express the objective or the parallelism, if any."""
+    """Return why a format cannot express the objective or the parallelism, or None if it can."""
     for setting, value in (
         ("images", bool(recipe.workload.pictured)),
         ("objective", recipe.workload.objective),
@@ -72,7 +73,7 @@ def _obstacle(name: str, recipe: Recipe) -> str | None:
 
 
 def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raise UsageError for an unknown or a removed format."""
+    """Raise UsageError for a format that is unknown or was removed."""
     names = list(known)
     for name in wanted:
         if name == "torchtune" and "trl" in names:

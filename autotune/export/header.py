@@ -1,4 +1,4 @@
-"""Shared parts of the exporters: lines for a header comment, and values derived from a recipe."""
+"""Shared parts of the exporters: the comment at a file's top, and values derived from a recipe."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,16 +12,16 @@ WARMUP_SHARE = 0.03
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Return whether the study was run on a CPU; its exports then run on a CPU too."""
+    """Return whether the study was run on a CPU, so that its exports also run on a CPU."""
     return recipe.device.kind == "cpu"
 
 
 def environment(recipe: Recipe) -> str:
     """Return the environment variables for a command line.
 
-    They make exactly the study's number of GPUs visible, numbered as in nvidia-smi. If a single
-    process saw more than one GPU, Trainer would split its batches among them, and TRL would refuse
-    to run.
+    The variables make exactly the study's number of GPUs visible, numbered as in nvidia-smi. If a
+    single process saw more than one GPU, Trainer would split its batches among them, and TRL would
+    refuse to run.
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
@@ -30,12 +30,12 @@ def environment(recipe: Recipe) -> str:
 
 
 def allocator(recipe: Recipe) -> tuple[str, str]:
-    """Return the variable for the measured setting of torch's allocator, as (name, value)."""
+    """Return (name, value) of the environment variable that sets torch's allocator as measured."""
     return ALLOCATOR_VARIABLE, ALLOCATORS[recipe.config.allocator]
 
 
 def one_line(text: str) -> str:
-    """Return `text` fit for a comment: one line of printable characters.
+    """Return `text` in a form that is safe in a comment: one line of printable characters.
 
     The text may contain names that users or model authors chose.
     """
@@ -48,9 +48,9 @@ def comment(lines: Iterable[str]) -> str:
 
 
 def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
-    """Return YAML with `head` as a comment at the top, in sections that may have a note.
+    """Return YAML with `head` as a comment at the top. Each section is (note, keys and values).
 
-    Empty sections are left out.
+    A note that is not empty is a comment above its section. Sections without keys are left out.
     """
     import yaml
 
@@ -63,7 +63,7 @@ def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]
 
 
 def summary_lines(recipe: Recipe) -> list[str]:
-    """Return two lines each about the file's content, the expected results and the measurement."""
+    """Return two lines about the file's content, two about results, two about the measurement."""
     winner = recipe.winner
     cost = winner.cost
     workload = recipe.workload
@@ -91,22 +91,22 @@ def summary_lines(recipe: Recipe) -> list[str]:
 
 
 def trained_on(recipe: Recipe) -> str:
-    """Return the useful tokens per second that are trained on, as text; "" if all of them are."""
+    """Return text such as " (900 of them trained on)", or "" if all tokens are trained on."""
     share = recipe.workload.lengths.trained_share
     trained = fmt_count(share * recipe.winner.performance.tokens_per_second)
     return "" if share == 1 else f" ({trained} of them trained on)"
 
 
 def warmup_steps(recipe: Recipe) -> int:
-    """Return the optimizer steps of warm-up.
+    """Return the number of optimizer steps with a rising learning rate (warm-up).
 
-    All versions of transformers accept a whole number, but 5.16 removed warmup_ratio.
+    The result is a number of steps, because transformers 5.16 removed warmup_ratio.
     """
     return warmup_steps_of(recipe.winner.cost.num_steps)
 
 
 def warmup_steps_of(num_steps: int) -> int:
-    """Return the optimizer steps of warm-up in a run of `num_steps`."""
+    """Return the number of warm-up steps in a run of `num_steps` optimizer steps."""
     return round(WARMUP_SHARE * num_steps)
 
 
@@ -132,8 +132,8 @@ def model_source(recipe: Recipe) -> str:
 
 
 def has_published_weights(recipe: Recipe) -> bool:
-    """Return whether the weights exist, on the Hub (org/name) or in a directory.
+    """Return whether the model has weights, on the Hub (org/name) or in a directory.
 
-    An invented shape such as demo-3m has none.
+    An invented shape such as demo-3m has no weights.
     """
     return recipe.model.weights is not None or "/" in recipe.model.name

@@ -1,9 +1,9 @@
-"""The key table: how TRL, Axolotl and LLaMA-Factory write each knob and run setting.
+"""The key table: TRL's, Axolotl's and LLaMA-Factory's keys for each knob and run setting.
 
 The table is `keys.yaml`. The exporters write their files from it, and `planning.foreign_config`
-reads other people's files with it. A new knob needs a row for the tools that can express it. At its
-top, a tool's file lists the knobs that the tool cannot express. Each knob has the reason from the
-table, or else the text that the tool has no key for it.
+reads other people's files with it. A new knob needs a row for the tools that can express it. The
+comment at the top of a tool's file lists the knobs that the tool cannot express. For each of these
+knobs, the comment gives the reason in the table, or says that the tool has no key for it.
 """
 
 import functools
@@ -25,17 +25,17 @@ from autotune.study.summary import Recipe
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
-# A tool's keys with their values; a dot in a key means a mapping inside a mapping.
+# A tool's keys with their values. The key a.b is the key b in the mapping a.
 Entries = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How each tool writes the knob or setting `of`, or constant entries if `of` is None.
+    """Each tool's entries for the knob or setting `of`; if `of` is None, the entries are constant.
 
-    With `of`, a tool's cell is a key that takes autotune's value unchanged, or a mapping. The
-    mapping has the tool's keys, and for each key the tool's value for each value of autotune.
-    `defaults` are the values that a tool assumes if a file omits the key.
+    With `of`, a tool's cell is a key or a mapping. A key takes autotune's value unchanged. A
+    mapping has the tool's keys, and maps, for each key, autotune's values to the tool's values.
+    `defaults` has the value that each tool assumes if a file omits the key.
     """
 
     of: str | None = None
@@ -46,7 +46,7 @@ class Row:
     defaults: Entries = field(default_factory=dict)
 
     def entries(self, tool: str, values: Mapping[str, Any]) -> Entries:
-        """Return the tool's entries; they are empty for a knob without effect."""
+        """Return the tool's entries, given autotune's values; empty for a knob without effect."""
         cell = getattr(self, tool)
         if cell is None or not meets(values, self.when):
             return {}
@@ -65,7 +65,7 @@ class Row:
 
 @functools.cache
 def sections() -> dict[str, tuple[Row, ...]]:
-    """Return the rows of each section of a file, in the order of writing."""
+    """Return the table's rows by section of a tool's file, in the file's order."""
     data = load_data("autotune.export", "keys")["sections"]
     return {section: tuple(Row(**row) for row in rows) for section, rows in data.items()}
 
@@ -76,18 +76,18 @@ def gaps() -> dict[str, list[Entries]]:
 
 
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
-    """Return the values for rows and gaps: the effective knobs, and values derived from the run."""
+    """Return the values that rows and gaps refer to: knobs with an effect, and run settings."""
     config = recipe.config
     report_to = recipe.run_options.report_to
     evaluates = recipe.workload.held_out() > 0
     attention = attention_of(tool, config)
 
     modules = target_modules(recipe.model.text_type, config.lora_targets)
-    # The tools' own search would find layers on which PEFT refuses adapters.
+    # The tools would find all linear layers themselves, including layers that PEFT refuses.
     if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
-    # TRL uses a single name as a pattern for whole module paths, which would not match. So a single
-    # name is given twice.
+    # TRL takes a single name for a pattern of whole module paths, and the name would match none. So
+    # a single name is given twice.
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2
     saved = saved_modules(recipe.model.text_type, config.modules_to_save)
@@ -117,9 +117,10 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "eval_share": recipe.workload.eval_share if evaluates else None,
         "eval_steps": eval_steps(recipe) if evaluates else None,
         "report_to": report_to,
-        # LLaMA-Factory reads its file with OmegaConf, which substitutes ${...}.
+        # LLaMA-Factory reads its file with OmegaConf, which would replace ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
-        # By default, Axolotl pads rows to multiples of 64.
+        # A seq_len is unusual if it is not a multiple of 64, because Axolotl pads rows to such
+        # multiples by default.
         "unusual_seq_len": config.seq_len
         if config.padding == "max_length" and config.seq_len % 64
         else None,
@@ -137,10 +138,11 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def eval_batch(tool: str, recipe: Recipe) -> int:
-    """Return the examples in a batch of an evaluation: the training's micro batch if it fits.
+    """Return the examples in a batch of an evaluation: the micro batch of the training if it fits.
 
-    For a chunked loss, Axolotl and LLaMA-Factory use Liger's head. In evaluations, this head
-    computes the logits of all tokens, which may not fit. The smallest batch is one example.
+    For a chunked loss, Axolotl and LLaMA-Factory use Liger's head. In an evaluation, this head
+    computes the logits of all tokens, which may not fit. The batch is then smaller, down to one
+    example.
     """
     config = recipe.config
     size = config.micro_batch_size
@@ -158,24 +160,25 @@ def eval_batch(tool: str, recipe: Recipe) -> int:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """Return the multiple that TRL and Axolotl pad rows to, or None if rows may have any length.
+    """Return the multiple that TRL and Axolotl must pad row lengths to, or None for any length.
 
-    It leaves at most as many different lengths as were measured.
+    With this multiple, rows have no more different lengths than in the measurement.
     """
     config = recipe.config
-    if config.packing:  # TRL joins the packed rows of a micro batch into a single row
+    if config.packing:  # TRL concatenates the packed rows of a micro batch to a single row
         return config.tokens if config.compile == "per_layer" else None
 
     lengths = recipe.workload.padded_lengths(config)
     multiples = [(number, math.ceil(lengths[-1] / number)) for number in range(len(lengths), 0, -1)]
-    # A model may have no positions beyond seq_len.
+    # The longest padded row must not be longer than seq_len, because the model may have no
+    # positions beyond seq_len.
     return next(
         (multiple for number, multiple in multiples if number * multiple <= config.seq_len), None
     )
 
 
 def attention_of(tool: str, config: TrainConfig) -> str:
-    """Return the attention that the tool uses for this configuration, by the tool's own name."""
+    """Return the attention that the tool uses for this configuration, as the tool names it."""
     if tool != "llamafactory":
         return "sdpa" if config.attention == "sdpa_cudnn" else config.attention
     if config.attention == "eager":
@@ -202,11 +205,11 @@ def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def inexpressible(tool: str, recipe: Recipe) -> list[str]:
-    """Return each knob that the tool's file cannot express, with the reason and the substitute."""
+    """Return a text for each knob that the tool's file cannot express: reason and substitute."""
     values = settings(tool, recipe)
     gaps_of_tool = []
     for knob, value in recipe.config.as_dict().items():
-        # The probe already ran these knobs in TRL's own way.
+        # If TRL was probed, the probe already ran these knobs as TRL does, so nothing is lost.
         if tool == recipe.trainer == "trl" and knob not in ("checkpointing", "compile"):
             continue
         if reason := _gap(tool, knob, value, values):
@@ -245,7 +248,7 @@ def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
 
 
 def key_of(tool: str, what: str) -> str:
-    """Return a tool's key for a knob or a setting; if there are several, the first.
+    """Return a tool's key for a knob or a setting; if it has several keys, the first.
 
     Raises KeyError if the tool has no key for it.
     """
@@ -257,7 +260,7 @@ def key_of(tool: str, what: str) -> str:
 
 
 def default_of(tool: str, what: str) -> Any:
-    """Return the value, in autotune's terms, that a tool assumes without the key, or None."""
+    """Return the value, in autotune's terms, that a tool uses if a file omits the key, or None."""
     return next((row.defaults[tool] for row in _rows(what) if tool in row.defaults), None)
 
 

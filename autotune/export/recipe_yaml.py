@@ -1,4 +1,4 @@
-"""Writes recipe.yaml: the whole result in autotune's own format, which no trainer reads."""
+"""Writes recipe.yaml: the complete result in autotune's own format, which no trainer reads."""
 
 import json
 from typing import Any
@@ -14,13 +14,13 @@ SCHEMA_VERSION = 1
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """Return `recipe.yaml`.
+    """Return the text of `recipe.yaml`.
 
-    It has every knob, the measured values, the cost, the baseline, and the environment of the
+    The file has every knob, the measured values, the cost, the baseline, and the environment of the
     measurement.
     """
-    # The conversion to JSON and back leaves only plain data without shared objects. YAML would
-    # write shared objects as anchors.
+    # The conversion to JSON and back copies all objects. Otherwise YAML would write an object that
+    # occurs twice as an anchor and an alias.
     data = json.loads(json.dumps(_data(recipe)))
     body = yaml.safe_dump(data, sort_keys=False, width=120)
     return {"recipe.yaml": f"{comment(summary_lines(recipe))}\n{body}"}

@@ -1,6 +1,6 @@
-"""Writes train.py and its folder: training with plain transformers and peft.
+"""Writes train.py and its folder: a training script that needs only transformers and peft.
 
-All values of the configuration are in train_config.json.
+The script reads all values of the configuration from train_config.json.
 """
 
 import json
@@ -27,10 +27,10 @@ from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
-# The number of row lengths in the sample that represents the run. In a smaller sample, the longest
-# length, which is always included, would be too frequent.
+# The number of row lengths in the sample that represents the run. The longest length is always in
+# the sample, and would be too frequent in a smaller sample.
 SAMPLED = 1024
-# With an encoding in the first line, Python ignores an encoding in the second line.
+# This first line sets the encoding, so Python ignores an encoding in the second line.
 ENCODING = "# -*- coding: utf-8 -*-\n"
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: \
@@ -56,9 +56,10 @@ exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """Return the script, its launcher and modules, its settings, and the model's shape.
+    """Return the texts of the script, its launcher, modules and settings, and the model's config.
 
-    Random weights need the shape. Names of users and models are only in the JSON files.
+    The config is needed for random weights. Names that users or model authors chose are only in the
+    JSON files.
     """
     return {
         "train.py": ENCODING + SCRIPT,
@@ -88,7 +89,7 @@ def settings(recipe: Recipe) -> RunSettings:
             " differ."
         )
 
-    # With fewer examples, there would be no complete batch.
+    # Fewer examples would not fill one batch.
     one_batch = (
         math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
     )
@@ -149,9 +150,9 @@ def settings(recipe: Recipe) -> RunSettings:
 
 
 def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
-    """Return the images of a row of each length; the longest row has the largest images.
+    """Return the images for a row of each length; the longest row gets the largest images.
 
-    The list is empty if the study's examples are only text.
+    The list is empty if the study's examples have no images.
     """
     if not recipe.workload.pictured:
         return []
@@ -164,9 +165,9 @@ def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
 
 
 def _is_larger_than_gpu(recipe: Recipe) -> bool:
-    """Return whether the whole model is too large for a GPU, which holds only a shard of it.
+    """Return whether each GPU holds only a shard, and the whole model is too large for a GPU.
 
-    If the model's own weights are trained, their size is that of the fp32 master weights.
+    In full fine-tuning, the size of the model is the size of its fp32 master weights.
     """
     config = recipe.config
     measured = recipe.winner.measurement
@@ -176,7 +177,7 @@ def _is_larger_than_gpu(recipe: Recipe) -> bool:
 
 
 def sample(recipe: Recipe, number: int) -> list[int]:
-    """Return `number` lengths in tokens that represent the run.
+    """Return `number` row lengths, in tokens, that represent the run.
 
     The longest length is included, because it determines the peak memory.
     """
@@ -188,7 +189,7 @@ def sample(recipe: Recipe, number: int) -> list[int]:
 
 
 def _padded_lengths(recipe: Recipe) -> list[int]:
-    """Return the lengths that rows are padded to, up to seq_len.
+    """Return the fixed lengths that rows are padded to, up to seq_len.
 
     `seq_len` is always included, because the full data may have longer rows than the study read.
     """

@@ -14,7 +14,7 @@ from autotune.export.header import has_published_weights, model_source, one_line
 from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
-# Keys of trl_sft.yaml that TrainingArguments does not take.
+# Keys of TRL's file that are not arguments of TrainingArguments.
 _TRL_ONLY = ("max_length", "packing", "packing_strategy", "pad_to_multiple_of")
 # Knobs that TRL passes to TrainingArguments unchanged.
 _PASSED_KNOBS = ("checkpointing", "compile", "optimizer_in_backward")
@@ -23,7 +23,8 @@ _PASSED_KNOBS = ("checkpointing", "compile", "optimizer_in_backward")
 def export(recipe: Recipe) -> dict[str, str]:
     """Return the arguments, the notes and train_config.json.
 
-    LoRA adds the file of the adapter, and a quantized base its own file.
+    With LoRA, the result includes adapter_config.json. With a quantised base, it includes
+    quantization_config.json.
     """
     config = recipe.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
@@ -50,9 +51,10 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 
 def _arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return arguments that transformers 5.3 to 5.23 know.
+    """Return the arguments of TrainingArguments, in a form that transformers 5.3 to 5.23 accept.
 
-    So warm-up is a whole number of steps, and the key for checkpointing is gradient_checkpointing.
+    In this form, warm-up is a number of steps, and the key for checkpointing is
+    gradient_checkpointing.
     """
     sections = ("batch", "memory", "schedule")
     values = {

@@ -54,9 +54,10 @@ def explain(
     """Explain a study's winner on the device that probed it, and record the result with the study.
 
     Raises:
-        UsageError: no such study or trial, `trial` without `profile`, or a profile of several GPUs.
+        UsageError: there is no such study or trial, `trial` is given without `profile`, or the
+            configuration to profile uses several GPUs.
         NothingFits: the study has no winner, or no baseline to compare it with.
-        EnvironmentProblem: another device than the study's, or the winner fails this time.
+        EnvironmentProblem: this machine lacks the study's device, or the winner fails this time.
         Interrupted: stopped by a signal; finished probes are stored.
     """
     from autotune.api import load_study
@@ -127,7 +128,7 @@ def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
 
 
 def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> None:
-    """Profile a micro batch of a configuration, print the report, and write its files."""
+    """Profile one micro batch of a configuration, print the report, and write the files."""
     from autotune.core.json_view import json_data
     from autotune.core.text import short_path
     from autotune.report.micro_batch import profile_answer
@@ -173,7 +174,7 @@ def _profile_report(
     rates: "DeviceRates",
     trace: str,
 ) -> "ProfileReport":
-    """Return the profile's report with the micro batch's bounds and the needs of the run."""
+    """Return the report of a profile: also the micro batch's least time, and the run's needs."""
     from autotune.core.machine import disk_mb_s
     from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
@@ -245,10 +246,11 @@ def verify(
     """Verify a study's winner on the device that measured it, and record the result with the study.
 
     Raises:
-        UsageError: no such study, or its winner was not measured on its own GPU.
+        UsageError: there is no such study, or its winner was measured on another GPU than the
+            target.
         NothingFits: the study has no winner.
-        EnvironmentProblem: another device than the study's, or no TRL.
-        StorageError: no room for weights that TRL could read.
+        EnvironmentProblem: this machine lacks the study's device, or TRL is not installed.
+        StorageError: the disk has no room for the weights that TRL reads.
         VerificationFailed: the run is slower or larger than predicted, beyond the tolerance, or its
             memory grows.
     """
@@ -307,7 +309,7 @@ def _print_verification(verification: "Verification", *, as_json: bool) -> None:
 
 
 def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
-    """Check that this machine can compare the recipe with reality.
+    """Check that this machine can run the recipe and compare it with the prediction.
 
     Raises UsageError or EnvironmentProblem if it cannot.
     """

@@ -26,8 +26,8 @@ def calibrate(
     """Measure the device of this machine and its host, keep the result and print it.
 
     Raises:
-        UsageError: the device is unknown, or is not in this machine.
-        EnvironmentProblem: there is no such device here, or it cannot be measured.
+        UsageError: the named device is unknown, or is not in this machine.
+        EnvironmentProblem: this machine has no GPU, or the device cannot be measured.
         StorageError: the result cannot be written.
         Interrupted: stopped by a signal; nothing is kept.
     """
@@ -65,7 +65,7 @@ def calibrate(
 
 
 def facts(calibration: "Calibration") -> dict[str, str]:
-    """Return the measurements as sentences, by subject."""
+    """Return the measurements as texts, by name of the measured part."""
     rates = calibration.rates
     products = (
         f"{name} " + ", ".join(f"{fmt_count(rate)} ({side:,})" for side, rate in by_side.items())

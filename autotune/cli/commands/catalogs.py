@@ -1,4 +1,4 @@
-"""`autotune gpus`, `models`, `prices`, `spaces`, `suites`: the catalogues. `schema`: JSON forms."""
+"""`autotune gpus`, `models`, `prices`, `spaces` and `suites` print lists; `schema` JSON forms."""
 
 from datetime import date
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gpus(json_: Json = False) -> None:
-    """Print every GPU with its default price of an hour, and what it costs to buy."""
+    """Print every GPU of the catalogue with its default price per hour and its price to buy."""
     from autotune.catalog import age, find_price, find_purchase, list_devices
 
     rows = [
@@ -99,10 +99,10 @@ def prices(
 ) -> None:
     """Print the prices of `gpu`, or of all GPUs.
 
-    The prices of the user's file `own` come first, then live ones, then the seeds.
+    Prices in the user's file `own` come first, then live prices, then the prices in the package.
 
     Raises:
-        UsageError: no such GPU, or a price file that cannot be read.
+        UsageError: there is no such GPU, or the price file cannot be read.
         EnvironmentProblem: `live` without gpuhunt or without a network.
     """
     from autotune.catalog import age, list_devices, resolve_device
@@ -166,7 +166,7 @@ def schema(
         str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')
     ] = None,
 ) -> None:
-    """Print the JSON Schema of what a command prints with --json, or which commands have one.
+    """Print the JSON Schema of a command's --json output; without a command, list the commands.
 
     Raises UsageError for any other command.
     """

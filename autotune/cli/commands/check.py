@@ -1,4 +1,4 @@
-"""`autotune check`: whether another tool's run fits a card, its time, and changes to make."""
+"""`autotune check`: whether another tool's run fits a card, its time, and proposed changes."""
 
 import sys
 from pathlib import Path
@@ -32,10 +32,10 @@ def check_command(
     json_: Json = False,
     **options: Any,
 ) -> None:
-    """Print whether the run of a file fits the GPU that these options name.
+    """Print whether the run that a file describes fits the GPU that these options name.
 
     Raises:
-        UsageError: the file, the model or the card cannot be read or is unknown.
+        UsageError: the file cannot be read, or the model or the card is unknown.
         NothingFits: the run does not fit.
     """
     from autotune.cli.check_text import edits_text, lines

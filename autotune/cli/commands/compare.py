@@ -1,4 +1,4 @@
-"""`autotune compare`: the same run on several cards, by formula: fit, speed and cost."""
+"""`autotune compare`: whether a run fits each of several cards, its speed and its cost."""
 
 import io
 import sys
@@ -123,7 +123,7 @@ def compare_command(
     buys_nothing = purchase_budget is not None and not any(
         purchases(group, purchase_budget) for group in comparison.groups
     )
-    # If no card can be bought, the error comes alone, without tables before it.
+    # If the budget buys no useful card, only the error is printed, without a table before it.
     if unmet or not buys_nothing or form != "table":
         _show(comparison, form, numbers, purchase_budget, out=out, html=html)
 
@@ -137,7 +137,7 @@ def compare_command(
 
 
 def _form(name: str | None, out: Path | None, *, needs_page: bool) -> str:
-    """Return the output's form: the given name, the form of the file's suffix, or a table."""
+    """Return the form of the output: `name`, or the form by the suffix of `out`, or a table."""
     from autotune.report.comparison import FORMATS
 
     form = name or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
@@ -156,7 +156,7 @@ def _form(name: str | None, out: Path | None, *, needs_page: bool) -> str:
 def _cards(names: list[str] | None, usd: float | None) -> list[str]:
     """Return the named cards, or the cards that `usd` can buy.
 
-    Raises NothingFits if it can buy no card.
+    Raises NothingFits if `usd` can buy no card.
     """
     from autotune.report.values.rent_or_buy import within
 
@@ -173,7 +173,7 @@ def _cards(names: list[str] | None, usd: float | None) -> list[str]:
 def _own_card(
     name: str | None, usd: float | None, hours: float, usd_per_kwh: float
 ) -> "Owned | None":
-    """Return the user's own card, if it is given. Raises UsageError."""
+    """Return the user's own card, or None if no name is given. Raises UsageError."""
     from autotune.catalog import resolve_device
     from autotune.report.values.comparison import Owned
 
@@ -196,7 +196,7 @@ def _show(
     out: Path | None,
     html: Path | None,
 ) -> None:
-    """Print the comparison in this form or write it to `out`, and write its page to `html`."""
+    """Print the comparison in a form, or write it to `out`; also write its HTML page to `html`."""
     from autotune.report.answer import costs_answer
     from autotune.report.comparison import FORMATS
     from autotune.report.values.compared import compared
@@ -235,7 +235,8 @@ def _print(comparison: "Comparison", today: date) -> None:
         print(f"\n{heading(group)}\n{workload_text(group)}")
         rows = [cells(group, card, today) for card in group.cards]
 
-        for table in ("speed", "cost"):  # two tables, so that each fits the width of a terminal
+        # Two tables instead of one, so that each fits the width of a terminal
+        for table in ("speed", "cost"):
             columns = [
                 column for column in COLUMNS if column.table == table or column.title == "card"
             ]

@@ -1,4 +1,4 @@
-"""`autotune dashboard`: a study in optuna-dashboard, read-only and on this machine only.
+"""`autotune dashboard`: show a study in optuna-dashboard, read-only and on this machine only.
 
 The command does not import torch.
 """
@@ -28,10 +28,10 @@ def dashboard(
     ] = 8080,
     storage: Storage = None,
 ) -> None:
-    """Serve a study until Ctrl-C; if `port` is 0 or taken, any free port is used.
+    """Serve a study until Ctrl-C. If `port` is 0 or in use, the dashboard uses any free port.
 
     Raises:
-        UsageError: no such study, or a host that others could reach.
+        UsageError: there is no such study, or other machines could reach the address `host`.
         EnvironmentProblem: optuna-dashboard is not installed.
         StorageError: the database cannot be read.
     """
@@ -54,7 +54,7 @@ def dashboard(
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)
-    # The library warns about too few trials at each view.
+    # The library would warn about too few trials each time a page is shown.
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
 
@@ -87,7 +87,7 @@ class _Server6(_Server):
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, *args: Any) -> None:
-        """Log no requests."""
+        """Print nothing for a request."""
 
 
 def _listen(host: str, port: int) -> _Server:

@@ -1,7 +1,7 @@
-"""`autotune dev inject`: inject faults into small real studies, and check each study's end.
+"""`autotune dev inject`: inject faults into small real studies, and check how each study ends.
 
-Each study is a process in a temporary directory. `probe.fault_injection` injects faults into
-probes, and this module into the disk and the database.
+Each study is a process in a temporary directory. `probe.fault_injection` injects the faults in
+probes, and this module injects the faults of the disk and the database.
 """
 
 import json
@@ -25,8 +25,8 @@ from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 
 TRIALS = 4
-FULL = 200_000  # bytes; no file grows beyond this size on the simulated full disk
-STRUCK = 1  # the number of the trial with the fault
+FULL = 200_000  # bytes; a file cannot grow beyond this size on the simulated full disk
+STRUCK = 1  # the number of the trial that gets the fault
 SPACE = """\
 version: 1
 knobs:
@@ -42,21 +42,21 @@ OUTCOMES = {
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
 }
-# A part of the reason that is expected for this trial
+# For each fault, a part of the reason that the trial with the fault must have
 REASONS = {
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
     "throttle": "slowed down",
 }
 OUTSIDE_PROBES = ("disk-full", "db-gone")
-# Without "hang", which takes 15 minutes until its timeout
+# The faults that are injected by default; "hang" is left out, because its timeout takes 15 minutes
 USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The end of a study with a fault.
+    """The result of a study with a fault.
 
-    `lost` counts missing trials, and `orphans` counts the processes that remain.
+    `lost` is the number of missing trials, and `orphans` is the number of processes that still run.
     """
 
     fault: str
@@ -66,7 +66,7 @@ class Row:
     orphans: int
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row of a table."""
+        """Return the cells of a row in the printed table."""
         return (
             self.fault,
             self.happened,
@@ -97,7 +97,7 @@ def inject(
 
     Raises:
         UsageError: there is no such fault.
-        TooManyFailures: a study did not survive, lost a trial, or left a process.
+        TooManyFailures: a study ended wrongly, lost a trial, or left a process running.
     """
     faults = (*OUTCOMES, *OUTSIDE_PROBES)
     for name in fault or ():
@@ -133,7 +133,7 @@ def inject(
 
 
 def _strike(fault: str, gpu: str, folder: Path) -> Row:
-    """Run a small study with a fault, and return its end."""
+    """Run a small study with a fault, and return how the study ended."""
     (folder / "space.yaml").write_text(SPACE)
     (folder / "tmp").mkdir()
 
@@ -149,13 +149,13 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
             happened += f", {expected}"
         survived = code == 0 and outcome == OUTCOMES[fault] and expected in reason
     else:
-        if fault == "disk-full":  # a file may not grow much beyond an empty database
+        if fault == "disk-full":  # the limit is little more than the size of an empty database
             first_code = _study(
                 folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL))
             )
         else:
             first_code = _without_database(folder, gpu)
-        code = _study(folder, gpu)  # the same command again, as the error's remedy says
+        code = _study(folder, gpu)  # run the same command again, as the remedy of the error says
         trials = _trials(folder)
         happened = f"exit {first_code}, then continued: exit {code}"
         survived = (first_code, code) == (6, 0)
@@ -172,7 +172,7 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
 def _without_database(folder: Path, gpu: str) -> int:
     """Run a study whose database is replaced by a directory after the first trial.
 
-    Returns the exit code. The database is restored when the study has ended.
+    Returns the study's exit code. The database is restored after the study has ended.
     """
     database = folder / "study.db"
     hidden_database = folder / "aside.db"
@@ -197,7 +197,7 @@ def _study(
     limit: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run or continue the study, and return its exit code.
+    """Run or continue the study in `folder`, and return the exit code.
 
     `meanwhile` is called repeatedly until the study ends.
     """
@@ -224,12 +224,12 @@ def _trials(folder: Path) -> list[dict[str, Any]]:
         return [
             json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()
         ]
-    except (OSError, ValueError):  # the file does not exist yet, or ends with half a line
+    except (OSError, ValueError):  # the file does not exist yet, or its last line is incomplete
         return []
 
 
 def _orphans(folder: Path) -> int:
-    """Count the processes that name the directory on their command line, like workers."""
+    """Count the processes, such as workers, whose command line contains the directory."""
     import psutil
 
     return sum(

@@ -15,12 +15,13 @@ from autotune.study.storage.location import storage_url
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
 OPTIONAL = (
     *("bitsandbytes", "trl", "liger-kernel", "deepspeed", "optuna-dashboard", "flash-attn"),
-    *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),  # of layers other than attention
+    # Kernels of layers other than attention
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),
 )
 
 
 def doctor(storage: Storage = None, json_: Json = False) -> None:
-    """Print every check. Raises EnvironmentProblem (exit 3) if a necessary part is missing."""
+    """Print the result of every check. Raises EnvironmentProblem if a necessary part is missing."""
     checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage), *_calibration()]
 
     if json_:
@@ -40,7 +41,7 @@ def doctor(storage: Storage = None, json_: Json = False) -> None:
 
 
 def _packages() -> list[Check]:
-    """Check the packages."""
+    """Check the versions of the packages that a study needs or can use."""
     from importlib import metadata
 
     checks = []
@@ -124,7 +125,7 @@ def _disk() -> list[Check]:
 
 
 def _calibration() -> list[Check]:
-    """Check for a calibration, and report slow parts of this machine. Both are optional."""
+    """Check whether this machine is calibrated, and report its slow parts; neither is an error."""
     from autotune.catalog import resolve_device
     from autotune.planning.slow_parts import slow_parts
     from autotune.problem.target import data_sheet, kept_calibration, present_card

@@ -1,4 +1,4 @@
-"""`autotune learn`: find and record the learning rate of a study's winner by short trainings."""
+"""`autotune learn`: find a winner's learning rate by short trainings, and record it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,10 +36,11 @@ def learn(
     """Find the learning rate of a study's winner with real weights and examples, and record it.
 
     Raises:
-        UsageError: no such study, no weights, no examples, or too few steps for a search.
+        UsageError: there is no such study, there are no weights or examples, or the full run has
+            too few steps for a search.
         NothingFits: the study has no winner.
-        EnvironmentProblem: another device than the study's.
-        AutotuneError: a training failed, or all diverged.
+        EnvironmentProblem: this machine lacks the study's device.
+        AutotuneError: a training failed, or all trainings diverged.
         Interrupted: stopped by a signal; nothing is recorded.
     """
     from autotune.api import load_study

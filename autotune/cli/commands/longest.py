@@ -1,4 +1,4 @@
-"""`autotune longest`: the longest row that fits a card, by method, verified if the card is here."""
+"""`autotune longest`: the longest row that fits a card, for each training method."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,15 +52,16 @@ def longest(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Print the longest row that fits, by method.
+    """Print the longest row, in tokens, that fits a card, for each method.
 
-    Rows are predicted without a GPU, and verified by real steps if the GPU is here.
+    The length is predicted without a GPU. If the GPU is in this machine, real training steps verify
+    it.
 
     Raises:
-        UsageError: the model, the card, a method or a knob is unknown or impossible, or the model
-            cannot be counted.
+        UsageError: the model, the card, a method or a knob is unknown or impossible, or no dry
+            probe can count the model.
         EnvironmentProblem: the card cannot be probed.
-        NothingFits: no row fits by any method.
+        NothingFits: no row fits with any of the methods.
         Interrupted: stopped by a signal.
     """
     from autotune.api import longest as find
@@ -103,7 +104,7 @@ def longest(
 
 
 def _print(query: "Longest", rows: list["LongestRow"]) -> None:
-    """Print the table and the sentences about it."""
+    """Print the table, and sentences that explain it."""
     limits = f"{fmt_gib(query.limit_gib)} for tensors"
     if query.host_limit_gib is not None:
         limits += f", {fmt_gib(query.host_limit_gib)} of the host for inputs of layers"

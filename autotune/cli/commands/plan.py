@@ -1,4 +1,4 @@
-"""`autotune plan`: the fit, speed and cost of a training on a card, without having the card."""
+"""`autotune plan`: whether a training fits a card, its speed and its cost, without the card."""
 
 from datetime import date
 from pathlib import Path
@@ -56,7 +56,7 @@ def plan_command(
     json_: Json = False,
     **options: Any,
 ) -> None:
-    """Print the plan of the study that these options describe, for one GPU or several numbers.
+    """Print the plan of the study that these options describe, for one GPU or for several counts.
 
     Without a model, print the models of each size that the GPU can train.
 
@@ -70,7 +70,7 @@ def plan_command(
         "within": within,
     }
 
-    # A card alone: plan a model of each size.
+    # If only a card is given, plan a model of each size.
     names_study = any(options[name] for name in ("model", "spec", "space", "dataset"))
     if not names_study and not any(gpu_options.values()) and gpu:
         spec = spec_of(options | {"gpu": gpu, "model": ANY_MODEL})
@@ -83,7 +83,7 @@ def plan_command(
         )
 
     spec = spec_of(options | {"gpu": gpu})
-    if spec.gpus not in (None, 1):  # from a file
+    if spec.gpus not in (None, 1):  # the spec file sets several GPUs
         gpu_options |= {
             name: getattr(spec, name) for name in ("gpus", "within") if gpu_options[name] is None
         }
@@ -98,7 +98,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
 
     Raises:
         UsageError: a part of the spec is unknown or impossible, or no formula covers it.
-        NothingFits: no configuration of the space surely fits.
+        NothingFits: no configuration of the space is certain to fit.
     """
     from autotune.planning.device_estimate import planned_device
     from autotune.planning.observations import known_observations
@@ -165,7 +165,7 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
 
     Raises:
         UsageError: an option is impossible, or the card is unknown.
-        NothingFits: no model surely fits.
+        NothingFits: no model is certain to fit.
         StorageError: `html` cannot be written.
     """
     from autotune.planning.device_estimate import planned_device
@@ -197,12 +197,13 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
 def plan_several(
     spec: StudySpec, query: dict[str, Any], *, evidence: Path, as_json: bool = False
 ) -> None:
-    """Print a plan for several numbers of GPUs: `query` holds arguments of `plan_spec`.
+    """Print a plan for several GPU counts; `query` has the arguments of `plan_spec`.
 
     Raises:
-        UsageError: a part of the spec, the numbers or the deadline is impossible, or no formula
+        UsageError: a part of the spec, a GPU count or the deadline is impossible, or no formula
             covers the model.
-        NothingFits: no strategy surely fits on any of the numbers, or ends within the deadline.
+        NothingFits: no strategy is certain to fit with any of the GPU counts, or to end within the
+            deadline.
     """
     from autotune.planning.observations import known_observations
     from autotune.planning.several_gpus import plan_spec

@@ -1,4 +1,4 @@
-"""`autotune run` and `autotune resume`: run or continue a study, and show progress and result."""
+"""`autotune run` and `autotune resume`: run or continue a study, with progress and result."""
 
 import json
 import sys
@@ -58,7 +58,7 @@ def resume(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a study with the options it was begun with, except those that are given anew."""
+    """Continue a study with its original options; the options given here replace them."""
     from autotune.study.session import find_record
 
     url = existing_url(storage)
@@ -80,7 +80,7 @@ def run_spec(
     spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False
 ) -> None:
     """Run or continue a study. Raises AutotuneError for every failure that a user can act on."""
-    if not quiet and sys.stderr.isatty():  # the next imports take seconds
+    if not quiet and sys.stderr.isatty():  # show a message, because the next imports take seconds
         title = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
         print_note(f"{title}: the search takes {spec.budget} at most, then comes the answer")
 
@@ -91,7 +91,7 @@ def run_spec(
 
     @contextmanager
     def shown(plan: "SessionPlan") -> Iterator[Display]:
-        """Show the search. During the search, a signal requests a stop."""
+        """Show the search on a Display inside the block. In the block, a signal requests a stop."""
         display = Display(budget_s=plan.budget_s, quiet=quiet, events=events)
         with stop_on_signals(stop), display:
             yield display

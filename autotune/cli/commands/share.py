@@ -28,10 +28,10 @@ def submit(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Write the public part of a study: its winner and baseline, its GPU and its versions.
+    """Write a study's results for publication: winner, baseline, GPU, and package versions.
 
     Raises:
-        UsageError: no such study, a GPU that is not in the catalogue, or speeds that are only
+        UsageError: there is no such study, the GPU is not in the catalogue, or the speeds are
             projected or disturbed.
         NothingFits: the study has no winner.
         StorageError: the file cannot be written.
@@ -81,7 +81,7 @@ def import_(
     ] = EVIDENCE,
     json_: Json = False,
 ) -> None:
-    """Check a submission and keep it as evidence.
+    """Check the file of a submission, and keep it as evidence for later estimates.
 
     Raises:
         UsageError: the file is not a valid submission.

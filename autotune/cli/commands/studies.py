@@ -1,4 +1,4 @@
-"""The commands on existing studies: list, status, oom, export, report, delete and fleet."""
+"""The commands for existing studies: list, status, oom, export, report, delete and fleet."""
 
 import json
 import sys
@@ -47,10 +47,10 @@ def status(
     html: Html = None,
     json_: Json = False,
 ) -> None:
-    """Print how far a study is, and its best configuration so far; or its nodes.
+    """Print a study's progress and its best configuration so far, or its nodes.
 
     Raises:
-        UsageError: there is no such study, or `json_dir` or `html` without `nodes`.
+        UsageError: there is no such study, or `json_dir` or `html` is given without `nodes`.
         StorageError: the database cannot be read, or a file cannot be written.
     """
     from autotune.api import load_study
@@ -80,7 +80,7 @@ def status(
 
 
 def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> dict[str, str]:
-    """Return the lines of a study's status by name; `process` runs the study, if any does."""
+    """Return the lines of a study's status by name; `process` runs the study, or is None."""
     from autotune.report.describe import broken_promise, candidate_line
 
     counts = [
@@ -123,9 +123,9 @@ def _print_nodes(
 
 
 def list_all(storage: Storage = None, json_: Json = False) -> None:
-    """Print the studies of a database: what they tune, how far they are, and their best.
+    """Print the studies of a database: each one's model and device, progress and best result.
 
-    Raises UsageError if `storage` names a database that is not there.
+    Raises UsageError if the database `storage` does not exist.
     """
     from autotune.api import result_of
     from autotune.study.storage.optuna_storage import all_attributes
@@ -139,13 +139,15 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
         if named_url(storage) is not None:
             raise
         url = ""
-        attributes_by_study = {}  # no study was ever started with this database
+        # The database has no tables, because no study was ever started with it
+        attributes_by_study = {}
     for name, attributes in attributes_by_study.items():
         try:
             record = StudyRecord.from_attributes(name, attributes)
             if record is not None:
                 rows.append(_row(result_of(record, url)))
-        except AutotuneError as error:  # a study of another version; the others are still listed
+        # The study is of another version; the other studies are still listed
+        except AutotuneError as error:
             print(error, file=sys.stderr)
 
     if json_:
@@ -193,10 +195,10 @@ def delete(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Delete a study with its trials and probes. Its files stay.
+    """Delete a study's trials and probes from the database. The study's files stay.
 
-    Other studies can then no longer use the probes. Raises UsageError if there is no such study, if
-    a process works on it, or if `yes` is missing and stdin is no terminal.
+    Other studies can then no longer reuse the probes. Raises UsageError if there is no such study,
+    if a process works on the study, or if `yes` is false and stdin is not a terminal.
     """
     from contextlib import closing
 
@@ -238,9 +240,9 @@ def delete(
 
 
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Print every OOM and refusal of a study as Markdown, with the changes to make.
+    """Print, as Markdown, each configuration of a study that did not fit, and proposed changes.
 
-    A terminal shows the Markdown laid out.
+    On a terminal, the Markdown is rendered.
     """
     from autotune.api import load_study
     from autotune.report.oom import oom_report
@@ -272,7 +274,7 @@ def export(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Write the exports of a study again, all of them or some."""
+    """Write the exports of a study again: all, or the formats in `format_`."""
     from autotune.api import load_study
     from autotune.export.formats import FORMATS, require_formats
 
@@ -291,9 +293,10 @@ def report(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Write summary, reports and exports of a study again, or one page with two studies' winners.
+    """Write a study's summary, reports and exports again, or one page that compares two studies.
 
-    Raises UsageError if there is no such study, and NothingFits if one of two has no winner.
+    Raises UsageError if there is no such study, and NothingFits if one of two studies has no
+    winner.
     """
     from autotune.api import load_study
 
@@ -320,7 +323,7 @@ def fleet(
 ) -> None:
     """Write the files that start a study's workers on clusters, and print their paths.
 
-    Raises UsageError if no other machine could reach the study.
+    Raises UsageError if other machines cannot reach the study's database.
     """
     from autotune.api import load_study
     from autotune.export.clusters import SYSTEMS, render, workers_job

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from autotune.export.run.train import Progress
     from autotune.study.summary import Recipe
 
-PLAIN_S = 30.0  # between two lines without a terminal
+PLAIN_S = 30.0  # seconds between two lines of progress if stderr is not a terminal
 STOPPED = (
     PREEMPTED,
     128 + signal.SIGTERM,
     -signal.SIGTERM,
-)  # exit codes of a stopped run; the last one if training had not begun
+)  # the exit codes of a stopped run; the last one is for a stop before the training began
 
 
 def train(
@@ -76,10 +76,11 @@ def train(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Train with a study's winner, by its exported script, which is written next to the weights.
+    """Train with a study's winner. Its exported script does the training, next to the weights.
 
     Raises:
-        UsageError: no such study, no data, no such variable, or a directory with an earlier run.
+        UsageError: there is no such study, there are no data, an environment variable is not set,
+            or the directory has an earlier run.
         EnvironmentProblem: the study is for another device, and `other_device` is false.
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
@@ -98,7 +99,7 @@ def train(
         pass_env=pass_env or [],
         other_device=other_device,
     )
-    # A run that only tries the speed saves nothing, unless a directory is given.
+    # A run that only measures the speed saves nothing, unless the user gives a directory.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
     script = _script(output, recipe, resume=resume)
@@ -136,9 +137,9 @@ def train(
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
-    """Return the exported script of this directory; write it unless its run is resumed.
+    """Return the path of the exported script in a directory; write it unless a run is resumed.
 
-    Raises UsageError if the directory holds another run.
+    Raises UsageError if the directory contains another run.
     """
     from autotune.report.study_directory import write_exports
 
@@ -150,7 +151,7 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
         )
 
     script = output / "export" / "train.py"
-    # A run is continued with its own script, even if another configuration has won since.
+    # A resumed run uses the script that it began with, even if the study has another winner now.
     if not (resume and script.is_file()):
         write_exports(output, recipe, ["train"])
     return script
@@ -159,7 +160,7 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
 def _script_options(
     dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
 ) -> list[str]:
-    """Return the options that the exported script knows by the same names."""
+    """Return the command-line options for the exported script, which has the same names."""
     from autotune.trainer.reading import is_on_hub
 
     options = ["--random-weights"]
@@ -178,7 +179,7 @@ def _check(
     pass_env: list[str],
     other_device: bool,
 ) -> None:
-    """Refuse options that cannot train, before anything is written."""
+    """Raise an error for options that cannot train, before any file is written."""
     from autotune.problem.dataset import check_exists
     from autotune.report.describe import training_commands, training_data
     from autotune.study.session import require_device
@@ -222,7 +223,8 @@ def _command(options: list[str], study: str) -> str:
 def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupted:
     """Return the error for a run that a signal stopped.
 
-    It names the last whole checkpoint in `output`, and the command that continues the run.
+    The error names the last complete checkpoint in `output`, and the command that continues the
+    run.
     """
     steps = [
         int(path.parent.name.removeprefix("checkpoint-"))
@@ -238,9 +240,9 @@ def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupt
 
 
 class TrainingDisplay:
-    """The run's progress on stderr.
+    """Shows the run's progress on stderr.
 
-    A terminal shows a bar; other outputs get a line every half minute.
+    On a terminal, it shows a progress bar; otherwise, it prints a line every half minute.
     """
 
     def __init__(self) -> None:
@@ -267,11 +269,11 @@ class TrainingDisplay:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays above the progress bar."""
         self._console.print(text, markup=False, emoji=False)
 
     def stopping(self) -> bool:
-        """Report once that a stop was requested."""
+        """Print once that a stop was requested."""
         if not self._stopping:
             self._stopping = True
             self.say(
@@ -281,7 +283,7 @@ class TrainingDisplay:
         return True
 
     def progress(self, now: "Progress") -> None:
-        """Show the run's progress; warn once if its steps take longer or less than measured."""
+        """Show the run's progress; warn once if steps take much more or less time than measured."""
         from autotune.export.run.verify import TOLERANCE
 
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"

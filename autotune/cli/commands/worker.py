@@ -33,14 +33,14 @@ def worker(
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:
-    """Work on a study until its leader has finished searching, or a limit is reached.
+    """Work on a study until the search of its leader (`autotune run`) ends, or a limit is reached.
 
     Raises:
-        UsageError: no such study, or a database that machines cannot share.
-        EnvironmentProblem: another kind of machine than the study's.
+        UsageError: there is no such study, or the database cannot be shared by machines.
+        EnvironmentProblem: this machine's hardware or software differs from the study's.
         TooManyFailures: this node differs from the others, or its probes keep failing.
-        Interrupted: stopped by a signal; the current trial is queued again. Exit code 75 after
-            SIGTERM.
+        Interrupted: stopped by a signal; the current trial is queued again. After SIGTERM, the exit
+            code is 75.
     """
     from autotune.cli.console import Display
     from autotune.study import session

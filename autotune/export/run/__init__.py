@@ -1,1 +1,1 @@
-"""Runs exported scripts: the full training run, verification, and held-out losses."""
+"""Runs exported scripts: for the full training run, for verification, and for held-out losses."""

@@ -1,4 +1,4 @@
-"""Runs a script or a module as the main program of this process, which ends when its parent ends.
+"""Runs a script or a module as the main program of a process that ends when its parent ends.
 
 `process.command` starts this file by its path, so the interpreter does not need autotune installed.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 def main() -> None:
     """Run the target with its arguments.
 
-    The command line has the signal that ends this process, the parent's process id, a script or a
-    module, and its arguments.
+    The command line has four parts: the signal that ends this process when its parent dies, the
+    parent's process id, a script or a module, and the target's arguments.
     """
     number, parent, target, *arguments = sys.argv[1:]
     sys.path[0] = str(Path(__file__).absolute().parents[3])

@@ -1,7 +1,7 @@
 """Short real trainings of a study's winner at several learning rates, on the user's own examples.
 
-One process loads the weights, and trains with the parts of the exported script. `study.learning`
-chooses the rates and the number of steps.
+One process loads the weights and makes all trainings, with the modules of the exported script.
+`study.learning` chooses the learning rates and the number of steps.
 """
 
 import json
@@ -27,9 +27,9 @@ from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
 
-SHARE = 0.1  # the default limit of a search, as a share of the full run's steps
-HELD_OUT = 256  # the most held-out examples
-WAIT_S = 0.2  # between two checks of whether to stop
+SHARE = 0.1  # by default, a search takes at most this share of the full run's steps
+HELD_OUT = 256  # the largest number of held-out examples
+WAIT_S = 0.2  # seconds between two checks for a stop request
 
 
 def learn(
@@ -45,9 +45,9 @@ def learn(
 ) -> Learning:
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
-    Then the `others` best candidates with other ranks, lengths or number formats train at that
-    rate. Their steps are not limited by `share`. The device must be free. `out` is the study's
-    directory, which gets a log.
+    After the search, the `others` best candidates with other ranks, lengths or number formats train
+    at the learning rate that was found. Their steps are not limited by `share`. No other process
+    may use the device. `out` is the study's directory, which gets a log.
 
     Raises:
         UsageError: There are no weights or examples, or the full run is too short for a search.
@@ -95,7 +95,7 @@ def learn(
 
 
 def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
-    """Return the rounds of the search. Raises UsageError if a search is impossible."""
+    """Return the rounds of the search, or raise UsageError if a search is impossible."""
     if reason := impossible(recipe.model, recipe.workload, str(dataset)):
         raise UsageError(
             f"nothing can be learned: {reason}",
@@ -128,7 +128,7 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
 def _search(
     recipe: Recipe, rounds: list[tuple[int, int]], learner: "Learner", say: Callable[[str], None]
 ) -> tuple[Attempt, ...]:
-    """Train the winner in all rounds. Raises AutotuneError if every training diverged."""
+    """Train the winner in all rounds of a search. Raises AutotuneError if all diverge."""
     step_s = recipe.winner.performance.step_time_s
     done = 0
     total = learning.steps_of(rounds)
@@ -151,10 +151,10 @@ def _search(
 
 
 class Learner:
-    """The process that trains (`probe.learner`). It is killed on exit and with this process."""
+    """The process that trains (`probe.learner`). It is killed on exit, and if this process dies."""
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
-        """`arguments` are an exported folder and its script's options. The process starts later."""
+        """`arguments` are an exported folder and options of its script; `train` starts it."""
         self._arguments = arguments
         self._log = log
         self._should_stop = should_stop

@@ -1,4 +1,4 @@
-"""Runs an exported script as a user would, in a process that ends with this one.
+"""Runs an exported script as a user would, in a process that ends when this process ends.
 
 A process that hangs is killed.
 """
@@ -22,11 +22,11 @@ from autotune.core.nvml import visible
 from autotune.export.run import child
 
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
-# The prefix of torchrun's last error, which says that one of its processes failed, but not why.
+# The prefix of torchrun's last error message. The message says that a process failed, but not why.
 OF_LAUNCHER = "torch.distributed.elastic"
 START_S = 900.0  # seconds for imports, weights and the first step
 ENDING_S = 10.0  # seconds that a killed process may take to end
-SLOWER = 10.0  # a run counts as hanging after this many times the measured seconds
+SLOWER = 10.0  # a run that takes this multiple of the measured time counts as hanging
 
 
 def time_limit_s(steps: int, step_s: float) -> float:
@@ -39,7 +39,7 @@ def command(
 ) -> list[str]:
     """Return the command that runs a script (a path to a .py file) or a module.
 
-    The process gets the signal if this process dies.
+    The started process gets the signal `on_parents_death` if this process dies.
     """
     return [
         sys.executable,
@@ -53,7 +53,7 @@ def command(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Create an empty folder, and remove it at the end. A killed session's folder is replaced."""
+    """Create an empty folder, and remove it at the end. It replaces a killed session's folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -63,7 +63,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Write texts by their relative paths, and make the required folders."""
+    """Write texts to files at relative paths in `folder`, and make the required subfolders."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 class AddedLines:
-    """Reads the lines that another process adds to a file, which may not exist yet."""
+    """Reads the lines that another process appends to a file. The file may not exist yet."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -102,15 +102,15 @@ def run_exported(
 ) -> dict[str, Any] | str:
     """Run a script in `folder`, or a module, and return the last JSON object that it prints.
 
-    If there is none, the result is the reason as text. The script gets the environment of a probe,
-    with all GPUs if it needs several, and the variables in `environment`. Its stderr goes to `log`.
-    It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises
-    Cancelled if `should_stop` returned true.
+    If the script fails or prints no object, the result is the reason as text. The script gets the
+    environment variables of a probe, with all GPUs if it needs several, and the variables in
+    `environment`. Its stderr is written to `log`. The script is killed after `limit_s` seconds.
+    `while_running` is called ten times a second. Raises Cancelled if `should_stop` returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
-    # The environment of a probe on CUDA, because the settings for repeatable memory peaks on a CPU
-    # cost time.
+    # The environment is for "cuda" on a CPU too: the settings for repeatable memory peaks on a CPU
+    # would slow the run down.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
     if num_gpus > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
@@ -143,7 +143,7 @@ def run_exported(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes that it started: each rank has its own session."""
+    """Kill a process and all processes that it started, because each rank has its own session."""
     import psutil
 
     started: list[psutil.Process] = []
@@ -157,14 +157,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.Error):
             one.kill()
     process.wait()
-    # The started processes hold memory of the device until they end.
+    # Wait for the started processes, because they hold memory of the device until they end.
     psutil.wait_procs(started, ENDING_S)
 
 
 def last_error(log: Path, begins: int = 0) -> str:
     """Return the last line of a log that contains an error, or "" without an error.
 
-    It searches from byte `begins` on. Progress bars may follow the error.
+    The search begins at byte `begins`. Lines after the error, such as progress bars, are skipped.
     """
     errors = ERROR.findall(log.read_bytes()[begins:].decode("utf-8", errors="replace"))
     own = [error for error in errors if not error.startswith(OF_LAUNCHER)] or errors

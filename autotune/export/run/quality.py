@@ -1,8 +1,9 @@
 """Held-out losses of the finalists, from short real trainings on the user's examples.
 
 The exported script trains all finalists on the same examples with the same seed. It never trains on
-the held-out examples. Their loss is measured before and after the training. The speed of a
-configuration does not show how well it learns, and a few steps with one seed show only a little.
+the held-out examples, and measures their loss before and after the training. The speed of a
+configuration does not show how well the model learns; a few steps with one seed show a little of
+it.
 """
 
 import json
@@ -26,13 +27,13 @@ from autotune.trainer.forms import COLUMNS
 from autotune.trainer.reading import read_rows
 
 FINALISTS = 4
-STEPS = 20  # optimizer steps of each finalist; fewer if the dataset is small
-HELD_OUT = 64  # the most held-out examples
+STEPS = 20  # the optimizer steps of each finalist's training; fewer if the dataset is small
+HELD_OUT = 64  # the largest number of held-out examples
 HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
-    """Return the reason why held-out losses cannot be measured, if there is one."""
+    """Return the reason why held-out losses cannot be measured, or None if they can."""
     if workload.pictured:
         return "it cannot read examples with images"
     if model.weights is None:
@@ -61,11 +62,11 @@ def compare(
 ) -> Quality:
     """Train the winner, the baseline and the other finalists, and report their held-out losses.
 
-    The device must be free. `out` is the study's directory, which gets a log for each finalist.
-    After a stop, the result has the finalists that finished.
+    No other process may use the device. `out` is the study's directory, which gets a log for each
+    finalist. After a stop, the result has only the finalists whose training finished.
 
     Raises:
-        UsageError: The dataset has become shorter.
+        UsageError: The dataset has fewer rows than when the study read it.
         OSError: The disk has no room for the sample.
     """
     first = [recipe.winner, recipe.baseline] if recipe.baseline else [recipe.winner]
@@ -88,7 +89,8 @@ def compare(
 
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
-            # The cost covers only this short run, because the warm-up is a share of its steps.
+            # The exported warm-up is a share of the steps in `cost`, so `cost` must have the steps
+            # of this short run.
             short = replace(candidate, cost=replace(candidate.cost, num_steps=steps))
             folder = scratch / candidate.config.digest
             write_files(folder, script.export(replace(recipe, winner=short)))
@@ -103,16 +105,16 @@ def _num_steps(workload: Workload) -> int:
 
 
 def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
-    """Return the number of held-out examples: a share of all, but at most `most`."""
+    """Return the number of held-out examples: HELD_OUT_SHARE of all, but at most `most`."""
     return min(most, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
 
 
 def sample(
     dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int
 ) -> str:
-    """Return JSON lines drawn from `number` rows: training examples, then held-out examples.
+    """Return rows drawn from the first `number`, as JSON lines: to train on, then held out.
 
-    Raises UsageError if the dataset has become shorter.
+    Raises UsageError if the dataset has fewer than `number` rows.
     """
     chosen = random.Random(0).sample(range(number), num_trained + num_held_out)  # noqa: S311
     places = {row: place for place, row in enumerate(chosen)}
@@ -134,7 +136,7 @@ def sample(
 def _train(
     candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]
 ) -> Learned:
-    """Train one finalist with the script in `folder`. Raises Cancelled."""
+    """Train one finalist with the script in `folder`. Raises Cancelled after a stop."""
     arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps)]
     arguments += ["--output-dir", ""]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
@@ -153,7 +155,7 @@ def _train(
 
 
 def _losses(result: dict[str, Any] | str, steps: int) -> dict[str, Any]:
-    """Return `loss_before` and `loss_after` from the script's output, or the `reason` for none."""
+    """Return `loss_before` and `loss_after` from the script's output, or a failure's `reason`."""
     if isinstance(result, str):
         return {"reason": result}
     try:

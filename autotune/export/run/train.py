@@ -1,4 +1,4 @@
-"""The full run of a study's winner: its exported script in its own process, progress and cost."""
+"""The full run of a study's winner: runs its exported script, and reports progress and cost."""
 
 import fcntl
 import json
@@ -18,17 +18,18 @@ from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
-SETTLED_STEPS = 20  # steps of a session before its speed is compared with the measured speed
+# The speed of a session is compared with the measured speed only after this number of steps
+SETTLED_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """The progress of a full run.
 
-    `trained_s` and `spent_usd` cover the training in all sessions. `projected_s` and
-    `projected_usd` are the study's projection for the whole run. `left_s` is based on the speed of
-    this session. `slowdown` is the step time divided by the measured step time, minus 1; it is
-    unknown on a CPU and in the first steps.
+    `trained_s` and `spent_usd` are totals of the training in all sessions. `projected_s` and
+    `projected_usd` are the study's projection for the whole run. `left_s` is the remaining time at
+    the speed of this session. `slowdown` is the step time divided by the measured step time, minus
+    1; it is None on a CPU and in the first SETTLED_STEPS steps of a session.
     """
 
     step: int
@@ -44,7 +45,7 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """Return the values for training.json.
 
-        `error` is the time of a complete run divided by the projected time, minus 1.
+        The value `error` is the time of a complete run divided by the projected time, minus 1.
         """
         names = ("of", "trained_s", "spent_usd", "projected_s", "projected_usd", "loss")
         error = self.trained_s / self.projected_s - 1 if self.step == self.of else None
@@ -53,10 +54,10 @@ class Progress:
 
 
 class Run:
-    """One session of a full run, which may continue earlier ones.
+    """One session of a full run. It may continue the run of earlier sessions.
 
-    The script's output goes to train.log in `output`, a line for each step to progress.jsonl, and
-    the result to training.json.
+    In `output`, train.log gets the script's output, progress.jsonl gets a line for each step, and
+    training.json gets the result.
     """
 
     def __init__(
@@ -77,18 +78,19 @@ class Run:
         self._output = output
         self._fresh = fresh
         pauses = recipe.winner.cost.pauses
-        # The projected pauses are valid only for a whole run.
+        # The projection includes evaluations and checkpoints, so it is valid only for a whole run.
         is_whole = "--dataset" in arguments and "--max-steps" not in arguments
         self._paused_s = pauses.known_s if pauses and is_whole else 0.0
         self._environment = passed_on(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
 
-        # When this process dies, the run gets SIGTERM and saves a checkpoint.
+        # If this process dies, the script gets SIGTERM and saves a checkpoint.
         arguments = [*arguments, "--progress", str(self._steps)]
         self._command = command(str(script), arguments, signal.SIGTERM)
 
         self._added_lines = AddedLines(self._steps)
-        self._sessions: dict[float, float] = {}  # seconds of training, by the session's start time
+        # The seconds of training in each session, by the session's start time
+        self._sessions: dict[float, float] = {}
         self._first: dict[str, Any] | None = None  # the first line of this session
         self._last: dict[str, Any] = {}
         self._log_begins = 0
@@ -99,7 +101,7 @@ class Run:
     ) -> tuple[int, str]:
         """Run the script to its end, and return its exit code and its last error.
 
-        A stop is passed on to the script once, and the script may save its checkpoint. Raises
+        After a stop request, the script gets one signal, and has time to save a checkpoint. Raises
         UsageError if another run trains in this directory.
         """
         process = self._start()
@@ -140,8 +142,10 @@ class Run:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                start_new_session=True,  # a Ctrl-C reaches only this process
-                # The run holds the lock until it has saved, even if this process dies.
+                # So that Ctrl-C in the terminal does not reach the script directly
+                start_new_session=True,
+                # The script inherits the lock, so it holds the lock until it has saved, even if
+                # this process dies.
                 pass_fds=[lock.fileno()],
             )
 
@@ -158,7 +162,7 @@ class Run:
         self._log_begins = log.seek(0, os.SEEK_END)
 
     def _read(self) -> bool:
-        """Read the new lines of progress.jsonl; return false if there are none."""
+        """Read the new lines of progress.jsonl; return whether there are any."""
         lines = self._added_lines.read()
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):
@@ -171,7 +175,7 @@ class Run:
         self._last = line
 
     def _progress(self) -> Progress:
-        """Return the progress; seconds and USD include repeated steps of all sessions."""
+        """Return the progress. Seconds and USD include steps that a later session repeated."""
         last = self._last
         first = self._first or last
         trained_s = sum(self._sessions.values())
@@ -197,8 +201,9 @@ class Run:
 
 
 def _step_seconds(line: dict[str, Any]) -> float:
-    """Return the seconds of a session until this line, without evaluations and saves.
+    """Return the seconds of a session's training steps until this line.
 
-    Scripts of older versions did not count evaluations and saves.
+    Evaluations and saves are subtracted, except for scripts of older versions, which did not time
+    them.
     """
     return float(line["seconds"] - line.get("paused", 0.0))

@@ -1,4 +1,4 @@
-"""Verification: runs a winner's exported files as a user would, and checks the prediction."""
+"""Verification: runs a winner's exported files as a user would, and compares time and memory."""
 
 import json
 import math
@@ -32,11 +32,12 @@ from autotune.study.summary import Recipe, Verification
 TOLERANCE = 0.05
 MICRO_STEPS = 200
 FORMATS = ("train", "trl")
-ROWS = 1024  # random rows to make for TRL; a longer run repeats them
-SHORT = 4  # in a soak (`straining_lengths`), a short row has at most 1/SHORT of a long row's tokens
+ROWS = 1024  # the number of random rows that are made for TRL; a longer run repeats the rows
+# In a soak test (`straining_lengths`), a short row has at most 1/SHORT of a long row's tokens
+SHORT = 4
 HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
 
-Run = Callable[..., dict[str, Any] | str]  # run_exported with the arguments that all calls share
+Run = Callable[..., dict[str, Any] | str]  # `run_exported` with some arguments already bound
 
 
 def verify(
@@ -52,15 +53,17 @@ def verify(
 ) -> Verification:
     """Run the winner's export with random weights for at least `micro_steps` micro batches.
 
-    The device must be free. `form` is one of FORMATS, by default the format of the probed trainer.
-    The run evaluates at the start and at the end, and then saves adapters, because full runs can
-    also fail at these points. Its log is in the study's directory `out`.
+    No other process may use the device. `form` is one of FORMATS, by default the format of the
+    probed trainer. The run evaluates at the start and at the end, and then saves adapters, because
+    full runs can also fail in an evaluation or a save. The log of the run is in `out`, the study's
+    directory.
 
     Raises:
         Cancelled: `should_stop` returned true.
         StorageError: The disk has no room for the random weights that `trl sft` reads.
     """
-    # The run evaluates and saves once, and does not report, regardless of the recipe's run options.
+    # Default run options replace the recipe's: this short run evaluates and saves once, and reports
+    # to no tracker.
     recipe = replace(
         recipe, workload=replace(recipe.workload, eval_share=0.0), run_options=RunOptions()
     )
@@ -69,7 +72,7 @@ def verify(
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
     file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
-    # The first step is a warm-up, and is not timed.
+    # One more step is a warm-up, and is not timed.
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1
     prediction = Verification(
         config=winner.config,
@@ -99,8 +102,8 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
-    # The short run differs from the full run in its mean row length, and in how often a row length
-    # is new.
+    # The prediction is for the full run. It is corrected, because this short run has another mean
+    # row length, and more of its micro batches have a new row length.
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
@@ -109,10 +112,10 @@ def verify(
 
 
 def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
-    """Return the predicted time of steps that give each GPU `padded_tokens` tokens.
+    """Return the predicted time of a step if each GPU gets `padded_tokens` tokens.
 
     A short run's mean row length differs a little from the full run's. The prediction is corrected
-    along a line through the measured micro batch times of each length.
+    with the slope of the measured micro batch times over the length.
     """
     winner = recipe.winner
     step_s = winner.performance.step_time_s
@@ -122,9 +125,10 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
         return step_s
 
-    # The lengths of a pair are the lengths of its longer row.
+    # `kinds` has the lengths of examples. An example of a pair has two rows, and its length is the
+    # longer row's.
     padded_tokens /= recipe.workload.objective.rows_per_example
-    # The weighted least-squares slope of seconds over length, by the share of each kind.
+    # The slope of seconds over length, by least squares; the weight of each kind is its share.
     mean = sum(kind.share * kind.length for kind in kinds)
     moments = [
         (kind.share * (kind.length - mean) * seconds, kind.share * (kind.length - mean) ** 2)
@@ -149,7 +153,7 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 
 
 class _StepReporter:
-    """Reports progress after each tenth of a run, from a file that gets a line for each step."""
+    """Reports progress after each tenth of a run, by a file that gets a line for each step."""
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
         self._added_lines = AddedLines(file)
@@ -159,7 +163,7 @@ class _StepReporter:
         self._done = 0
 
     def report(self) -> None:
-        """Read the new lines, and report if they complete a tenth."""
+        """Read the file's new lines, and report if another tenth of the run is complete."""
         tenths_before = self._done * 10 // self._steps
         self._done += len(self._added_lines.read())
         if self._done * 10 // self._steps > tenths_before:
@@ -178,7 +182,7 @@ def straining_lengths(config: TrainConfig) -> list[int]:
 
     About every second micro batch has a row of `seq_len` tokens; the others have only short rows.
     """
-    shortest = 2  # a single token has no prediction
+    shortest = 2  # the fewest tokens of a row: a single token has no next token to predict
     short = max(config.seq_len // SHORT, shortest)
     generator = random.Random(0)  # noqa: S311 (no secret depends on it)
     share_of_long = 1 - 0.5 ** (1 / config.micro_batch_size)
@@ -207,14 +211,14 @@ def _run_train(
 def _run_trl(
     recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run
 ) -> dict[str, Any] | str:
-    """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` does."""
+    """Run TRL's script with accelerate's launcher, as `trl sft` does, and time its steps."""
     config = recipe.config
     objective = recipe.workload.objective
     _check_room(recipe, folder)
     request = json.dumps(_made_for_trl(recipe, steps, lengths))
     write_files(folder, tool_file.export(recipe, "trl") | {"made.json": request})
 
-    # The script runs in `folder`, and Python might not find the package there.
+    # The script runs in `folder`, so Python finds the package only by PYTHONPATH.
     environment = {
         "HF_DATASETS_CACHE": str(folder / "cache"),
         **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu(recipe) else {}),
@@ -224,11 +228,12 @@ def _run_trl(
     if isinstance(made, str):
         return f"no random weights could be made: {made}"
 
-    every = math.ceil(steps / 4) if lengths else steps  # a soak repeats this in each quarter
+    # A soak test evaluates and saves after each quarter
+    every = math.ceil(steps / 4) if lengths else steps
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
-        # The rows contain tokens instead of messages.
+        # The rows contain tokens instead of messages, so there are no assistant messages to select.
         **({"assistant_only_loss": False} if objective is Objective.SFT else {}),
         "output_dir": folder / "saved",
         "max_steps": steps,
@@ -250,10 +255,10 @@ def _run_trl(
 
 
 def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict[str, Any]:
-    """Return the request for `probe.synthetic_model`: weights of the model's shape, and rows."""
+    """Return the request for `probe.synthetic_model`: random weights and rows to make for TRL."""
     config = recipe.config
     batch = round(recipe.shape.examples_per_step)
-    # The rows fill whole steps, because a partial last step would be shorter.
+    # The number of rows fills whole steps, because a partial last step would take less time.
     rows = batch * min(steps, math.ceil(ROWS / batch))
 
     return {
@@ -271,7 +276,7 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
     """Raise StorageError if the disk has no room for bf16 weights and the files that TRL saves."""
     config = recipe.config
     full_bytes = 2 if config.precision == "bf16_pure" else 4
-    # For each parameter; LoRA saves only adapters.
+    # TRL saves this number of bytes for each parameter. With LoRA, it saves only adapters.
     saved_bytes = full_bytes if config.method == "full" else 0
     needed = gib(recipe.winner.measurement.total_params * (2 + saved_bytes))
     free = gib(shutil.disk_usage(folder).free)
@@ -285,7 +290,7 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
 
 
 def with_result(prediction: Verification, result: dict[str, Any] | str, steps: int) -> Verification:
-    """Return the verification with the run's output, or with the reason for its failure."""
+    """Return the verification with the run's result, or with the reason why the run failed."""
     if isinstance(result, str):
         return replace(prediction, reason=result)
 
