@@ -19,7 +19,7 @@ from autotune.core.units import DASH
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The columns of a pipe or a file: wide enough for any table row, because cells must be complete
+# The width of a table in a pipe or a file, in characters: enough to print every cell completely
 _PIPE_WIDTH = 280
 
 

@@ -160,7 +160,7 @@ def eval_batch(tool: str, recipe: Recipe) -> int:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """Return the multiple that TRL and Axolotl must pad row lengths to, or None for any length.
+    """Return the multiple that TRL and Axolotl pad row lengths to, or None to allow any length.
 
     With this multiple, rows have no more different lengths than in the measurement.
     """

@@ -38,7 +38,7 @@ HOST_BOUND = 0.15
 # GPU get the same error, because their host time is unknown.
 UNKNOWN_HOST = 0.15
 # If at least ENOUGH_RATIOS predictions were compared with measured whole models, the spread of
-# their errors replaces a larger assumed error. SEEN replaces a spread that is smaller than SEEN.
+# their errors replaces the assumed error, unless it is larger. A spread below SEEN counts as SEEN.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
 LEAST_SHARDED = 4  # with fewer layers, a sharded model's memory differs from a deeper one's
@@ -417,9 +417,10 @@ def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) ->
 
 
 def _excess(measurement: Measurement) -> float:
-    """Return how many GiB more the timed steps need at their peak than the warm-up step.
+    """Return the excess of the timed steps' peak over the warm-up step's peak, in GiB.
 
-    The segments were measured in the warm-up step. On a CPU, fragmentation causes the excess.
+    The peaks of segments were measured in the warm-up step. On a CPU, fragmentation causes the
+    excess.
     """
     parts = [*measurement.segment_peak_gib.values(), *measurement.phase_peak_gib.values()]
     return max(measurement.peak_allocated_gib - max(parts), 0.0)

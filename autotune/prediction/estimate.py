@@ -130,7 +130,7 @@ class MemoryBounds:
         return MemoryBounds(least=least, most=highest(self.most, evaluated.most) if known else None)
 
     def state(self, limit_gib: float) -> str:
-        """Return FITS or OOM if certain for both bounds with their errors, otherwise TIGHT."""
+        """Return FITS or OOM if the bounds and their errors prove it, otherwise TIGHT."""
         if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
             return OOM
         most = self.most
@@ -476,7 +476,7 @@ def _with_speed(
 def _link(
     task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
 ) -> tuple[Traffic, float, float] | None:
-    """Return a rank's traffic, its link's GB/s, and the factor that the link may be slower.
+    """Return a rank's traffic, its link's GB/s, and how many times slower the link may be.
 
     The result is None if the traffic or the link is unknown.
     """

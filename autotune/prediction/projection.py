@@ -122,7 +122,7 @@ def _on_device(
 
 
 def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
-    """Add the wait for the rank with the longest rows; in a probe, all ranks' lengths agree."""
+    """Add the wait for the rank with the longest rows; a probe gives all ranks equal rows."""
     share = task.workload.waiting_share(config)
     longer = tuple((1 + share) * seconds for seconds in measurement.micro_step_s)
     return replace(measurement, micro_step_s=longer) if share else measurement

@@ -63,7 +63,7 @@ THIN_SHARE = 0.73  # fraction of the memory bandwidth that thin products reach
 # Time per FLOP of memory-efficient attention, relative to the mean of all products
 BY_POSITION = 2.2
 OPERATION_US = 23.0  # the host's microseconds to issue one operation
-# Time to move a byte of a strided or an indexed tensor, relative to a byte of a contiguous tensor.
+# Time to move a byte of a strided or an indexed tensor, relative to a byte of other tensors.
 # STRIDED, INDEXED and the four factors after them come from profiles of 11 other models on an H100.
 # One of the 11 models had unaligned rows, and two had wide heads.
 STRIDED = 2.0

@@ -161,7 +161,7 @@ def _padded_length(tokens: int, ends: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1024)
 def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
-    """Return how much larger the most tokens of a rank are than the ranks' mean, as a fraction.
+    """Return (most tokens of a rank in a step) / (mean tokens of the ranks) - 1.
 
     Each rank computes `each` micro batches before it waits. Micro batches are drawn independently,
     or are made of sorted examples and distributed to the ranks. With several micro batches, the

@@ -296,8 +296,8 @@ class SearchSpace:
             for name, values in knob.depends_on().items():
                 deciding_values.setdefault(name, []).extend(values)
 
-        # Configurations are counted in groups. All configurations of a group are equal for every
-        # condition.
+        # Configurations are counted in groups. No condition distinguishes the configurations of a
+        # group.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
             next_groups = type(groups)()

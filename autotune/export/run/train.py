@@ -142,7 +142,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                # So that Ctrl-C in the terminal does not reach the script directly
+                # In its own session, the script does not get a Ctrl-C of the terminal.
                 start_new_session=True,
                 # The script inherits the lock, so it holds the lock until it has saved, even if
                 # this process dies.
