@@ -202,7 +202,7 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
-        # This check precedes the imports of modules that exist only on Linux
+        # This check precedes the imports of modules that exist only on Linux.
         if sys.platform == "win32":
             raise EnvironmentProblem(
                 "autotune runs on Linux only",

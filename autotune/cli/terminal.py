@@ -106,6 +106,6 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
 
     for row in rows:
-        # The cells are Text, because rich would read brackets in names as markup
+        # The cells are Text, because rich would read brackets in names as markup.
         table.add_row(*map(Text, row))
     screen.print(table)

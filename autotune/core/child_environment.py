@@ -12,9 +12,9 @@ from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
 # On a CPU, memory peaks repeat within 1 % only if malloc gets large blocks directly from the kernel
 # and returns them at once. If waiting OpenMP threads spin for long, a step becomes twenty times
-# slower when another process needs a core. If they sleep at once, a step takes up to a seventh
-# longer than in the full run, whose threads spin. GOMP_SPINCOUNT lets threads spin for about 10
-# microseconds, which avoids both slowdowns.
+# slower when another process needs a core. If waiting threads sleep at once, a step takes up to a
+# seventh longer than in the full run, whose threads spin. GOMP_SPINCOUNT lets threads spin for
+# about 10 microseconds, which avoids both slowdowns.
 ON_CPU = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",

@@ -27,12 +27,12 @@ class Outcome(StrEnum):
 
     OK = "ok"
     OOM = "oom"
-    # The probe was not launched, because the configuration is predicted not to fit
+    # The probe was not launched, because the configuration is predicted not to fit.
     REFUSED = "refused"
     SLOW = "slow"  # the probe was stopped early, because the configuration cannot become the best
     TIMEOUT = "timeout"
-    # The loss is not finite, or is exactly 0. With real weights, also: the loss differs too much
-    # from the loss of the reference probe.
+    # The loss is not finite, or is exactly 0. With real weights, this outcome also means that the
+    # loss differs too much from the loss of the reference probe.
     NUMERICS = "numerics"
     CRASH = "crash"
 
@@ -44,7 +44,7 @@ class Rung(StrEnum):
     SHALLOW = "shallow"
     FULL = "full"
     CONFIRM = "confirm"
-    # Gives the losses that other probes with real weights are compared with
+    # Gives the losses that other probes with real weights are compared with.
     REFERENCE = "reference"
     NODE = "node"  # compares the speed of a worker's node with other nodes
 

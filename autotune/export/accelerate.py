@@ -11,7 +11,7 @@ from autotune.study.summary import Recipe
 from autotune.trainer.settings import deepspeed_settings
 
 SIZES = "parallelism_config_"  # accelerate's prefix for keys of parallel sizes
-# Accelerate's names of precisions; all other precisions are "no"
+# Accelerate's names of precisions; all other precisions are "no".
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 
 

@@ -344,7 +344,7 @@ def sky_gpu(device: DeviceSpec) -> str:
     The name omits the variant of the card, such as SXM, because clouds name variants differently.
     """
     name = _MAKER.sub("", _FORM.sub("", device.name))
-    # SkyPilot's names of GeForce cards have no memory size
+    # SkyPilot's names of GeForce cards have no memory size.
     name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", name)
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")

@@ -40,7 +40,7 @@ RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # DeepSpeed's default for the number of parameters that stage 3 may keep gathered
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
-# Moments of a step when each rank holds shards of the gradients, which were scattered
+# Moments of a step after the gradients were scattered, so that each rank holds only its shard
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step
@@ -256,7 +256,7 @@ def _lasting_bytes(
 
 
 def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
-    """Return the bytes of a rank's shard of all gradients at the end of the backward pass."""
+    """Return the bytes of a rank's shards of all gradients at the end of the backward pass."""
     if parallelism.offload:
         return 0.0
     return (2 if config.precision == "bf16_pure" else 4) * shares.trained / parallelism.num_shards

@@ -91,7 +91,7 @@ class Calibration:
         return self.fingerprint.compute_capability is not None
 
     def bus_gb_s(self, parallelism: Parallelism) -> float | None:
-        """Return the GB/s of a strategy's collectives, or None if unmeasured for the GPU count."""
+        """Return the GB/s of a strategy's collectives, or None if this GPU count is unmeasured."""
         rates = next(
             (one for one in self.collectives if one.num_gpus == parallelism.num_gpus), None
         )

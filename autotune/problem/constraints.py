@@ -138,7 +138,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     batch = workload.global_batch
     examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
-    # A larger micro batch would never be full, and the run drops incomplete micro batches
+    # A larger micro batch would never be full, and the run drops incomplete micro batches.
     if not workload.examples_assumed:
         narrowing.keep(
             "micro_batch_size",

@@ -24,7 +24,7 @@ TIE = 2 * AGAIN
 # If the step times of one configuration's measurements differ by more than this fraction, something
 # disturbed a measurement. The configuration is then measured once more, and the median counts.
 DISAGREEMENT = 0.05
-# The relative spread that is assumed for a single time: twice the spread of steps on an H200
+# The relative spread that is assumed for a single time: twice the spread of steps on an H200.
 UNSEEN = 0.02
 
 

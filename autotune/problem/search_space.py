@@ -209,7 +209,7 @@ class SearchSpace:
 
         if len(removed) == len(knob.choices()):
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
-            # A removed single value is the user's choice, such as a pinned knob
+            # A removed single value is the user's choice, such as a pinned knob.
             if len(removed) == 1:
                 remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
             raise UsageError(
@@ -243,7 +243,7 @@ class SearchSpace:
         return self._with(Knob(name=name, values=values))
 
     def idle(self, name: str) -> str | None:
-        """Return a knob's condition that no value of the space meets, or None if all are met."""
+        """Return a knob's condition that the space cannot meet, or None if it can meet all."""
         knob = self.knob(name) or Knob(name=name)
         for other, wanted in knob.conditions().items():
             if not set(self.choices(other)) & set(_as_list(wanted)):

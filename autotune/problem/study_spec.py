@@ -177,7 +177,7 @@ class StudySpec:
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
-    # If given, these configurations are probed, and there is no search
+    # If given, these configurations are probed, and there is no search.
     configs: tuple[NamedConfig, ...] = ()
     source: str | None = None  # the publication that contains the results of `configs`
     examples: int | None = _count(None, "Examples of the full run.", shown_default="10000")

@@ -35,7 +35,7 @@ _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)
 # A probe's step has two micro batches if the run accumulates gradients: the second micro batch has
 # a higher peak, because the gradients of the first are still allocated.
 PROBED_MICRO_BATCHES = 2
-# A confirming probe times longer steps, which are more like the run's steps
+# A confirming probe times longer steps, which are more like the run's steps.
 CONFIRMED_MICRO_BATCHES = 4
 
 

@@ -48,7 +48,7 @@ REASONS = {
     "throttle": "slowed down",
 }
 OUTSIDE_PROBES = ("disk-full", "db-gone")
-# The faults that are injected by default; "hang" is left out, because its timeout takes 15 minutes
+# The faults that are injected by default; "hang" is left out, because its timeout takes 15 minutes.
 USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)
 
 

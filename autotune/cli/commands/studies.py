@@ -80,7 +80,7 @@ def status(
 
 
 def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> dict[str, str]:
-    """Return the lines of a study's status by name; `process` runs the study, or is None."""
+    """Return the lines of a study's status by name; `process` is running the study, or is None."""
     from autotune.report.describe import broken_promise, candidate_line
 
     counts = [
@@ -139,14 +139,14 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
         if named_url(storage) is not None:
             raise
         url = ""
-        # The database has no tables, because no study was ever started with it
+        # The database has no tables, because no study was ever started with it.
         attributes_by_study = {}
     for name, attributes in attributes_by_study.items():
         try:
             record = StudyRecord.from_attributes(name, attributes)
             if record is not None:
                 rows.append(_row(result_of(record, url)))
-        # The study is of another version; the other studies are still listed
+        # The study is of another version; the other studies are still listed.
         except AutotuneError as error:
             print(error, file=sys.stderr)
 

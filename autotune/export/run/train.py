@@ -18,7 +18,7 @@ from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
-# The speed of a session is compared with the measured speed only after this number of steps
+# The speed of a session is compared with the measured speed only after this number of steps.
 SETTLED_STEPS = 20
 
 

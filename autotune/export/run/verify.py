@@ -33,7 +33,7 @@ TOLERANCE = 0.05
 MICRO_STEPS = 200
 FORMATS = ("train", "trl")
 ROWS = 1024  # the number of random rows that are made for TRL; a longer run repeats the rows
-# In a soak test (`straining_lengths`), a short row has at most 1/SHORT of a long row's tokens
+# In a soak test (`straining_lengths`), a short row has at most 1/SHORT of a long row's tokens.
 SHORT = 4
 HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
 
@@ -228,7 +228,7 @@ def _run_trl(
     if isinstance(made, str):
         return f"no random weights could be made: {made}"
 
-    # A soak test evaluates and saves after each quarter
+    # A soak test evaluates and saves after each quarter.
     every = math.ceil(steps / 4) if lengths else steps
     overrides = {
         "model_name_or_path": folder / "model",
