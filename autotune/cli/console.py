@@ -371,7 +371,7 @@ class Display(AbstractContextManager["Display"]):
         self._console.print(line, emoji=False, soft_wrap=True)
 
     def _wrapped(self, start: str, text: str) -> list[str]:
-        """Return the lines of a text that is wrapped to the terminal's width, less `start`."""
+        """Return the lines of a text, wrapped so that `start` fits before them on the terminal."""
         width = max(self._console.width - len(start), 30)
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 

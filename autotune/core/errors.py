@@ -13,7 +13,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint such as "; did you mean 'a10' or 'a100'?", empty if no name is similar."""
     import difflib
 
-    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)))  # at most three
+    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)))  # at most three names
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

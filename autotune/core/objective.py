@@ -21,7 +21,7 @@ class Objective(StrEnum):
     Each objective is probed with its usual trainer: TRL's, or transformers' for classification.
     """
 
-    SFT = "sft"  # predicts the next token
+    SFT = "sft"  # the model learns to predict the next token
     # The examples are pairs of a chosen and a rejected answer. The loss compares the trained model
     # with the untrained model.
     DPO = "dpo"

@@ -358,7 +358,7 @@ def slurm_gpu(device: DeviceSpec) -> str:
 
 
 def _config_maps(name: str) -> list[dict[str, Any]]:
-    """Return two config maps for the exported folder and its subfolder; each holds one folder."""
+    """Return two config maps: one with the exported folder's files, one with its subfolder's."""
     files = [path.rpartition("/")[2] for path in runtime_files()]
     runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
     return [

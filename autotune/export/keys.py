@@ -165,7 +165,7 @@ def _padded_multiple(recipe: Recipe) -> int | None:
     With this multiple, rows have no more different lengths than in the measurement.
     """
     config = recipe.config
-    if config.packing:  # TRL concatenates the packed rows of a micro batch to a single row
+    if config.packing:  # TRL joins the packed rows of a micro batch into one long row
         return config.tokens if config.compile == "per_layer" else None
 
     lengths = recipe.workload.padded_lengths(config)

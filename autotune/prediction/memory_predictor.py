@@ -241,7 +241,7 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
 def _compute_knobs() -> tuple[str, ...]:
     """Return the knobs that determine the bytes of a token.
 
-    They are all knobs that affect memory, except the sizes of the micro batch and the optimizer.
+    They are all knobs that affect memory, except the optimizer and the sizes of the micro batch.
     """
     return tuple(
         name

@@ -15,7 +15,8 @@ from autotune.problem.speed_transfer import SpeedTransfer
 
 # The method and the quantisation of the training that a calibration runs
 CALIBRATED_METHOD = ("lora", "none")
-# An observation that deviates from the formula by more standard deviations is ignored.
+# An observation is ignored if it deviates from the formula by more than this number of standard
+# deviations.
 MAX_DEVIATIONS = 6.0
 
 

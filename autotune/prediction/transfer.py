@@ -135,7 +135,7 @@ def speed_transfer(
 
     Args:
         source: the card with the known speed.
-        target: the other card.
+        target: the card whose speed is wanted.
         known: measured speeds on the target with the same method, divided by the expected speeds.
             They are ignored if the target is calibrated, because the calibration includes a
             training.

@@ -138,7 +138,8 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     batch = workload.global_batch
     examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
-    # A larger micro batch would never be full, and the run drops incomplete micro batches.
+    # A micro batch with more rows than there are examples would never be full, and the run drops
+    # incomplete micro batches.
     if not workload.examples_assumed:
         narrowing.keep(
             "micro_batch_size",
@@ -191,7 +192,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
 
 
 def _narrow_tiling(narrowing: Narrowing) -> None:
-    """Remove the tiling of layers if no value of another knob gives it an effect."""
+    """Remove the tiling of layers if the values of other knobs never give it an effect."""
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
     _remove_without_effect(narrowing, "tiling", "tokens")

@@ -1,4 +1,4 @@
-"""The sizes of the images in a dataset's rows, and the text of the rows without images.
+"""The sizes of the images in a dataset's rows, and the text that remains without the images.
 
 A size is read from the start of an image file. `trainer.examples` finds the reference to each image
 in a row. The file may also be stored inside the row, as the library `datasets` does.

@@ -22,7 +22,7 @@ BINS = 64  # the largest number of bins; a bucket covers one or more neighbourin
 MAX_STAND_INS = 5
 NO_SHARE = 1e-9  # smaller shares of micro batches are rounding errors
 SIGMAS = 7  # a binomial distribution is ignored beyond this number of standard deviations
-MOST_DRAWS = 300_000  # the number of random draws in a simulation, which takes about 0.15 s
+MOST_DRAWS = 300_000  # the number of random draws in a simulation; they take about 0.15 s
 # The sampler of transformers sorts 1/MEGABATCHES of the examples together, but at most the examples
 # of MAX_STEPS steps.
 MEGABATCHES = 4

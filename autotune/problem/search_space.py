@@ -209,7 +209,7 @@ class SearchSpace:
 
         if len(removed) == len(knob.choices()):
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
-            # A removed single value is the user's choice, such as a pinned knob.
+            # If the knob has a single value, the user probably pinned it.
             if len(removed) == 1:
                 remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
             raise UsageError(

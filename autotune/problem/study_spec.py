@@ -73,18 +73,18 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
 
 def _count(default: int | None, help: str, **details: Any) -> Any:
-    """Return a field for a number that is 1 or more."""
+    """Return a field of StudySpec for a number that is 1 or more."""
     return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
 
 
 def _choice(default: str | None, choices: Iterable[str], help: str, **details: Any) -> Any:
-    """Return a field for one of these words."""
+    """Return a field of StudySpec for one of these words."""
     words = tuple(map(str, choices))
     return _option(default, help, allows=words.__contains__, choices=words, **details)
 
 
 def _share(default: float | None, help: str, **details: Any) -> Any:
-    """Return a field for a number from 0 to 1."""
+    """Return a field of StudySpec for a number from 0 to 1."""
     return _option(default, help, allows=lambda value: 0 <= value <= 1, **details)
 
 

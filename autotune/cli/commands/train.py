@@ -160,7 +160,7 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
 def _script_options(
     dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
 ) -> list[str]:
-    """Return the command-line options for the exported script, which has the same names."""
+    """Return these options as arguments of the exported script, which has the same options."""
     from autotune.trainer.reading import is_on_hub
 
     options = ["--random-weights"]
