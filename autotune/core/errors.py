@@ -49,7 +49,7 @@ class NothingFits(AutotuneError):
 
 
 class TooManyFailures(AutotuneError):
-    """Probes keep failing for other reasons than memory, so the machine may be faulty."""
+    """Probes keep failing for reasons other than memory, so the machine may be faulty."""
 
     exit_code = 5
     explained = "too-many-failures"

@@ -4,8 +4,8 @@ The formula assumes that all matrix products reach the rate of large products, a
 move at the bandwidth of the card's memory. The constants were measured on an H200
 (`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). `transfer` converts both times
 to other cards. The host's time to issue the work is a separate lower bound, which does not depend
-on the card. The host's time is the least certain of the three times. Hosts differ by a factor of
-two, so a calibration may measure this host.
+on the card. The host's time is the least certain of the three times: hosts differ by a factor of
+two, and only a calibration measures the user's host.
 """
 
 import functools

@@ -456,7 +456,7 @@ class Workload:
 
 
 def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
-    """Return the configuration with this length; if it has it already, without a slow copy."""
+    """Return the configuration with this length; avoid a slow copy if it has this length."""
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 
