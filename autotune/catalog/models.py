@@ -374,7 +374,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
         else:
             reason = "to fp4, which no probe trains"
     raise UsageError(
-        f"{shown} is of a checkpoint that is already quantised {reason}",
+        f"{shown} describes a checkpoint that is already quantised {reason}",
         remedy="pass the unquantised model; the knob `quantization` quantises it",
     )
 

@@ -319,7 +319,7 @@ def _other_tool(values: dict[str, Any]) -> str:
 
 
 def _read(file: File, tool: str) -> ForeignConfig:
-    """Return the run that a file describes for a tool, with an empty field `values`."""
+    """Read a tool's file as a training run. The field `values` of the run stays empty."""
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
 

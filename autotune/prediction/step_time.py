@@ -332,8 +332,9 @@ def _step_time(
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (recomputed + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
 
-    # PEFT's adapters read the base's outputs again to add to them. Joined adapters do not, and the
-    # other bytes that they move are ignored.
+    # PEFT's adapters read the base's outputs again to add to them. With `lora_kernels: joined`, an
+    # adapter is part of the base's matrix product, and the bytes that only the adapter moves are
+    # ignored.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
     weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
     moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes

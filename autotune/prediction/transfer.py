@@ -159,7 +159,8 @@ def speed_transfer(
     noise = WITHIN**2
     shift = 1.0
     count = len(known)
-    # A calibrated card's rates already include the result of the calibration's training.
+    # `autotune calibrate` also times a short training run. Its result is already part of a
+    # calibrated card's rates, so the card needs no further correction.
     if calibration is not None and calibrated:
         count = int(alike and calibration.reference is not None)
     else:

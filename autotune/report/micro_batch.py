@@ -65,7 +65,10 @@ def _findings(report: ProfileReport) -> Iterator[str]:
     if len(known) == len(losses):
         largest = max(known, key=lambda name: known[name])
         loss = f"{fmt_seconds(known[largest])} of a micro batch of {fmt_seconds(_whole_s(report))}"
-        yield (f"The largest loss against the best time on this device: {largest}, {loss}.")
+        yield (
+            "Most time is lost, compared with the least possible time on this device, in:"
+            f" {largest}, {loss}."
+        )
 
     if short := [need.part for need in report.needs if need.suffices is False]:
         yield f"This machine has too little for the run: {', '.join(short)}."

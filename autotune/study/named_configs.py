@@ -375,7 +375,9 @@ def agreement(results: list[ConfigResult]) -> str:
     ]
     if published:
         inside = sum(low <= theirs <= high for (low, high), theirs in published)
-        parts.append(f"{len(published)} speeds, of which {inside} in their interval")
+        parts.append(
+            f"{len(published)} published speeds, {inside} of them in the predicted interval"
+        )
 
     if errors := [abs(1 / ratio - 1) for one in judged_results for ratio in one.ratios(PEAKS)]:
         parts.append(

@@ -391,7 +391,7 @@ class Encoder:
         """Return the number of characters between an answer's header and its first text.
 
         The template writes these characters, for example an empty thought, and the model must learn
-        them. `head` ends before the answer's first text.
+        them. `head` is the rendered text up to the first character of the answer's first text.
         """
         start = head.rfind(self._opening) + len(self._opening)
         before = texts_of(form.messages[index - 1]) if index else []

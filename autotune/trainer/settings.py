@@ -136,7 +136,7 @@ class RunSettings:
     warmup_steps: int  # steps until the full learning rate is reached
     save_steps: int  # optimizer steps between two checkpoints
     save_total_limit: int  # number of checkpoints to keep
-    checkpoints_gib: float | None  # the disk space of these checkpoints, if it is known
+    checkpoints_gib: float | None  # disk space of the kept checkpoints; None if unknown
     eval_share: float  # the fraction of the examples to hold out for evaluation
     eval_steps: int  # optimizer steps between two evaluations
     report_to: str  # the experiment tracker, for example wandb, or none

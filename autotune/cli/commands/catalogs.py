@@ -89,7 +89,9 @@ def prices(
     gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
     own: Annotated[
         Path | None,
-        typer.Option("--prices", metavar="FILE", help="Your own prices, which come first."),
+        typer.Option(
+            "--prices", metavar="FILE", help="A file of your own prices, used before all others."
+        ),
     ] = None,
     live: Annotated[
         bool,
