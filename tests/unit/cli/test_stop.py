@@ -31,6 +31,7 @@ open(sys.argv[1], "w").write(str(stop.signal))
 def test_a_closed_terminal_stops_a_command_that_still_writes_its_files(tmp_path: Path) -> None:
     child, terminal = pty.fork()
     if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execv(sys.executable, [sys.executable, "-c", COMMAND, str(tmp_path / "file")])
     assert b"ready" in os.read(terminal, 100)
     os.close(terminal)
