@@ -144,8 +144,8 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """The mutant in words, without its line, so that a change elsewhere in the file leaves the
-        name valid.
+        """The mutant in words, without its line and a comment, so that a change of other code or of
+        a comment leaves the name valid.
         """
         again = f" (again: {self.repeat})" if self.repeat else ""
         return f"{self.file} {self.scope}: {self.was} -> {self.now}{again}"
@@ -361,7 +361,8 @@ def _mutants(path: Path) -> Iterator[Mutant]:
     for scope, start, end, text in sorted(finder.found, key=lambda change: change[1:3]):
         line = bisect(finder.lines, start)
         first, last = finder.lines[line - 1], finder.lines[bisect_left(finder.lines, end)]
-        before, after = finder.source[first:start].decode(), finder.source[end:last].decode()
+        before = finder.source[first:start].decode()
+        after = finder.source[end:last].decode().partition("  # ")[0]
         mutant = Mutant(
             file=str(path.relative_to(PACKAGE)),
             scope=scope,

@@ -27,6 +27,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
@@ -66,15 +67,14 @@ def load(
         )
 
     register_attentions()
-    stored = AutoConfig.from_pretrained(source, trust_remote_code=False)
     arguments: dict[str, Any] = {} if config is None else {"config": config}
-    config = config or stored
+    config = config or AutoConfig.from_pretrained(source, trust_remote_code=False)
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
         arguments["config"] = config
 
     quantization = settings.bitsandbytes_arguments()
-    if quantized := getattr(stored, "quantization_config", None):
+    if quantized := PreTrainedConfig.get_config_dict(source)[0].get("quantization_config"):
         # The config must say how the files are quantised, because transformers reads it there.
         config.quantization_config = _trainable(quantized, source, settings)
         arguments["config"] = config

@@ -129,7 +129,7 @@ def test_a_space_is_built_from_keyword_arguments() -> None:
     }
     assert SearchSpace.of(lora_rank=range(16, 18)).size() == 2
     for wrong in ([], [16, 16]):
-        with pytest.raises(UsageError, match="each once"):
+        with pytest.raises(UsageError, match="each only once"):
             SearchSpace.of(lora_rank=wrong)
     with pytest.raises(UsageError, match="did you mean 'lora_rank'"):
         SearchSpace.of(lora_ranks=[16])

@@ -182,7 +182,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no URL": ((*RUN, "--storage", f"me:{CANARY}@host"), ("--storage",)),
     "no URL of a worker": (
         ("worker", "--study", "x", "--storage", "x"),
-        ("--storage: not a database URL",),
+        ("--storage is not a usable database URL",),
     ),
     "unknown driver": (
         (*RUN, "--storage", f"nonsense://me:{CANARY}@host/db"),

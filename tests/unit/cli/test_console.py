@@ -232,7 +232,7 @@ def test_the_last_screen_is_the_answer_alone(
     wanted = (
         recipe.config.label(),
         "full run",
-        "Intervals are",
+        "Intervals ",
         "out of memory",
         "notes are above and in the report",
     )

@@ -226,7 +226,7 @@ def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
     assert planned_device("a10") == A10
     for name in ("auto", " AUTO "):
-        with pytest.raises(UsageError, match="which GPU") as caught:
+        with pytest.raises(UsageError, match="no GPU is given") as caught:
             planned_device(name)
         assert caught.value.remedy == "name one: --gpu a10 (`autotune gpus`)"
 

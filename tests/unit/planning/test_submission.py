@@ -471,7 +471,7 @@ def test_importing_twice_is_reported_and_changes_nothing(
     assert str(kept) in first and "16,549 tokens/s" in first and "already" not in first
     before = kept.stat()
     share.import_(write(dict(reversed(good.items()))))  # the same, written otherwise
-    assert f"{kept} is stored already" in capsys.readouterr().out
+    assert f"{kept} was stored before" in capsys.readouterr().out
     assert kept.stat() == before and list(Path("runs/evidence").iterdir()) == [kept]
     assert len(kept.stem) == 12 and int(kept.stem, 16) >= 0
     assert load_evidence(Path("runs/evidence")) == (read_submission(kept), ())

@@ -273,5 +273,5 @@ def test_a_rank_is_not_played_where_nobody_knows_how_fast_it_sends() -> None:
     task = subject_of(
         space=space().pin("num_gpus", 2), device=replace(H200, link_gb_s=None), world=World.FAKE
     )
-    with pytest.raises(ValueError, match="only where the link is known"):
+    with pytest.raises(ValueError, match="bandwidth is unknown, so a simulated rank has no speed"):
         run_performance(task, TrainConfig(num_gpus=2), [measurement()])

@@ -104,7 +104,7 @@ def test_what_is_not_probed_is_refused(asked: dict[str, Any], told: str) -> None
 
 def test_a_card_stands_in_for_one_card_alone() -> None:
     target = Target(device=resolve_device("a10"), measured_on=H100)
-    with pytest.raises(UsageError, match="h100-sxm stands in for a10 alone, and not for several"):
+    with pytest.raises(UsageError, match="h100-sxm can stand in for one a10, but not for several"):
         set_up(StudySpec(model="llama-3.1-8b", gpus=2), target)
 
 

@@ -290,10 +290,15 @@ def test_the_exit_code_says_what_stopped_the_run(number: int, code: int) -> None
     """128 and the number of the signal, as shells have it; 75 (EX_TEMPFAIL) asks for another
     attempt.
     """
-    clock = Clock(saves=False)
-    train(clock, 3, stop_at=2, number=number)
-    with pytest.raises(SystemExit) as ended:
-        clock.exit_if_stopped()
+    # The tests may run under nohup, which ignores SIGHUP.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        clock = Clock(saves=False)
+        train(clock, 3, stop_at=2, number=number)
+        with pytest.raises(SystemExit) as ended:
+            clock.exit_if_stopped()
+    finally:
+        signal.signal(number, before)
     assert ended.value.code == code
 
 
