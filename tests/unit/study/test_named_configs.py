@@ -215,8 +215,8 @@ def test_what_was_published_is_summed_up() -> None:
     ]
     assert agreement(found) == (
         "Compared with published numbers: 4 verdicts, of which 1 wrong and 2 too close to tell; 2"
-        " speeds, of which 1 in "
-        "their interval; memory 10.0% off (median) and 10.0% at worst."
+        " published speeds, 1 of them in the"
+        " predicted interval; memory 10.0% off (median) and 10.0% at worst."
     )
     assert agreement(found[-2:]) == agreement([]) == ""
 
