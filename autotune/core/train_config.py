@@ -178,7 +178,10 @@ class TrainConfig:
         return tuple(KNOBS[name].capability_rank(getattr(self, name)) for name in _by_capability())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values of knobs that have an effect; some at their default are left out."""
+        """Return the values by knob, without knobs that have no effect.
+
+        A knob with `listed_at_default` off is left out if it has its default value.
+        """
         values = {name: getattr(self, name) for name in KNOBS}
         return {name: values[name] for name, knob in KNOBS.items() if knob.is_listed(values)}
 

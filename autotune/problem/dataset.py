@@ -332,7 +332,7 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     if not isinstance(answer, str):
         if prompt and not any(prompt.strip() in text for text in _contents(answer)):
             raise ValueError(
-                "the prompt's text is not in the row's messages: give the prompt as messages"
+                "the prompt's text is not in the row's messages: add the prompt as a message"
             )
         return {**others, **beside, "messages": answer}
     if prompt:

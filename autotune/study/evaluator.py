@@ -57,8 +57,8 @@ HOST_BAND = 0.1
 # models decide instead of the gate. In `benchmarks/plan.py memory`, the formula's error is at most
 # 1.3 % after correction by a measurement of the same configuration with another micro batch size.
 GATE_BAND = 0.03
-# The same share for predictions by formula that no measurement corrects. It is four standard
-# deviations of the formula's error.
+# This band replaces GATE_BAND for a formula's prediction that no measurement corrects. It is four
+# standard deviations of the formula's error.
 FORMULA_BAND = 2 * ERROR
 
 # Returns the reason why an extrapolated configuration cannot win, or None if it can.
