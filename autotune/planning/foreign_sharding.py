@@ -184,7 +184,7 @@ def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
 
 
 def _zero_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ZeRO in DeepSpeed's own file, or {} if the file is unknown."""
+    """Return the settings of ZeRO in DeepSpeed's own file, or {} if no such file was read."""
     deepspeed = values.get("deepspeed")
     settings = deepspeed.get("zero_optimization") if isinstance(deepspeed, dict) else None
     return settings if isinstance(settings, dict) else {}

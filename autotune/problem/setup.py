@@ -552,7 +552,7 @@ def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
     slow = "transformers computes layers of this model slowly and with more memory"
     if probes_run_here:
         return [f"{slow}: install its fast kernels: pip install {packages}"]
-    return [f"without fast kernels, {slow}; all numbers assume this (pip install {packages})"]
+    return [f"{slow} without fast kernels ({packages}); all numbers here are without them"]
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:

@@ -298,8 +298,9 @@ def fingerprint(recipe: Recipe) -> dict[str, str]:
 
 
 def parallel(summary: StudySummary) -> ParallelInfo:
-    """Return the configurations with a known speed, each once, as lines over the knobs that vary.
+    """Return a parallel-coordinates plot: a line for each configuration with a known speed.
 
+    Its axes are the knobs that vary and the speed.
     If fewer than two knobs vary, there are no axes.
     """
     speeds: dict[TrainConfig, float] = {}
