@@ -22,7 +22,7 @@ from autotune.core.images import sees_images
 from autotune.core.json_view import keys
 from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
-from autotune.trainer.settings import DEQUANTISED
+from autotune.trainer.settings import DEQUANTISED, quantization_of
 
 # The keys of a config that hold each size; different model families use different keys.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
@@ -350,12 +350,10 @@ def _read_config(path: Path, shown: str | None = None) -> tuple[dict[str, Any], 
 
 def _stored_as(config: dict[str, Any], shown: str) -> str | None:
     """Return the format of a quantised checkpoint. Raises UsageError if no probe trains it."""
-    text = config.get("text_config")
-    parts = [config, text] if isinstance(text, dict) else [config]
-    found = [part["quantization_config"] for part in parts if part.get("quantization_config")]
-    if not found:
+    found = quantization_of(config)
+    if found is None:
         return None
-    quantised = found[0] if isinstance(found[0], dict) else {}
+    quantised = found if isinstance(found, dict) else {}
 
     method = quantised.get("quant_method")
     if method in DEQUANTISED:
@@ -363,10 +361,9 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
     reason = f"by the method {method!r}, which no probe trains"
     if method == "bitsandbytes":
         # A dynamic quantisation keeps single layers in 16 bits, and no knob describes which.
-        kept = [str(name) for name in quantised.get("llm_int8_skip_modules") or ()]
-        layers = [name for name in kept if re.search(r"\.\d+(\.|$)", name)]
-        if layers:
-            reason = f"except for single layers ({layers[0]}), which no probe copies"
+        layer = re.search(r"\w[\w.]*\.\d+[\w.]*", str(quantised.get("llm_int8_skip_modules")))
+        if layer:
+            reason = f"except for single layers ({layer[0]}), which no probe copies"
         elif quantised.get("load_in_8bit"):
             return "int8"
         elif quantised.get("bnb_4bit_quant_type") == "nf4":

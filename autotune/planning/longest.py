@@ -350,13 +350,9 @@ def verify(
         last = attempt(tokens, None)
         if last.outcome == Outcome.OK.value:
             best = last
-            longer = _scaled(
-                tokens,
-                last.need_gib or asked.limit_gib,
-                asked.limit_gib,
-                static_gib,
-                min(upper, failed_at - STEP),
-            )
+            need_gib = last.need_gib or asked.limit_gib
+            most_tokens = min(upper, failed_at - STEP)
+            longer = _scaled(tokens, need_gib, asked.limit_gib, static_gib, most_tokens)
             if longer < tokens * (1 + LEAST_GAIN):
                 break
             tokens = longer

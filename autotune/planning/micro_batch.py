@@ -5,7 +5,6 @@ A dry probe counts the work. The device's rates were measured just before the pr
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from autotune.catalog import DeviceSpec
 from autotune.core.machine import host_memory_gib, num_cores
@@ -19,6 +18,7 @@ from autotune.problem.calibration import Calibration
 from autotune.report.values.profile import Bound, HostNeed
 
 DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16", "fp16_mixed": "fp16", "fp32": "fp32"}
+MOVES = "all that moves bytes"
 NOT_MOVED = (
     KernelClass.PRODUCTS,
     KernelClass.ATTENTION,
@@ -65,15 +65,10 @@ def bounds(
     attention = seconds_of(KernelClass.ATTENTION)
 
     if count is None:
-        unknown: dict[str, Any] = {"flops": None, "moved_bytes": None, "best_s": None}
-        seconds_by_work = {
-            "matrix products": products,
-            "attention": attention,
-            "all that moves bytes": moves,
-        }
+        works = ("matrix products", products), ("attention", attention), (MOVES, moves)
         return tuple(
-            Bound(work=name, seconds=seconds, **unknown)
-            for name, seconds in seconds_by_work.items()
+            Bound(work=work, seconds=seconds, flops=None, moved_bytes=None, best_s=None)
+            for work, seconds in works
         )
 
     # A causal mask hides half of the products of attention. Only the counts of "efficient" kernels
@@ -106,7 +101,7 @@ def bounds(
             best_s=attention_best_s,
         ),
         Bound(
-            work="all that moves bytes",
+            work=MOVES,
             seconds=moves,
             flops=None,
             moved_bytes=other_bytes,
@@ -147,8 +142,7 @@ def host_needs(
         found=tokenised_per_s,
         needed=examples_per_s,
         unit="examples/s",
-        why="it runs once, before training; at a lower rate it would take longer than an epoch of "
-        "training",
+        why="it runs once, before training, and should take less time than an epoch of training",
     )
 
     yield _cores(config)

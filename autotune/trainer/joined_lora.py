@@ -382,7 +382,9 @@ def _products_shape(
     return padded.new_empty(padded.shape[0], end - begin)
 
 
-@torch.library.custom_op("lora::joined_backward", mutates_args=())  # type: ignore[untyped-decorator]
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "lora::joined_backward", mutates_args=()
+)
 def _gradients(
     gradient: torch.Tensor,
     padded: torch.Tensor,

@@ -36,7 +36,7 @@ from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
 from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
-from .settings import DEQUANTISED, ModelSettings
+from .settings import DEQUANTISED, ModelSettings, quantization_of
 from .tiles import tile_layers
 
 QuantizedLinear = Callable[[tuple[int, int, bool], ModelSettings], nn.Module]
@@ -74,7 +74,7 @@ def load(
         arguments["config"] = config
 
     quantization = settings.bitsandbytes_arguments()
-    if quantized := PreTrainedConfig.get_config_dict(source)[0].get("quantization_config"):
+    if quantized := quantization_of(PreTrainedConfig.get_config_dict(source)[0]):
         # The config must say how the files are quantised, because transformers reads it there.
         config.quantization_config = _trainable(quantized, source, settings)
         arguments["config"] = config

@@ -22,6 +22,16 @@ DEQUANTISED = ("fp8", "mxfp4")
 UNSHARDED_SHARE = 0.9
 
 
+def quantization_of(config: dict[str, Any]) -> Any:
+    """Return the `quantization_config` in a config.json, or None if the weights are not quantised.
+
+    A wrapper may have it in the config of its text model.
+    """
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    return config.get("quantization_config") or nested or None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """Describes how to build the model."""

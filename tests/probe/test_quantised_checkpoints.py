@@ -22,7 +22,7 @@ from autotune.catalog import resolve_model
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.trainer.model_builder import config_of, load
-from autotune.trainer.settings import ModelSettings
+from autotune.trainer.settings import ModelSettings, quantization_of
 
 pytestmark = pytest.mark.probe
 
@@ -86,6 +86,10 @@ def test_blocks_of_fp8_become_16_bits(plain: Path, tmp_path: Path) -> None:
         weight = loaded.get_parameter(QUERY)
         assert weight.dtype == torch.bfloat16 and not loaded.is_quantized
         assert (weight - exact[QUERY]).abs().max() < 0.04 * exact[QUERY].abs().max()
+
+    # A wrapper may have the format in the config of its text model.
+    assert quantization_of({"text_config": {"quantization_config": FP8}}) == FP8
+    assert quantization_of({"quantization_config": FP8, "text_config": {}}) == FP8
 
     with pytest.raises(ValueError, match="is stored in fp8, which bitsandbytes cannot quantise"):
         load(checkpoint, settings("nf4"), CPU)

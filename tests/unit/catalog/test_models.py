@@ -210,6 +210,16 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
             "already quantised by the method 'gptq', which no probe trains",
         ),
         (LLAMA | {"quantization_config": 4}, "quantised by the method None"),
+        (
+            LLAMA
+            | {
+                "quantization_config": {
+                    "quant_method": "bitsandbytes",
+                    "llm_int8_skip_modules": 5,
+                }
+            },
+            "quantised to fp4",
+        ),
         (LLAMA | {"text_config": {"quantization_config": {"quant_method": "awq"}}}, "'awq'"),
         (LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised to fp4"),
         (
