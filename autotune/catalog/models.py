@@ -4,6 +4,7 @@ Only the config is read, and a model's own code is never run. An unknown `model_
 when a probe builds the model with transformers.
 """
 
+import contextlib
 import copy
 import functools
 import json
@@ -324,15 +325,18 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
     return ModelSpec(name=name, config=config, stored_as=stored_as, source="Hugging Face Hub")
 
 
-def reach_hub(name: str, file: str) -> None:
-    """Fail at once unless a file of a model is in the cache or on the Hub.
+def reach_hub(name: str, *files: str) -> None:
+    """Fail at once if the Hub cannot be reached, unless one of a model's files is in the cache.
 
-    Without this check, a download by huggingface_hub retries for 23 s if the Hub is unreachable.
+    Without this check, each download of huggingface_hub retries for 23 s. A file that is missing on
+    the Hub is no failure here.
     """
     import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError
 
-    if not isinstance(hub.try_to_load_from_cache(name, file), str):
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, file))
+    if not any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in files):
+        with contextlib.suppress(EntryNotFoundError):
+            hub.get_hf_file_metadata(hub.hf_hub_url(name, files[0]))
 
 
 def _read_config(path: Path, shown: str | None = None) -> tuple[dict[str, Any], str | None]:

@@ -384,7 +384,7 @@ def _load(directory: str) -> Any:
     refuse_special_files(Path(directory))
     try:
         if not Path(directory).is_dir():
-            reach_hub(directory, "tokenizer_config.json")
+            reach_hub(directory, "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the library raises many kinds of errors
         raise UsageError(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import ModelSpec, list_models, resolve_model
+from autotune.catalog.models import reach_hub
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.problem.constraints import NO_SDPA
@@ -374,6 +375,23 @@ def test_hub_id_fetches_the_config_alone(tmp_path, monkeypatch, hub):
     write_config(tmp_path, LLAMA | {"auto_map": {}})
     with pytest.raises(UsageError, match="somebody/model asks for code of its own"):
         resolve_model("somebody/model")
+
+
+def test_a_hub_that_lacks_a_file_is_reached_and_a_cached_file_needs_no_hub(monkeypatch, hub):
+    asked = []
+
+    def lacks(url):
+        asked.append(url)
+        raise hub.errors.EntryNotFoundError("404")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lacks)
+    reach_hub("somebody/model", "one.json", "two.json")
+    assert [url.rpartition("/")[2] for url in asked] == ["one.json"]
+
+    cached = {"two.json": "/cache/two.json"}
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: cached.get(file))
+    reach_hub("somebody/model", "one.json", "two.json")
+    assert len(asked) == 1
 
 
 def test_unreachable_hub(monkeypatch, hub):
