@@ -134,8 +134,8 @@ def test_the_readme_says_how_estimates_compare(name: str) -> None:
     spec = make_spec(Path(name), {})
     said = agreement(estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True))
     found = re.search(
-        r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;(?: (\d+) speeds, of"
-        r" which (\d+) in .*?;)?"
+        r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;"
+        r"(?: (\d+) published speeds, (\d+) of them in .*?;)?"
         r" memory ([\d.]+)% off \(median\) and ([\d.]+)% at worst",
         said,
     )
