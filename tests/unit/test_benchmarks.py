@@ -350,7 +350,7 @@ SAID = [
     ),
     (
         "transfer",
-        "| of these, host below a tenth of the time | {device_alone} |"
+        "| of these, host needs less than a tenth of the time | {device_alone} |"
         " {old_device_alone_error_median:.1%}, "
         "{old_device_alone_error_max:.0%} | {device_alone_error_median:.1%},"
         " {device_alone_error_max:.1%} |",
@@ -377,7 +377,7 @@ SAID = [
     ("transfer", "| two hosts with the same work | {hosts_differ_max:.1f} times apart |"),
     (
         "plan_speed",
-        "**{error_median:.0%} median**: speeds that others published of A100s. Of {rows} speeds,"
+        "**{error_median:.0%} median**: speeds on A100s that others published. Of {rows} speeds,"
         " {excluded} cannot",
     ),
     (
