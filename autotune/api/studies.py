@@ -172,7 +172,7 @@ class StudyResult:
         return folder / "report.html"
 
     def export(self, *formats: str, out: str | Path | None = None) -> list[Path]:
-        """Write the winner in these trainers' formats, by default in the usual formats.
+        """Write the winner in these trainers' formats, by default in a study's usual formats.
 
         Raises:
             NothingFits: no configuration succeeded.

@@ -57,7 +57,7 @@ class Ablation:
     undone: tuple[AblatedKnob, ...]
 
     def of(self, config: TrainConfig) -> bool:
-        """Whether this ablation explains `config`.
+        """Whether `config` is the winner that this ablation examined.
 
         If the study was continued after the ablation, `config` may be a newer winner.
         """
@@ -81,7 +81,7 @@ class Ablation:
 def ablated_configs(
     winner: TrainConfig, baseline: TrainConfig
 ) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield each knob with different values, and the winner with the baseline's value of this knob.
+    """Yield each knob that differs, and the winner with only this knob set to the baseline's value.
 
     Double quantisation needs quantisation, so the two knobs are reset together.
     """
@@ -97,7 +97,7 @@ def ablated_configs(
             continue
 
         config = TrainConfig(**winner.as_dict() | changes)
-        # A knob that distributes work over several GPUs has no effect on one GPU.
+        # On one GPU, TrainConfig ignores knobs that distribute work, so nothing may have changed.
         if config != winner:
             yield name, config
 
@@ -155,7 +155,7 @@ def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
         raise EnvironmentProblem(
             "the machine is too unsteady to compare speeds: two probes of the winner differ by "
             f"{difference:.0%}",
-            remedy="stop other work on this machine, and ask again",
+            remedy="stop other work on this machine, then run the command again",
         )
 
 

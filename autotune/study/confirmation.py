@@ -19,12 +19,13 @@ MAX_CONFIRMATIONS = 3
 def confirm_finalists(trials: SharedTrials) -> None:
     """Measure the finalists and the baseline again; later rounds repeat only possible winners.
 
-    The likely winner and the baseline come first, because the budget may end the confirmation. A
-    measurement that would not fit into the remaining time is skipped. If an unconfirmed
-    configuration's search measurement beats the confirmed results, that configuration becomes the
-    likely winner and is measured next. At most `limits.finalists` configurations become the likely
-    winner. A finalist that fails is replaced by the next best configuration. A full run also
-    evaluates and saves checkpoints, so the winner's confirmation does both if time allows.
+    The likely winner and the baseline come first, because the budget may be used up before the
+    other finalists are measured. A measurement that would not fit into the remaining time is
+    skipped. If an unconfirmed configuration's search measurement beats the confirmed results, that
+    configuration becomes the likely winner and is measured next. At most `limits.finalists`
+    configurations become the likely winner. A finalist that fails is replaced by the next best
+    configuration. A full run also evaluates and saves checkpoints, so the winner's confirmation
+    does both if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -46,7 +47,7 @@ def _run_round(
     """Measure each configuration in `entries` once; return False if the round was interrupted.
 
     After the first round, only configurations that may still win are measured. A configuration that
-    fails is replaced in `entries`.
+    fails is replaced in `entries`. `likely` holds the configurations that were the likely winner.
     """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
@@ -55,7 +56,7 @@ def _run_round(
         config = waiting.pop(0)
         if not (trials.can_end(config) if config in likely else trials.affords(config)):
             trials.cut(
-                "measuring the baseline as a whole"
+                "measuring the baseline with all layers"
                 if config == trials.selection.baseline()
                 else AGAIN
             )
@@ -83,10 +84,11 @@ def _run_round(
 
 
 def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainConfig]:
-    """Return the next smaller baseline that works, if no other baseline has a result.
+    """Return the baseline with the next smaller micro batch that works, as a list.
 
-    A baseline that was only probed with a few layers may fail as a whole model. Returns an empty
-    list if `failed` is no baseline, or if no smaller baseline works.
+    A baseline that was probed with only a few layers may fail with all layers. Returns an empty
+    list if `failed` is no baseline, if another baseline has a result, or if no smaller baseline
+    works.
     """
     baselines = trials.task.baselines
     if failed not in baselines or trials.selection.baseline() is not None:

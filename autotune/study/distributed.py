@@ -35,11 +35,11 @@ from autotune.study.summary import TrialRecord
 AWAIT_S = 0.2
 REAP_EVERY_S = 15.0
 
-WHOLE_SHARE = 0.1  # the most of the budget for probes of whole models in the search
-BASELINE_SHARE = 0.2  # the most of the budget for all probes of baselines
-CONFIRMATION_SHARE = 0.15  # the most of the budget to reserve for the confirmation
+WHOLE_SHARE = 0.1  # the search spends at most this share of the budget on probes of whole models
+BASELINE_SHARE = 0.2  # all probes of baselines take at most this share of the budget
+CONFIRMATION_SHARE = 0.15  # at most this share of the budget is reserved for the confirmation
 # If a single confirmation needs more than CONFIRMATION_SHARE, up to this share of the budget is
-# reserved.
+# reserved for it.
 LEAST_SHARE = 1 / 3
 
 # Numbers of candidates.
@@ -47,18 +47,19 @@ MANY = 15  # a search should evaluate at least this number of candidates
 # If the time is too short for this number of candidates, untried neighbours of the best
 # configuration are tried in place of the sampler's proposals.
 PLENTY = 40
-ENOUGH = 12  # no time is reserved for the confirmation before this number is evaluated
+ENOUGH = 12  # time is reserved for the confirmation only after this number was evaluated
 COMPILING_S = 5.0  # the assumed time to compile one candidate
 
 # If time is short, a candidate is tried only if its score by formula is at least this share of the
 # best configuration's score by formula.
 WORTH = 0.5
-# A candidate with at least this share is tried early if its code is compiled already.
+# A candidate whose code is compiled already is tried early if its score by formula is at least this
+# share of the best configuration's score by formula.
 ALIKE = 0.9
 
-LATE = 1.2  # time is reserved for probes that take this many times their predicted time
+LATE = 1.2  # the reserved time allows each probe this many times its predicted time
 LEAST_NOISE = 0.005  # the smallest relative noise that a score is assumed to have
-# The key of the study's attribute that lists the trials of coordinate searches by number.
+# The key of the study's attribute that lists the numbers of the trials of coordinate searches.
 COORDINATE_TRIALS = "climbed"
 
 
@@ -71,7 +72,7 @@ class SharedTrials:
 
     - `rows` holds the finished trials of all workers, and `selection` all measurements of each
       configuration.
-    - `too_short_for` lists, in words, the parts of the study for which the budget was too short.
+    - `too_short_for` lists, in words, the parts of the study that the budget was too short for.
     - If `rank` is set, untried configurations of this LoRA rank are proposed first.
     - `kept_s` seconds of the search time are reserved for the searches of other GPU counts.
     - `new_rows` returns the results that other workers stored since the last call.
@@ -149,9 +150,10 @@ class SharedTrials:
             )
 
     def begin(self, tried: list[TrainConfig]) -> None:
-        """Queue the configurations that a new study has tried already; their results are stored.
+        """Queue the configurations that were probed before a new study's search began.
 
-        A resumed study instead queues the trials again that its earlier sessions had no time for.
+        Their results are stored. A resumed study instead queues again the trials that its earlier
+        sessions had no time for.
         """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))
@@ -191,8 +193,8 @@ class SharedTrials:
 
         No two workers run the same configuration. If another worker is trying the proposed
         configuration, or if its trial would take longer than the time left for the search, an
-        untried configuration takes its place; a `wanted` choice is not replaced. Returns None
-        without a trial, or if the maximum number of trials is reached.
+        untried configuration takes its place; a `wanted` choice is not replaced. Returns None if
+        no configuration is left to try, or if the maximum number of trials is reached.
         """
         self.sync()
         taken = self.coordinator.taken()
@@ -348,9 +350,9 @@ class SharedTrials:
     def await_others(self) -> bool:
         """Wait a moment if another worker may still give back a trial; return whether to ask again.
 
-        Another worker may do so while any trial is running or queued. The answer is also True if
-        another worker held a configuration when this worker last asked, even if that worker has
-        finished since.
+        Another worker may give back a trial while any trial is running or queued. Also returns True
+        if another worker was trying a configuration when this worker last asked for a trial, even
+        if the other worker has finished since.
         """
         met_others = self._met_others
         self._met_others = False
@@ -406,7 +408,8 @@ class SharedTrials:
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
         """Add a result to the selection, and a record of the trial to `rows` if the trial `counts`.
 
-        `counts` is False if another worker gave the trial back. Its configuration may still win.
+        `counts` is False if another worker gave the trial back. The trial's configuration may still
+        win.
         """
         row = to_record(number, evaluation, self.task)
         if counts:
@@ -427,7 +430,7 @@ class SharedTrials:
         )
 
     def cut(self, what: str) -> None:
-        """Record a part of the study for which the budget was too short."""
+        """Record a part of the study that the budget was too short for."""
         if what not in self.too_short_for:
             self.too_short_for.append(what)
 
@@ -517,9 +520,9 @@ class SharedTrials:
     def lasting(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds to probe a candidate's truncated models.
 
-        A line is fitted to the candidates so far: their measured seconds, by the formula's time of
-        a micro batch. The function returns 0 for a candidate that was probed already, or if it
-        cannot predict.
+        The prediction is a line fitted to the candidates probed so far. It maps the formula's time
+        for a micro batch to the seconds of the probes. The function returns 0 for a candidate that
+        was probed already, or if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:

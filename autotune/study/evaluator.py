@@ -3,7 +3,8 @@
 Gate: refuse a configuration that is known or predicted not to fit. Low fidelity: real steps on two
 truncated models, extrapolated to the whole model. A configuration that will not fit or cannot win
 stops here. Full: real steps on the whole model, or the stored answer to the same request.
-Confirmation: longer measurements of the few possible winners. Every result is stored before use.
+Confirmation: longer measurements of the few possible winners. Every result is stored before the
+search uses it.
 """
 
 import math
@@ -66,7 +67,7 @@ Pruner = Callable[[TrainConfig, Extrapolation], str | None]
 
 
 class Prober(Protocol):
-    """Answers probe requests, by a running worker or from recorded results."""
+    """Answers probe requests: either a worker measures now, or recorded results are replayed."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -76,7 +77,7 @@ class Prober(Protocol):
         """Answer a request; the probe's output goes to `log`."""
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """Return the number of a model's layers and how they repeat, from the model's config.
+        """Read a model's number of layers, and how kinds of layers repeat, from the model's config.
 
         Returns None if layers cannot be left out.
         """
@@ -111,7 +112,7 @@ class _Need:
 
 @dataclass(slots=True)
 class Evaluator:
-    """The stages of one study on one device.
+    """Passes the candidates of one study through the stages, on one device.
 
     - `request` returns the request for a probe of a configuration with all layers of the model.
     - `model` is the digest of the model.
@@ -125,8 +126,8 @@ class Evaluator:
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
     - `truncated_s` and `whole_s` are the seconds of each configuration's probes of truncated and of
-      whole models in this session. A new worker's one-time loading is left out. `compiling_s` is
-      the part of `truncated_s` for compilation.
+      whole models in this session. The time that a new worker needs once to load libraries is left
+      out. `compiling_s` is the part of `truncated_s` for compilation.
     """
 
     prober: Prober
@@ -198,9 +199,9 @@ class Evaluator:
             return
         is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
-            # The result comes from a study of other data. Other row lengths change only the time of
-            # padded rows. They may also change the memory of packed rows, so these teach nothing
-            # here.
+            # The result comes from a study of other data, whose rows have other lengths. For padded
+            # rows, the lengths change only the time, so the memory can be learned. For packed rows,
+            # the lengths may change the memory too.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -231,9 +232,9 @@ class Evaluator:
     ) -> Evaluation:
         """Pass a candidate through the stages until one of them decides.
 
-        Without a pruner the whole model is measured, regardless of its predicted speed. If the
-        whole model is certain to fit, the truncated models are skipped. If its probe would take
-        longer than `spare_s`, the prediction of the truncated models is the result. Raises
+        Without a pruner, the whole model is measured, regardless of its predicted speed. If it is
+        also certain to fit, the truncated models are skipped. If a probe of the whole model would
+        take longer than `spare_s`, the prediction of the truncated models is the result. Raises
         TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
@@ -269,7 +270,9 @@ class Evaluator:
     def evaluate_low_fidelity(
         self, config: TrainConfig, trial: int | None, *, skip_if_fits: bool = False
     ) -> Evaluation | Extrapolation | None:
-        """Pass the stages before the whole model; return their decision or their prediction.
+        """Pass a candidate through the stages before the whole model.
+
+        Returns their decision, or their prediction for the whole model if they do not decide.
 
         Returns None if the truncated models predict nothing. Also returns None, without probing
         truncated models, if `skip_if_fits` is True and the whole model is certain to fit. A second
@@ -561,7 +564,7 @@ class Evaluator:
             second = self._judged(self.prober.probe(request, log))
             doubt = f"measured twice, because the first time {first.disturbed}"
             result = of_two_tries(first, second, doubt)
-        except (Cancelled, EnvironmentProblem):  # the next probe raises it again
+        except (Cancelled, EnvironmentProblem):  # the next probe raises the same exception
             result = first
         return self._store_result(trial, self._add_time_parts(result))
 

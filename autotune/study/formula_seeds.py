@@ -2,8 +2,8 @@
 
 For GPU-bound steps, the formulas' error is a few percent (`step_time`). Without a calibration, the
 time that the host needs to launch the kernels is unknown. If memory is short, this time decides
-whether small micro batches or recomputation are faster. The search probes all seeds, and coordinate
-search continues from the fastest. Only the knobs in VARIED change.
+whether small micro batches or recomputation are faster. The search probes these configurations,
+called seeds, and coordinate search continues from the fastest. Only the knobs in VARIED change.
 """
 
 import math

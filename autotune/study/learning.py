@@ -1,4 +1,4 @@
-"""The learning rate of a winner, from short real trainings; the better rates are trained longer.
+"""Find a winner's learning rate with short real trainings; the better rates are trained longer.
 
 Each training is a complete run, with warm-up and a cosine schedule that ends at zero. The best rate
 over few steps may be too large for many steps, so the last round is as long as the budget allows.
@@ -15,13 +15,13 @@ from autotune.core.json_view import also_native
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # the ratio of neighbouring rates
-# The numbers of rates to try below and above the default. More are above it, because a rate that
-# diverges shows the upper limit, and a low rate that learns little shows less for the same time.
+# The numbers of rates to try below and above the default. More rates are above, because a rate that
+# diverges reveals the upper limit, while a low rate reveals less: it only learns more slowly.
 BELOW = 3
 ABOVE = 5
 # For each round: the number of rates, and the steps relative to the first round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
-FEW = ((5, 1), (2, 3))  # the rounds for a small budget, with every second rate
+FEW = ((5, 1), (2, 3))  # the rounds for a small budget; they try only every second rate
 # The first round may add at most this number of rates, below or above the others.
 BEYOND = 2
 SEEDS = 2  # the number of seeds in the last round
@@ -65,7 +65,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The trainings of one configuration with different learning rates, in their order in time.
+    """The trainings of one configuration with different learning rates, the earliest first.
 
     `run_steps` is the number of optimizer steps of the full run, and `held_out` the number of
     evaluated examples. `others` are configurations that were trained with the best rate, for
@@ -150,7 +150,8 @@ class Learning:
             )
         if self.is_at_an_end:
             notes.append(
-                f"{self.learning_rate:.2g} is the lowest or the highest rate that was tried"
+                f"{self.learning_rate:.2g} is the lowest or the highest rate that was tried; "
+                "a rate beyond it may be better"
             )
         return notes
 

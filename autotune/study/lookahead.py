@@ -40,7 +40,7 @@ class Lookahead:
 def shallow_requests(
     evaluator: Evaluator, configs: Iterable[TrainConfig], known: Container[str] = ()
 ) -> dict[str, ProbeRequest]:
-    """Return at most MOST requests that compile these configurations, by the key of their code.
+    """Map the keys of these configurations' code to the requests that compile it, at most MOST.
 
     Configurations whose code's key is in `known`, and configurations for several GPUs, are left
     out.

@@ -53,7 +53,7 @@ class Study:
     def work(self, is_over: Callable[[], bool]) -> None:
         """Help a study that another session leads.
 
-        First run its queue, then neighbours of the best configuration, then the sampler's
+        First run the study's queue, then neighbours of the best configuration, then the sampler's
         proposals. `is_over` returns whether the leader has stopped searching.
         """
         trials = self.trials
@@ -97,7 +97,7 @@ class Study:
         trials.kept_s = 0.0
 
     def _hold_rank(self) -> None:
-        """As soon as a LoRA configuration was tried, propose only the most frequent LoRA rank.
+        """As soon as LoRA was tried, propose only the LoRA rank that most trials have.
 
         The code for this rank is compiled. Another rank changes the speed by 1 to 2 % and costs a
         compilation for each micro batch size. Higher ranks are tried at the end of the search.

@@ -98,7 +98,7 @@ class ConfigResult:
     def compared(self) -> dict[str, tuple[float | str, float | str | None]]:
         """Return (published, ours) by name for every published number.
 
-        The outcome is included if either outcome is OOM.
+        The outcome is included if the published outcome or ours is OOM.
         """
         theirs = self.case.published or Published()
 
@@ -183,7 +183,8 @@ SPEEDS = ("tokens/s", "samples/s")
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
 SEVERAL = (
-    "named configurations are probed on one GPU; for several, search with `autotune run --gpus`"
+    "named configurations are probed on one GPU; to use several GPUs, search with "
+    "`autotune run --gpus`"
 )
 COLUMNS = {
     "case": "left",
@@ -212,7 +213,9 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
         try:
             config = TrainConfig(**knobs)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{case.name}: {error}", remedy="correct it in the file") from None
+            raise UsageError(
+                f"{case.name}: {error}", remedy="correct this configuration in the file"
+            ) from None
 
         lengths = (
             Lengths.constant(config.seq_len, "given")

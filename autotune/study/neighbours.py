@@ -50,7 +50,10 @@ def _nearest_unseen(
 
 
 def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """Return variants with compiled layers and joined adapters, if the space has them."""
+    """Return variants with compiled layers and the fastest `lora_kernels`, if the space has them.
+
+    Configurations whose layers cannot be compiled are left out.
+    """
     variants = [space.config(space.clip(replace(config, **FASTEST))) for config in configs]
     return [config for config in variants if config.compile == COMPILED]
 

@@ -84,7 +84,9 @@ def differences(
 
     fleet_gib = statistics.median(reading.reserved_gib for reading in others)
     if abs(own.reserved_gib - fleet_gib) > max(MAX_MEMORY_DIFFERENCE * fleet_gib, SEGMENT_GIB):
-        reasons.append(f"it reserves {fmt_gib(own.reserved_gib)}, the fleet {fmt_gib(fleet_gib)}")
+        reasons.append(
+            f"it reserves {fmt_gib(own.reserved_gib)}, the fleet's median is {fmt_gib(fleet_gib)}"
+        )
 
     temperatures = [
         reading.temperature_c for reading in others if reading.temperature_c is not None
@@ -92,16 +94,18 @@ def differences(
     if timed and temperatures and own.temperature_c is not None:
         fleet_c = statistics.median(temperatures)
         if abs(own.temperature_c - fleet_c) > MAX_KELVIN:
-            reasons.append(f"it is at {own.temperature_c:.0f} C, the fleet at {fleet_c:.0f} C")
+            reasons.append(
+                f"it is at {own.temperature_c:.0f} C, the fleet's median is {fleet_c:.0f} C"
+            )
     return reasons
 
 
 @dataclass(slots=True)
 class NodeMonitor:
-    """Compares this node with the others from time to time.
+    """Compares this node with the other nodes of the study, again every CHECK_EVERY_S seconds.
 
-    Its readings are stored, but they are not results of the study. `selection` belongs to the
-    resumed study; `timed` says whether speeds and temperatures count.
+    This node's readings are stored, but they are not results of the study. `selection` belongs to
+    the resumed study; `timed` says whether speeds and temperatures count.
     """
 
     prober: "Prober"
@@ -148,8 +152,8 @@ class NodeMonitor:
         else:
             own = NodeReading.of(result.measurement)
             if self._is_warm:
-                # This GPU has worked since its first check, so it is warmer than the others were at
-                # theirs.
+                # This GPU has worked since its first check, so it is warmer than the other GPUs
+                # were at their first checks.
                 own = replace(own, temperature_c=None)
             reasons = differences(own, others, timed=self.timed)
 

@@ -31,7 +31,7 @@ class Node:
     """One process that probed for a study.
 
     - `name` is the name of its worker: host, pid and start time in ticks, separated by colons.
-    - A reading is a measurement of the baseline. Without a reading, all its values are None.
+    - A reading is a measurement of the baseline. Without a reading, the fields it fills are None.
     - `num_failed` counts probes that failed for reasons other than memory.
     - `config` is the configuration of the reading, taken at `read_at`.
     - `variation` is the relative standard deviation of the timed micro batches. `relative_speed` is
@@ -107,7 +107,8 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
     """Return the configuration that all nodes measured.
 
-    It is the configuration of the nodes' readings, otherwise the study's first baseline that fits.
+    It is the configuration of the nodes' readings. Without readings, it is the study's first
+    baseline that fits.
     """
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}

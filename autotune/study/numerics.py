@@ -1,7 +1,7 @@
 """The numerics check: whether a cheaper number format trains like the reference.
 
 It compares the losses of the same micro batches. The comparison needs real weights: with random
-weights the loss is about the logarithm of the vocabulary in any format.
+weights, the loss is about the logarithm of the vocabulary's size in any format.
 """
 
 import statistics
@@ -18,7 +18,7 @@ FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torc
 
 
 def in_question(config: TrainConfig) -> str:
-    """Name the formats that are coarser than the reference's; empty without any.
+    """Name the configuration's formats that are coarser than the reference's, or return "".
 
     Example: 'fp16_mixed and adamw_8bit'.
     """
@@ -29,7 +29,7 @@ def in_question(config: TrainConfig) -> str:
 
 
 def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
-    """Return the same batches and optimizer in the reference format.
+    """Return a configuration with the same batches and optimizer in the reference format.
 
     The format is bf16 under autocast, or fp32 if the device has no bf16, with 32-bit optimizer
     state. Every layer is recomputed, so that the reference fits if possible. Returns None for an
@@ -51,9 +51,9 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
 
 
 def deviation(measurement: Measurement, reference: Measurement) -> float | None:
-    """The mean relative difference of the losses of the micro batches that both ran.
+    """The mean relative difference of the losses of the micro batches that both probes ran.
 
-    It is None if they have no micro batch in common.
+    It is None if the probes have no micro batch in common.
     """
     shared = list(zip(measurement.losses, reference.losses, strict=False))
     return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

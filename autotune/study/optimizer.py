@@ -1,8 +1,8 @@
-"""The interface to Optuna: the next configuration to try, and the outcome of each.
+"""The interface to Optuna, which proposes configurations and learns their outcomes.
 
-A trial that runs out of memory gets the state PRUNED and its memory margin, which is positive. It
-never gets FAIL, because samplers ignore failed trials. FAIL marks trials that have to run again.
-The history is returned as plain data.
+A trial that runs out of memory gets the state PRUNED and a constraint: its memory margin, which is
+positive. It never gets FAIL, because samplers ignore failed trials. FAIL marks trials that have to
+run again. Finished trials are returned as plain data.
 """
 
 import contextlib
@@ -229,7 +229,7 @@ class Optimizer:
 
     @retried
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
-        """Begin a trial: the `wanted` choice, else the queue's next, else the sampler's."""
+        """Begin a trial of the `wanted` choice, else the next queued, else the sampler's choice."""
         if self._is_asking:
             # The last call of this method was interrupted and may have left a running trial behind.
             for trial in self._in_state(TrialState.RUNNING):
@@ -281,8 +281,8 @@ class Optimizer:
     def _begin(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
         """Begin a trial of this choice.
 
-        Optuna's public interface is its queue, but another worker could take the trial from the
-        queue. So this method uses private functions of Optuna.
+        Optuna's only public way is to queue the choice, but another worker could take the trial
+        from the queue. So this method uses private functions of Optuna.
         """
         known = {
             name: distribution(knob)
@@ -378,7 +378,7 @@ class Optimizer:
     def give_back(self, number: int) -> bool:
         """Put an unfinished trial back into the queue, as a new trial.
 
-        Returns False if another worker did so.
+        Returns False if another worker has put it back already.
         """
         chosen = _chosen(self._trial(number))
         if not self.withdraw(number):

@@ -143,7 +143,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     if spec.verify:
         raise UsageError(
             f"--verify runs the exported script on {gpus} GPUs, "
-            f"but a rank is simulated on one of {here}",
+            f"but this machine has {here} and simulates a rank on one of them",
             remedy="omit --verify, and run `autotune verify` on a machine with the GPUs",
         )
 
@@ -167,7 +167,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         )
 
     played = " or ".join(str(number) for number in numbers if number > 1)
-    say(f"one GPU simulates a rank of {played}: memory is measured, speeds are projected")
+    say(f"one GPU simulates one of {played} ranks: memory is measured, speeds are projected")
     return replace(setup, task=replace(task, world=World.FAKE))
 
 

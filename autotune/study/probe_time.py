@@ -1,9 +1,10 @@
 """The predicted duration of a probe of a whole model.
 
-The prediction uses probes of a few of its layers, or an earlier probe. The times of loading and of
-a micro batch are linear in the number of layers. A probe has a lead (warm-up steps) and rounds of
-steps (`probe.schedule`). The lead and the first round scale with the number of micro batches and
-their time. Timing covers whole rounds, sometimes including the first.
+The prediction uses an earlier probe of the whole model, or probes of a few of its layers. The times
+of loading and of a micro batch are linear in the number of layers. A probe has a lead (warm-up
+steps) and rounds of steps (`probe.schedule`). The time of the lead and the first round is
+proportional to the number of micro batches and to their time. Timing covers complete rounds,
+sometimes including the first.
 """
 
 import statistics
@@ -70,7 +71,7 @@ class ProbeTimes:
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
 
     def whole_s(self, request: ProbeRequest) -> float | None:
-        """The seconds of a probe of the whole model, or None without a known probe."""
+        """The seconds of a probe of the whole model, or None without a probe to predict from."""
         probed = self._times_of.get(request.config, {})
         known = probed.get(WHOLE) or (probed[max(probed)] if probed else None)
         if known is None:
@@ -109,9 +110,9 @@ class ProbeTimes:
         return load_s + first_s + timed_s + new_lengths_s + evaluated_s
 
     def _extrapolate(self, by_depth: dict[int, float]) -> float:
-        """Extrapolate to the whole model on the line through two depths.
+        """Extrapolate a time to the whole model on the line through two depths.
 
-        With one depth, the value is proportional to the depth.
+        With one depth, the time is assumed to be proportional to the depth.
         """
         wide = max(by_depth)
         num_layers = self.shape.num_layers if self.shape else wide

@@ -1,6 +1,8 @@
 """The ranking of measured configurations: the cheapest wins, or a more capable one within a slack.
 
-The score of a configuration is its useful tokens per second (`performance.score`).
+The score of a configuration is its useful tokens per second (`performance.score`). A more capable
+configuration can learn more, for example with a higher LoRA rank. It wins if it costs at most the
+slack (5 % by default) more than the cheapest.
 """
 
 import math
@@ -82,7 +84,7 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
 
 
 def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
-    """Return the candidates that are within the slack and of the best class, the fastest first."""
+    """Return the candidates of the best class among those within the slack, the fastest first."""
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
     best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
     return [
@@ -116,7 +118,8 @@ def why(
     """Explain in words why `choose` preferred the winner.
 
     The text also says why no more capable configuration of the space won. `best` describes the
-    configuration with the highest score.
+    configuration with the highest score. The floors that the text mentions are the user's minimum
+    requirements, which all configurations of the space meet.
     """
     cheapest = max(candidates, key=lambda candidate: candidate.score)
     capability = winner.config.capability

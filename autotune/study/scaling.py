@@ -1,4 +1,4 @@
-"""One run on several numbers of GPUs, as values: the rows of `plan --gpus` and of a report."""
+"""The plans of one run for several numbers of GPUs: the rows of `plan --gpus` and of a report."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")
 class RankPlan:
     """The best configuration of one parallel strategy, on GPUs split evenly over `hosts` hosts.
 
-    `estimate` covers one GPU, except its cost, which covers all GPUs. It is None if training is
-    impossible; `problem` then gives the reason. `step` and `accumulation` belong to each GPU.
+    `estimate` covers one GPU, except its cost, which covers all GPUs. `estimate` is None if
+    training is impossible; `problem` then gives the reason. `step` and `accumulation` belong to
+    each GPU.
     `num_without_speed` is the number of further configurations that fit without a predicted speed.
     `efficiency` is the speed per GPU, relative to the speed per GPU at the plan's smallest GPU
     count.
@@ -57,7 +58,7 @@ class RankPlan:
 
     @property
     def label(self) -> str:
-        """The configuration in one line, with the strategy's precision; empty without one."""
+        """The configuration in one line, with the strategy's precision; empty if there is none."""
         if self.estimate is None:
             return ""
         config = self.estimate.config
@@ -165,8 +166,8 @@ class GpuPlan:
 class Scaling:
     """The run on each number of GPUs, the fewest first.
 
-    The winner takes `own` GPUs. For the numbers in `known`, the rows come from the study's best
-    configurations. For other numbers, the rows are projections of the winner.
+    The winner uses `own` GPUs. For the GPU counts in `known`, the rows come from the study's best
+    configurations. For other GPU counts, the rows are projections of the winner.
     """
 
     own: int = 1

@@ -223,9 +223,9 @@ class Selection:
     def close_calls(self) -> list[TrainConfig]:
         """Return extrapolated configurations worth measuring as whole models, the best first.
 
-        These include the best of each result cell within the slack of the fastest. They also
-        include pruned configurations that could win now, because the rival that ruled them out may
-        no longer be within the slack.
+        These include the best configuration of each result cell, if its score is within the slack
+        of the best measured score. They also include pruned configurations that could win now,
+        because the rival that ruled them out may no longer be within the slack.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -254,7 +254,7 @@ class Selection:
         return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """Return the winner among confirmed configurations and others that certainly beat them."""
+        """Return the winner among the confirmed configurations and any that surely beat them."""
         pool = self._add_faster(self._score_confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
 
@@ -304,7 +304,10 @@ class Selection:
         difference = self._deviation(config)
         if difference is None or difference <= BOUND:
             return None
-        return f"its losses are {difference:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
+        return (
+            f"its losses are {difference:.1%} off those of {REFERENCE} "
+            f"(at most {BOUND:.0%} is allowed)"
+        )
 
     def _reference_of(self, config: TrainConfig) -> TrainConfig | None:
         if (
@@ -332,8 +335,8 @@ class Selection:
             return f"unknown: with random weights, the loss does not show the effect of {doubtful}"
         if self.task.is_simulated(config):
             return (
-                "unknown: one GPU simulated a rank of several, so the loss does not show the effect"
-                f" of {doubtful}"
+                "unknown: one GPU simulated one of several ranks, so the loss does not show the "
+                f"effect of {doubtful}"
             )
         difference = self._deviation(config)
         if difference is None:
@@ -445,7 +448,7 @@ class Selection:
         """The cost of the full run, or of a run with `examples` examples if that is given.
 
         `of` gives the measurements to use, by default the best known. If other GPUs were probed in
-        place of the target, the run's pauses are unknown.
+        place of the target, the run's pauses (for evaluation and checkpoints) are unknown.
         """
         task = self.task
         return project(
@@ -587,7 +590,7 @@ class Selection:
     def _contenders(self) -> list[CandidateRecord]:
         """Return the records that were measured or can still win by extrapolation.
 
-        If there is none, return all records with an extrapolation.
+        If there is no such record, return all records with any measurement or extrapolation.
         """
         known = [record for record in self.records.values() if record.best_known]
         return [
@@ -611,11 +614,11 @@ class Selection:
     def _add_faster(self, pool: list[Scored]) -> list[Scored]:
         """Return the pool plus the unconfirmed configurations that beat its winner.
 
-        These are other contenders and the baseline, scored by all their measurements. The budget
-        may leave no time to confirm them, and a slower confirmed winner must not win over them. A
-        faster configuration is not added if the confirmed winner is more capable, and within the
-        slack of the speed of the faster configuration's slowest steps. With a deadline only the
-        baseline can be added, because confirmations measure pauses.
+        The other contenders and the baseline are considered, scored by all their measurements. The
+        budget may leave no time to confirm them, and a slower confirmed winner must not win over
+        them. A faster configuration is not added if the confirmed winner is more capable and within
+        the slack of its score, computed from its slowest steps. With a deadline, only the baseline
+        can be added, because only confirmations measure the run's pauses.
         """
         if not pool:
             return pool
@@ -655,7 +658,7 @@ class Selection:
         )
 
     def _score(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
-        """Score each record that can win by the measurements that are given with it."""
+        """Score each record that can win, using the measurements paired with it."""
         pool = []
         for record, measurements in known:
             if record.cannot_win:
@@ -703,8 +706,8 @@ class Selection:
         doubts = []
         if baseline is not None and self.record(baseline).evidence is Evidence.EXTRAPOLATED:
             doubts.append(
-                "the baseline was not probed at full depth: the speed-up rests on a few layers of "
-                "it"
+                "the baseline was not probed at full depth: its speed is extrapolated from a few "
+                "layers"
             )
         if record.evidence is Evidence.EXTRAPOLATED:
             return [
@@ -874,12 +877,12 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         of_host = (
             "as measured here"
             if host is None
-            else f"{host:.3g} times as fast, as both hosts were calibrated"
+            else f"{host:.3g} times as fast, because both hosts were calibrated"
         )
         caveats.append(
             f"probed on {task.measured_on.name} with its memory capped to that of "
             f"{task.device.name}: memory is measured; speeds are projected from data sheets"
-            f"{calibrated} (products {faster}), the host's part {of_host}; "
+            f"{calibrated} (matrix products {faster}), the host's work {of_host}; "
             "power, clocks and kernels are those of the GPU that ran the probes"
         )
 
@@ -888,8 +891,8 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None
     ):
         caveats.append(
-            f"one GPU simulated a rank of {config.num_gpus}: memory and computation are measured, "
-            "with memory reserved for NCCL; communication between the GPUs at "
+            f"one GPU simulated one of {config.num_gpus} ranks: memory and computation are "
+            "measured, with memory reserved for NCCL; communication between the GPUs at "
             f"{link_gb_s:,.0f} GB/s is added by formula"
         )
 

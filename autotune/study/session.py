@@ -1,8 +1,8 @@
-"""One process's session of a study: its prober and database connections, and the uses of both.
+"""One process's session of a study: its prober, its database, and the functions that use them.
 
 The session closes prober and connections at its end. `Leader` runs a study, `work` helps with a
-study that another process leads, `explain` probes a winner's knobs. A session first starts the
-worker process, which loads torch while the rest is set up.
+study that another process leads, `explain` resets a winner's knobs one at a time and probes the
+results. A session first starts the worker process, which loads torch while the rest is set up.
 """
 
 import math
@@ -204,7 +204,7 @@ def _explained(study: str) -> str:
 
 
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
-    """The memory of a probe by formula; a simulated rank has no memory for NCCL."""
+    """The memory of a probe by formula; a simulated rank uses no memory for NCCL."""
     objective = task.workload.objective
     breakdown = memory_of(
         task.model, task.workload.with_mask(config), micro_steps, objective=objective
@@ -285,7 +285,7 @@ class Leader:
         If no configuration fits, the study stores the attempts.
 
         Raises:
-            UsageError: another process leads the study, or its options differ from before.
+            UsageError: another process leads the study, or a resumed study has other options.
             Cancelled: the user asked to stop, or the budget was over, before the search began.
         """
         session = self.session
@@ -360,7 +360,8 @@ class Leader:
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(
-                "--shallow-only: this model's layers cannot be left out (too few, or no two alike)",
+                "--shallow-only: this model's layers cannot be left out "
+                "(it has too few layers, or no two layers are alike)",
                 remedy="omit --shallow-only",
             )
         return adapt_to_layers(setup, shape), shape
@@ -507,7 +508,7 @@ class Leader:
         shallow = (
             evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
         )
-        # The probes are stored under another study's name, as in `explain`. No stored result is
+        # The probes are stored under a separate study's name, as in `explain`. No stored result is
         # reused, so all speeds come from one round of probes.
         separate_evaluator = replace(
             evaluator, study=_explained(trials.task.study), shallow_only=shallow, reuses=False
@@ -816,7 +817,7 @@ def explain(
     shape = session.prober.describe(task.model.config)
     shallow = shape is not None and depths_of(shape, winner) is not None
 
-    # The probes are stored under another study's name, so that they cannot change this study's
+    # The probes are stored under a separate study's name, so that they cannot change this study's
     # winner.
     study = _explained(task.study)
     evaluator = session.evaluator(

@@ -130,7 +130,7 @@ class Recipe:
 
     @property
     def default_learning_rate(self) -> float:
-        """The usual learning rate for such a training."""
+        """The usual learning rate for the winner's method, the objective and the model's size."""
         return default_learning_rate(self.config.method, self.workload.objective, self.model.params)
 
     @property
@@ -183,7 +183,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One finished trial. `margin` is signed: memory needed / limit - 1."""
+    """One finished trial. `margin` is memory needed / limit - 1, positive if it does not fit."""
 
     number: int
     config: TrainConfig
@@ -222,7 +222,7 @@ class Quality:
     """The finalists, each trained for `steps` optimizer steps from one seed.
 
     All train on the same `trained_on` examples. A loss is the mean loss per token over `held_out`
-    other examples, each truncated to `tokens`.
+    other examples, each truncated to `tokens` tokens.
     """
 
     steps: int
@@ -378,10 +378,10 @@ class Projections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """A whole study. `recipe` is None if no trial succeeded.
+    """The results of a study. `recipe` is None if no trial succeeded.
 
-    Seconds are wall seconds over all sessions. `probes` has all stored results in order. A result
-    without a probe has no seconds. `cards` and `scaling` project the winner's run to other cards
+    `wall_seconds` covers all sessions. `probes` has all stored results in order. A result that
+    needed no probe has no seconds. `cards` and `scaling` project the winner's run to other cards
     and other numbers of GPUs.
     """
 

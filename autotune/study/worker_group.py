@@ -1,6 +1,6 @@
 """The additional workers of a study, on the other GPUs of this machine or of a Ray cluster.
 
-Each is an `autotune worker` process, which ends with the leader or before. Lost workers are not
+Each is an `autotune worker` process, which ends no later than the leader. Lost workers are not
 restarted, because their trials are queued again once their leases (reservations) expire.
 """
 
@@ -110,7 +110,7 @@ def local_workers(
                     f"{out}/worker-{number}/logs"
                 )
                 progress.note(text, "yellow")
-            process.terminate()  # all workers first, then wait for each
+            process.terminate()  # signal all workers first, then wait for each
 
         for process in processes:
             _end(process)
@@ -141,11 +141,11 @@ def ray_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """While the block runs, run a worker on each GPU of a Ray cluster that is like this machine's.
+    """While the block runs, run a worker on each GPU in a Ray cluster that has this GPU's type.
 
-    The leader's own GPU gets no worker. Ray only places the workers: an actor holds a GPU and
-    starts `autotune worker` as a process that ends with the actor. Without an address there are no
-    workers. The workers end in the same way as in `local_workers`.
+    This GPU, which the leader uses, gets no worker. Ray only places the workers: an actor holds a
+    GPU and starts `autotune worker` as a process that ends with the actor. Without an address there
+    are no workers. The workers end in the same way as in `local_workers`.
 
     Raises:
         EnvironmentProblem: there is no such cluster, or it has no device to probe on.

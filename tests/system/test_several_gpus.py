@@ -142,7 +142,7 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any])
         and recipe.winner.cost.evidence is Evidence.PROJECTED
     )
     assert recipe.winner.cost.usd_per_hour == 2.0 and recipe.winner.cost.pauses is None
-    assert any("one GPU simulated a rank of 4" in caveat for caveat in recipe.caveats)
+    assert any("one GPU simulated one of 4 ranks" in caveat for caveat in recipe.caveats)
     assert result.record.task.plays_ranks and result.record.task.search_price.usd_per_hour == 0.5
 
     # A step of one measurement takes what was computed, and what four ranks send each other; the
@@ -158,7 +158,7 @@ def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any])
     assert recipe.winner.performance.spread[1] > 0
     exported = tmp_path / "runs" / "played" / "export" / "train_config.json"
     assert json.loads(exported.read_text())["num_gpus"] == 4
-    with pytest.raises(UsageError, match="plays ranks differs"):
+    with pytest.raises(UsageError, match="simulation of ranks differs"):
         tune(**options, gpus=4, study="played")
 
 

@@ -1,9 +1,9 @@
 """The workers of a study, their leases of configurations, and the detection of lost workers.
 
-A lease reserves a configuration for one worker. It is a unique row of the database, so two workers
-never probe the same configuration. Each worker counts its heartbeats in the database. The other
-workers measure, by their own clocks, how long that count has not changed, so the clocks need not
-agree. A worker on this machine counts as lost as soon as its process ends.
+A lease reserves a configuration for one worker. Each lease is a unique row of the database, so two
+workers never probe the same configuration. Each worker counts its heartbeats in the database. The
+other workers measure, by their own clocks, how long that count has not changed, so the clocks need
+not agree. A worker on this machine counts as lost as soon as its process ends.
 """
 
 import json

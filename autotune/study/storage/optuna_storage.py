@@ -1,4 +1,4 @@
-"""Optuna's tables: opening them, translating their errors, and listing a database's studies."""
+"""Optuna's tables: open them, translate Optuna's errors, and list a database's studies."""
 
 import contextlib
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def study_names(url: str) -> list[str]:
 
 
 def all_attributes(url: str) -> dict[str, dict[str, Any]]:
-    """Read the attributes of every study at once, by its name, the oldest first."""
+    """Map the name of every study to its attributes, the oldest study first."""
     with optuna_errors(url), opened_storage(url) as storage:
         return {study.study_name: dict(study.user_attrs) for study in storage.get_all_studies()}
 
@@ -68,7 +68,7 @@ def read_record(url: str, name: str) -> StudyRecord | None:
     """Read the record of a study; return None if the study does not exist or has not begun.
 
     Raises:
-        UsageError: another version of autotune wrote it.
+        UsageError: another version of autotune wrote the study.
         StorageError: the database cannot be read, or the record is damaged.
     """
     with optuna_errors(url), opened_storage(url) as storage:

@@ -1,6 +1,6 @@
-"""Rows that wait for their database, in a file.
+"""A file of rows that wait until their database can be reached.
 
-The file takes a line per row while the database is unreachable, and is removed afterwards.
+Each row is one line of the file. The file is removed once the database contains its rows.
 """
 
 import fcntl

@@ -1,6 +1,7 @@
-"""Probe results in a table beside Optuna's: append-only, looked up by request and fingerprint.
+"""The table of probe results, next to Optuna's. Rows are found by request and fingerprint.
 
-A result that cannot be written waits in an outbox file, because it cost GPU time.
+Rows are added, never changed. A result that cannot be written waits in an outbox file, because it
+cost GPU time.
 """
 
 import json

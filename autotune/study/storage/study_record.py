@@ -1,4 +1,4 @@
-"""The record of a study in its database, in addition to trials and probes.
+"""The record of a study in its database: all facts about the study except trials and probes.
 
 The record is versioned and has named fields. Each field is a user attribute of the Optuna study, as
 JSON, so the leader and its workers can update their own fields independently. A record of another
@@ -93,7 +93,7 @@ class StudyRecord:
     quality: Quality | None = None
     verification: Verification | None = None
     learning: Learning | None = None
-    too_short_for: tuple[str, ...] = ()  # the parts for which the last session had no time
+    too_short_for: tuple[str, ...] = ()  # the parts that the last session had no time for
     ablation: Ablation | None = None
     decomposition: Decomposition | None = None
 
@@ -115,7 +115,7 @@ class StudyRecord:
             "device": task.device.name,
             "data sheet": to_data(replace(task.device, given=None)) if task.device.given else None,
             "measured on": (task.measured_on or task.device).name,
-            "plays ranks": task.plays_ranks,
+            "simulation of ranks": task.plays_ranks,
             "deadline in hours": task.within_hours,
             "trainer": task.trainer,
             "workload": task.workload.facts(),
@@ -124,7 +124,7 @@ class StudyRecord:
             "memory in GiB": round(self.terms.memory_gib),
             "headroom": self.terms.headroom,
             "fingerprint": to_data(self.fingerprint),
-            "reserve opened": self.reserve_opened,
+            "use of the reserve space": self.reserve_opened,
             "shallow only": self.shallow_only,
             "space": task.space.describe(),
         }

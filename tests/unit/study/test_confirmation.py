@@ -433,10 +433,15 @@ def test_close_calls_leave_the_time_of_confirmation(
     [
         (100.0, 10.0, "A1+ B1 C1 A2", []),
         # more than a fifth of 400 s
-        (100.0, 90.0, "A1+ C1 A2", ["measuring the baseline as a whole"]),
+        (100.0, 90.0, "A1+ C1 A2", ["measuring the baseline with all layers"]),
         # each takes 10 s, and may take 12
         (13.5, 10.0, "A1+ B1", ["measuring the finalists again"]),
-        (5.0, 10.0, "", ["measuring the finalists again", "measuring the baseline as a whole"]),
+        (
+            5.0,
+            10.0,
+            "",
+            ["measuring the finalists again", "measuring the baseline with all layers"],
+        ),
     ],
 )
 def test_what_does_not_fit_into_the_time_left_is_not_begun(

@@ -52,15 +52,15 @@ def test_nothing_is_apart_where_there_are_no_others() -> None:
         ({"micro_s": 0.52, "reserved_gib": 20.3, "temperature_c": 64.0}, []),
         ({"micro_s": 0.55}, ["-9% tokens/s against the fleet's median (1980 MHz, 650 W)"]),
         ({"micro_s": 0.45, "about": ""}, ["+11% tokens/s against the fleet's median"]),
-        ({"reserved_gib": 21.0}, ["it reserves 21.0 GiB, the fleet 20.0 GiB"]),
-        ({"reserved_gib": 19.0}, ["it reserves 19.0 GiB, the fleet 20.0 GiB"]),
+        ({"reserved_gib": 21.0}, ["it reserves 21.0 GiB, the fleet's median is 20.0 GiB"]),
+        ({"reserved_gib": 19.0}, ["it reserves 19.0 GiB, the fleet's median is 20.0 GiB"]),
         ({"reserved_gib": 19.7}, []),
-        ({"reserved_gib": 20.45}, ["it reserves 20.4 GiB, the fleet 20.0 GiB"]),
+        ({"reserved_gib": 20.45}, ["it reserves 20.4 GiB, the fleet's median is 20.0 GiB"]),
         ({"micro_s": 0.524}, []),
         ({"micro_s": 0.477}, []),
         ({"micro_s": 0.475}, ["+5% tokens/s against the fleet's median (1980 MHz, 650 W)"]),
-        ({"temperature_c": 70.0}, ["it is at 70 C, the fleet at 55 C"]),
-        ({"temperature_c": 40.0}, ["it is at 40 C, the fleet at 55 C"]),
+        ({"temperature_c": 70.0}, ["it is at 70 C, the fleet's median is 55 C"]),
+        ({"temperature_c": 40.0}, ["it is at 40 C, the fleet's median is 55 C"]),
         ({"temperature_c": 65.0}, []),
         ({"temperature_c": None}, []),
     ],
@@ -205,5 +205,5 @@ def test_a_node_that_has_worked_may_be_warm(start: Start, tmp_path: Path) -> Non
     session = begun(start)
     assert node(session, tmp_path, at(55.0)).check() == []
     warm = node(session, tmp_path, at(80.0))
-    assert warm.check() == ["it is at 80 C, the fleet at 55 C"]
+    assert warm.check() == ["it is at 80 C, the fleet's median is 55 C"]
     assert warm.check() == []

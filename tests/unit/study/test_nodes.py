@@ -76,7 +76,7 @@ def test_who_is_apart_and_why() -> None:
     assert found["a:1:1"].apart == found["b:1:1"].apart == ()
     assert [reason.split(" (")[0] for reason in found["c:1:1"].apart] == [
         "-17% tokens/s against the fleet's median",
-        "it is at 81 C, the fleet at 55 C",
+        "it is at 81 C, the fleet's median is 55 C",
     ]
     assert (
         found["c:1:1"].relative_speed == pytest.approx(0.5 / 0.6)
@@ -86,7 +86,7 @@ def test_who_is_apart_and_why() -> None:
         replace(TASK, device=resolve_device("cpu")), [read("a:1:1"), read("b:1:1", 0.6)]
     )
     assert [node.relative_speed for node in on_cpu] == [None, None]  # they share the processors
-    assert found["d:1:1"].apart == ("it reserves 30.6 GiB, the fleet 20.4 GiB",)
+    assert found["d:1:1"].apart == ("it reserves 30.6 GiB, the fleet's median is 20.4 GiB",)
     warm = named(read("a:1:1"), read("c:1:1", telemetry=hot, warm=True))
     # it had worked before
     assert warm["c:1:1"].apart == () and warm["c:1:1"].telemetry.temperature_c == 81.0

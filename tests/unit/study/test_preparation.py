@@ -86,7 +86,8 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
             True,
         )
         assert said.pop() == (
-            f"one GPU simulates a rank of {asked['gpus']}: memory is measured, speeds are projected"
+            f"one GPU simulates one of {asked['gpus']} ranks: memory is measured, "
+            "speeds are projected"
         )
         assert task.search_price == task.price
 
@@ -95,7 +96,7 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
     ("options", "reason"),
     [
         ({"play_ranks": True}, "needs several GPUs"),
-        ({"gpus": 4, "verify": True}, "a rank is simulated on one of 2"),
+        ({"gpus": 4, "verify": True}, "this machine has 2 and simulates a rank"),
         ({"gpus": 4, "gpu": "rtx-4090"}, "the interconnect bandwidth of .* is unknown"),
         (
             {"gpus": 4, "pins": {"sharding": "fsdp2", "offload": True}},

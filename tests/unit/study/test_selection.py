@@ -520,7 +520,7 @@ def test_losses_off_by_more_than_two_percent_are_unsound():
         "its losses are 2.5% off those of bf16 under autocast (fp32 on devices without"
         " bf16) and 32-bit"
         " optimizer state "
-        "(at most 2%)"
+        "(at most 2% is allowed)"
     )
     assert made.missing_reference(COARSE) is None and made.unsound(FAST) is None
     assert compared((3.0, 2.06), (3.0, 2.0)).unsound(COARSE) is None
@@ -618,7 +618,7 @@ def test_a_baseline_that_was_only_extrapolated_is_still_compared_with():
         Evidence.EXTRAPOLATED,
     )
     assert recipe.caveats == (
-        "the baseline was not probed at full depth: the speed-up rests on a few layers of it",
+        "the baseline was not probed at full depth: its speed is extrapolated from a few layers",
     )
     made.confirm(SLOW, steady(1.0))
     recipe = made.recipe(FINGERPRINT)
@@ -946,8 +946,8 @@ def test_a_card_that_was_calibrated_is_named_where_speeds_are_projected():
         for one in made.recipe(FINGERPRINT).caveats
         if one.startswith("probed on h100-sxm with its")
     ]
-    assert f"from data sheets, h100-sxm {card.label} (products 0.5 times as fast" in caveat
+    assert f"from data sheets, h100-sxm {card.label} (matrix products 0.5 times as fast" in caveat
     made.task = replace(made.task, calibration=calibration("a10"))  # of neither card
-    assert "speeds are projected from data sheets (products" in " ".join(
+    assert "speeds are projected from data sheets (matrix products" in " ".join(
         made.recipe(FINGERPRINT).caveats
     )
