@@ -1,4 +1,4 @@
-"""Compiles decoder layers for a dry probe: torch chooses what to recompute, but makes no kernels.
+"""Compiles decoder layers for a dry probe: torch plans the recomputation, but makes no kernels.
 
 AOTAutograd partitions the graph of a layer into forward and backward pass, as it does for Inductor.
 The partition decides which activations the layer keeps. The value of an element-wise operation
@@ -30,7 +30,8 @@ from autotune.trainer.lean_trainer import budget_options
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}
-GRAPHS = 64  # the most graphs of one function: a few shapes of a few kinds of layers
+# The most compiled graphs of one function: a few shapes for each of a few kinds of layers.
+GRAPHS = 64
 
 
 def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -> None:

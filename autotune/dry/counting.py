@@ -43,7 +43,8 @@ from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
 WORKSPACE = 64 * MIB  # bytes: on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
-# bytes: the workspace of the second CUDA stream, which computes the gradients of joined adapters
+# bytes: the workspace of a second CUDA stream, on which `trainer.joined_lora` computes the
+# gradients of adapters
 SIDE_WORKSPACE = WORKSPACE // 2
 NF4_BLOCK = 64  # bitsandbytes stores one scale for each block of this number of weights
 NESTED_BLOCK = 256  # bitsandbytes stores one nested scale for each block of this number of scales
@@ -120,7 +121,7 @@ class CountedStep:
         self._model.train()
 
     def _prepare_training(self, settings: ModelSettings) -> None:
-        """Add checkpointing and adapters to the base, and join the adapters if so configured."""
+        """Add checkpointing and adapters to the base, and join adapters if the settings say so."""
         set_checkpointing(self._base, settings)
         self._model = trainable_model(self._base, settings, self._device)
         if not settings.adapters_in_fp32:
@@ -183,8 +184,8 @@ class CountedStep:
                 self._model.eval()
             counter.begin()
 
-            # Trainer fetches all micro batches of a step at once, so the inputs of all of them
-            # exist.
+            # Trainer fetches all micro batches of a step at once, so all their inputs are in
+            # memory.
             batches = [self._batch() for _ in range(max(self._request.micro_steps, 1))]
             self._enter("evaluate" if evaluates else "forward")
             with torch.no_grad() if evaluates else nullcontext():
@@ -297,7 +298,7 @@ class CountedStep:
 
 
 def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Give new adapters the dtype of the base, as PEFT does unless they are on the meta device."""
+    """Give new adapters the base's dtype. PEFT does so itself, except on the meta device."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
 

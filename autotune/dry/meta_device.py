@@ -1,4 +1,4 @@
-"""Makes torch's meta device act like CUDA in training: autocast, attention kernels, no data reads.
+"""Makes torch's meta device act like CUDA in training: autocast, attention, dropout, mask checks.
 
 Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. But torch has
 a dispatch key for the autocast of third-party devices. This module registers casts under that key,
@@ -122,7 +122,7 @@ def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Set the autocast state of CUDA and of the key that casts, instead of the meta device's."""
+    """Set the autocast state of CUDA and of the key with the casts, not of the meta device."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):

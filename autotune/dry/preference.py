@@ -30,7 +30,8 @@ META = torch.device("meta")
 class DryTrlStep:
     """The micro batch of a request and its loss, made by TRL's trainer for the objective.
 
-    `reference` is the untrained model if all weights are trained, otherwise None.
+    `reference` is a copy of the untrained model if the objective needs one and all weights are
+    trained, otherwise None.
     """
 
     reference: nn.Module | None = None
@@ -113,8 +114,9 @@ def simulate_trl(*, padded: bool) -> Iterator[None]:
         )
         for name, function in (
             ("_use_triton", lambda device: False),
-            ("_forward_tile", lambda tile, *_, **__: tile.amax(-1)),  # the kernel reads the tile
-            # The kernel reads the tile and writes it.
+            # Like TRL's kernels, the first function reads the tile, and the second reads and writes
+            # the tile.
+            ("_forward_tile", lambda tile, *_, **__: tile.amax(-1)),
             ("_backward_tile", lambda tile, *_, **__: tile.neg_()),
             ("_addmm_fp32", _add_product),
         ):

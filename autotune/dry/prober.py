@@ -5,8 +5,8 @@ user's cache keeps the counts, which are valid only for the library versions use
 package ships the counts that default plans of the catalogue's models need
 (`benchmarks/shipped_counts.py`), counted with one version of each library.
 
-A refusal is kept only in memory. Its cause may be a killed process or a busy machine, so the next
-command counts again.
+If a model cannot be counted, the reason is kept only in memory, not in the cache. The cause may be
+a killed process or a busy machine, so the next command counts again.
 """
 
 import gzip
@@ -35,12 +35,12 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.trainer.cache_folders import user_cache
 
-DRY_VERSION = 7  # increased when dry probes count something different
+DRY_VERSION = 7  # increased when dry probes count differently, so that cached counts become invalid
 OFFLOAD_VERSION = 2  # as DRY_VERSION, for configurations that offload activations to the host
 FP8_VERSION = 2  # as DRY_VERSION, for base weights in fp8
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
-IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # they do not change the count
+IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
 LONGEST_S = 300.0  # the longest wait for one answer, including the start of the process
 
 
@@ -180,11 +180,11 @@ def library_versions() -> tuple[str, ...]:
 
 @cache
 def shipped_answers() -> dict[str, Any]:
-    """The answers that the package contains, as data, by `key_of` without library versions.
+    """The answers that the package ships, as data, by `key_of` without library versions.
 
-    After DRY_VERSION is increased, no request finds an answer here. If the installed transformers
-    is older than the version used for counting, the result is empty: with transformers 5.17,
-    state-space models need five times the memory that they need with 5.23.
+    Each key contains DRY_VERSION, so after an increase no request finds an answer here. If the
+    installed transformers is older than the version used for counting, the result is empty: with
+    transformers 5.17, state-space models need five times the memory that they need with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]
@@ -200,7 +200,7 @@ def _release(version: str) -> list[int]:
 
 
 def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
-    """The digest of all inputs of a count; a cached answer also depends on library `versions`."""
+    """The key of a count: a digest of the request and, in the user's cache, library `versions`."""
     config = {
         name: value for name, value in request.config.as_dict().items() if name not in IGNORED_KNOBS
     }

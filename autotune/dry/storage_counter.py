@@ -46,7 +46,8 @@ UNMOVED = frozenset(
 LOOK_UPS = frozenset({"embedding", "index"})
 ROW_WRITES = frozenset({"index_put", "index_put_"})
 # cuBLAS's fast kernels load 16 bytes at a time, so each row must begin at a multiple of 16. An odd
-# vocabulary size breaks this alignment; such slower products are counted under another name.
+# vocabulary size breaks this alignment. Unaligned products are slower, so they are counted under
+# another name.
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 ALIGNMENT = 16  # bytes
 # Memory-efficient attention keeps its sums in registers for heads of up to this size, and in memory
@@ -89,7 +90,7 @@ class StorageCounter(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Return True: torch compiles nothing while a mode that is not an infra mode is active."""
+        """Return True, because torch compiles only while all active modes are infra modes."""
         return True
 
     def __init__(
@@ -128,14 +129,14 @@ class StorageCounter(TorchDispatchMode):
                 self.hold([scales])
 
     def begin(self) -> None:
-        """Begin a new peak and new counts of work."""
+        """Reset the peak and the counts of work."""
         self._peak = self.live
         self.flops.clear()
         self.moved.clear()
         self.operations = 0
 
     def take_peak(self) -> int:
-        """The peak since the last call."""
+        """Return the peak since the last call, and reset it."""
         peak = self._peak
         self._peak = self.live
         return peak
@@ -321,7 +322,7 @@ def _drop_dtypes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """The references to the first argument, from Python and from torch, and to its storage."""
+    """Count Python's and torch's references to the first argument, and those to its storage."""
     storage_references: int = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return sys.getrefcount(args[0]), args[0]._use_count(), storage_references
 
@@ -330,7 +331,7 @@ def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
 def _least_references() -> tuple[int, int, int]:
     """The reference counts of a gradient that only autograd holds.
 
-    They depend on the versions of Python and torch.
+    These counts depend on the versions of Python and torch.
     """
     seen: list[tuple[int, int, int]] = []
 

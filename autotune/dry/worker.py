@@ -21,13 +21,14 @@ from autotune.core.process import die_with_parent, loading
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
-# The most memory for a model without weights. A downloaded config may have two billion layers.
+# The memory that building a model without weights may take. A downloaded config may have two
+# billion layers.
 MOST_GIB = 8
 EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception)\b|NoneType|not subscriptable|has no attribute")
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # text that libraries print must not mix with answers
@@ -43,9 +44,10 @@ def main() -> None:
         answers.flush()
 
 
-@cache  # a second `loading` would exempt later objects from garbage collection
+@cache  # `loading` runs once: a second run would exempt later objects from garbage collection
 def _load() -> None:
-    # Kernels of other packages need a GPU. transformers uses torch if they cannot be imported.
+    # Other packages' fast kernels need a GPU. If these packages cannot be imported, transformers
+    # uses torch's operations.
     packages = load_data("autotune.catalog", "data/fast_kernels")["distributions"]
     sys.modules.update(dict.fromkeys(packages))
     with loading():
@@ -64,7 +66,7 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
 
         return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
     except MemoryError:
-        return {"refused": f"without weights it takes more than {MOST_GIB} GiB"}
+        return {"refused": f"building it takes more than {MOST_GIB} GiB, even without weights"}
     except (ValueError, ImportError) as error:
         return {"refused": " ".join(str(error).split())[:300]}
     except Exception as error:  # from transformers' code

@@ -52,7 +52,7 @@ def parameter_gib(model: nn.Module) -> float:
 
 
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
-    """The GiB of a Trainer's optimizer state: a pair of device memory and CUDA's managed memory.
+    """The GiB of a Trainer's optimizer state, on the device and in CUDA's managed memory.
 
     With DeepSpeed, the sizes include this rank's master weights, which the optimizer state refers
     to.

@@ -1,8 +1,9 @@
 """The child process that compiles code for later probes: it trains once for each wanted request.
 
-A file in the shared folder lists the wanted requests (`compile_ahead`, `turns`). This process runs
-the probe's own code on the same number of layers as the later probe, so the probe finds the
-compiled code in the compiler's disk cache. The process only fills this cache, and keeps no result.
+A file in the shared folder lists the wanted requests (see `compile_ahead` and `turns`). This
+process runs the probe's own code on the same number of layers as the later probe, so the probe
+finds the compiled code in the compiler's disk cache. The process only fills this cache, and keeps
+no result.
 """
 
 import gc
@@ -63,7 +64,8 @@ class AheadCompiler:
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = 0.0
         self._used_gib = 0.0
-        # The device memory that other processes held when this process first had its turn.
+        # The used device memory at this process's first turn: all of it belonged to other
+        # processes.
         self._first_gib: float | None = None
         self._meter: Meter | None = None
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())

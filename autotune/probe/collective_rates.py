@@ -1,7 +1,7 @@
 """Measures the data rates between a host's GPUs in the collectives that DDP and FSDP2 use.
 
 This module runs in the workers' processes. The number of collectives is fixed and does not depend
-on their times: a rank that issued more than the others would wait forever.
+on their times: a rank that issued more collectives than the others would wait forever.
 """
 
 import statistics
@@ -19,7 +19,7 @@ WARM_UP = 3
 ROUNDS = 3
 CALLS = 8
 # The sizes of the buffers in fp16 elements. FSDP2 gathers and scatters one layer at a time; DDP
-# reduces one bucket of gradients.
+# reduces one bucket of gradients at a time.
 LAYER = 128 * MIB
 BUCKET = 13 * MIB
 ON_CPU = 32  # on a CPU, which is used only for trial runs, buffers are smaller by this factor

@@ -18,12 +18,13 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-# The most starts of all processes. The processes are ended when a probe needs their memory, and are
-# started again later.
+# All processes are started together, at most this many times. They are ended when a probe needs
+# their memory, and started again later.
 MAX_STARTS = 4
-# A host with fewer cores compiles nothing ahead; from this number on, one process compiles.
+# On a host with fewer cores than this, no process compiles ahead; from this number of cores on, one
+# process does.
 LEAST_CORES = 4
-MANY_CORES = 12  # from this number of cores on, two processes compile
+MANY_CORES = 12  # from this number of cores on, two processes compile ahead
 
 
 def num_helpers(cores: float) -> int:
@@ -38,7 +39,7 @@ class CompileAhead:
         """Start no process yet.
 
         `device` is "cuda" or "cpu". `logs` is the directory of ahead-0.log, ahead-1.log and so on.
-        Each of `number` processes compiles kernels with a quarter of the `cores` at most.
+        Each of `number` processes compiles kernels on at most a quarter of the `cores`.
         """
         self._device = device
         self._logs = logs
@@ -103,7 +104,7 @@ class CompileAhead:
         return {file.name.removesuffix(CLAIMED) for file in self.folder.glob(f"*{CLAIMED}")}
 
     def compile_seconds(self) -> dict[str, float]:
-        """The seconds of each finished compilation by key, including its turns on the device."""
+        """The seconds of each finished compilation by key, including its work on the device."""
         reports = {
             file.name.removesuffix(CLAIMED): file.read_text()
             for file in self.folder.glob(f"*{CLAIMED}")
@@ -128,8 +129,8 @@ class CompileAhead:
             (self.folder / f"{process.pid}{HELD}").unlink(missing_ok=True)
         self._processes = [one for one in self._processes if one not in processes]
 
-        # An empty claim file belongs to a compilation that ended without a report. Without the
-        # file, another process may try it again.
+        # An empty claim file belongs to a compilation that ended without a report. Once the file is
+        # removed, another process may compile the request.
         for file in self.folder.glob(f"*{CLAIMED}") if not self._processes else ():
             if not file.stat().st_size:
                 file.unlink()

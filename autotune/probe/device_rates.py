@@ -1,4 +1,4 @@
-"""Measures a device's rates: matrix products, copies, the link to the host, small kernels.
+"""Measures the speed of a device's matrix products, copies, host link and kernel launches.
 
 This module runs in the worker's process, and measures one rate at a time. Operands are random,
 because a card at its power limit multiplies equal numbers faster. Times come from device events on

@@ -73,7 +73,7 @@ from autotune.trainer.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
-# A probe saves only the weights of a larger checkpoint, without the optimizer.
+# If a checkpoint is larger than this, a probe saves only its weights, without the optimizer state.
 LARGEST_CHECKPOINT_GIB = 4.0
 # The most graphs that a probe may compile for one function. torch's default for a fresh process is
 # the same.
@@ -372,7 +372,7 @@ class Probe:
         meter.hold_memory(config.allocator)
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
 
-        # TRL does not restrict torch's choice of the attention kernel, so its probes do not either.
+        # TRL lets torch choose the attention kernel freely, so probes with TRL's trainer do so too.
         any_length = config.padding == "longest" and request.trainer == "transformers"
         choose_attention(any_length=any_length, flash=request.flash)
 
@@ -572,7 +572,7 @@ class Probe:
             "per_device_eval_batch_size": config.micro_batch_size,
             "save_strategy": "no",
             "disable_tqdm": True,
-            # `set_checkpointing` has already set it for every k-th layer.
+            # `set_checkpointing` has already set up checkpointing, for every k-th layer.
             "gradient_checkpointing": False,
             "prediction_loss_only": True,
             "seed": request.seed,
@@ -773,7 +773,7 @@ class Probe:
         # `place` is the index of the step whose last micro batch is nearest the mean length.
         lasts = [step[-1] for step in schedule.round]
         place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
-        # Empty if only one kind is timed.
+        # `by_kind` is empty if only one kind is timed.
         by_kind = dict(zip(timed, measurement.kind_s, strict=False))
         if by_kind:
             micro_s = by_kind[lasts[place]][1]

@@ -73,7 +73,7 @@ class Kernel:
 
 
 def work_of(name: str) -> Work:
-    """The work of a kernel with this name."""
+    """The kind of work that a kernel with this name does."""
     if FUSED.search(name):
         return Work.BYTES
     if ATTENTION.search(name):

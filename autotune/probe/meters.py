@@ -1,8 +1,8 @@
 """Limits and measures the memory of a probe's device (CUDA or CPU), and times the device's work.
 
-On CUDA, torch's caching allocator counts memory, and the memory that it reserves must fit. On a
-CPU, the memory is the process's resident anonymous memory. Linux reports its peak as VmHWM, which
-can be reset. RLIMIT_DATA limits the process's memory.
+On CUDA, torch's caching allocator counts memory, and the memory that it reserves must stay below
+the limit. On a CPU, the memory is the process's resident anonymous memory. Linux reports the peak
+of resident memory as VmHWM, which can be reset. RLIMIT_DATA limits the process's memory.
 """
 
 import ctypes
@@ -110,7 +110,7 @@ class CudaMeter:
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        # The driver hides the context, so assume that all memory outside torch belongs to it.
+        # The driver hides the context, so assume that all memory outside torch is the context.
         if taken is None:
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())
@@ -254,7 +254,7 @@ class CpuMeter:
         self._libc.free.argtypes = [ctypes.c_void_p]
         # Addresses of blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # The limit that `return_freed` restores, while malloc keeps freed blocks.
+        # While malloc keeps freed blocks: the limit that `return_freed` will restore.
         self._capped_at: int | None = None
         self.settle()
 
@@ -318,7 +318,7 @@ class CpuMeter:
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
             block = self._libc.malloc(size)
-            # Malloc failed, because the size exceeds the memory limit of the process.
+            # If malloc failed, the size exceeds the memory limit of the process.
             if block is None:
                 size //= 2
                 continue
@@ -365,7 +365,8 @@ class CpuMeter:
         return 0
 
     def release(self, *, collect: bool = True) -> None:
-        # The last probe failed in its timed steps, before `return_freed`.
+        # `_capped_at` is still set if the last probe failed in its timed steps, before
+        # `return_freed`.
         if self._capped_at is not None:
             self._capped_at = None
             self._hold_free_blocks()

@@ -122,7 +122,7 @@ def parts_of(
         if module not in inside and _is_norm(module):
             found[module] = Part.NORMS
 
-    # Then image towers and projectors are siblings of the decoder.
+    # If the decoder is only a part of the base model, image towers and projectors are its siblings.
     if decoder is not base.base_model:
         found |= dict.fromkeys(set(base.base_model.children()) - {decoder}, Part.OTHER)
     found[base.get_input_embeddings()] = Part.EMBEDDING
@@ -317,7 +317,7 @@ def _place(
 def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
     """The device's work in order: a GPU's kernels, or a CPU's operators if there are no kernels."""
     on_host = host_places(events, unknown, trained)
-    # The profiler repeats these ranges among a GPU's kernels.
+    # The profiler lists ranges a second time among a GPU's kernels, under the same names.
     ranges = {one.name for one in events if one.is_range}
     kernels = [
         one for one in events if one.on_device and not one.is_range and one.name not in ranges

@@ -87,7 +87,7 @@ class Monitor:
         )
 
     def core_use(self) -> tuple[float, float] | None:
-        """The mean numbers of cores that we and other processes used during the timed steps."""
+        """The mean number of cores used during the timed steps: by autotune, and by others."""
         before, after = (*self._core_uses, None, None)[:2]
         return after.since(before) if before and after else None
 

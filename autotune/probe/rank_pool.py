@@ -1,4 +1,4 @@
-"""Runs probes on several real ranks: each rank is a warm worker with its own device and socket.
+"""Runs probes on several real ranks: each rank is a worker process with its own device and socket.
 
 This module does not use torch. A failed rank reports its failure first, because the other ranks
 wait in a collective. The parent then ends all workers and starts new ones for the next probe, which
@@ -119,7 +119,7 @@ class RankPool:
         return sum(rank.starts for rank in self._ranks)
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe, and repeat it if the machine may be to blame.
+        """Run one probe, and repeat it if the machine may be to blame for the result.
 
         The first rank's output goes to the file `log`, the other ranks' output to files beside it.
         Raises UsageError if the request is for another number of ranks.

@@ -102,8 +102,8 @@ class Recorder:
         self.starts: list[list[Any]] = [[]]
         self.ends: list[list[Any]] = [[]]
         self.fetches: list[tuple[Any, Any]] = []
-        # Step, number of micro batches that the step has begun, phase, marks of the phase's two
-        # ends.
+        # For each phase of a step: the step, the number of micro batches that the step has begun,
+        # the phase, and the marks of the phase's start and end.
         self.spans: list[tuple[int, int, Phase, Any, Any]] = []
 
         self.peaks: dict[Phase, float] = {}
@@ -263,7 +263,8 @@ class Recorder:
         assert self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        # To agree on an early stop, ranks would have to wait for each other.
+        # To agree on an early stop, ranks would have to wait for each other, so they never stop
+        # early.
         if inside or self._must_agree:
             return
 
@@ -372,8 +373,8 @@ class Recorder:
             if len(starts) == 1:
                 micros.append(step - next_fetch + fetch)
                 continue
-            # After the last micro batch, the same pause follows as between two micro batches
-            # (loader, bookkeeping), and it is no part of the rest.
+            # The pause between two micro batches (loader, bookkeeping) also follows the last micro
+            # batch. This pause is not part of `rest`.
             gap = statistics.fmean(map(seconds, ends[:-1], starts[1:]))
             rest = max(seconds(ends[-1], after) - gap - next_fetch, 0.0)
             rests.append(rest)
@@ -391,7 +392,7 @@ class Recorder:
         return self._average_kinds(times)
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
-        """The weight of a phase's time, in this timed step, for the mean step of the full run.
+        """The weight of a phase's time in this timed step, for the mean over the full run's steps.
 
         When the phase began, `place` micro batches of its step had begun.
         """

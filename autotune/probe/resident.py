@@ -96,7 +96,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     shards (`shard_outline`).
     """
     settings = model_settings(request.config, request.text_type, request.objective, request.vision)
-    # So that the weights do not depend on earlier work of this process.
+    # Set the seed, so that the weights do not depend on earlier work of this process.
     torch.manual_seed(request.seed)
     config = config_of(request.model)
     if request.depth is not None:

@@ -33,9 +33,9 @@ class Schedule:
     """The steps of a probe: the steps of `lead`, then the steps of `round` repeatedly.
 
     The lead warms up and makes the optimizer state. The lead trains on the shortest kind of micro
-    batch. If the longest kind is frequent or is not timed, the lead ends with it. A round has each
-    timed kind at least once. The longest micro batch of a step comes last, so that its peak
-    includes the gradients of the other micro batches.
+    batch. If the longest kind is frequent or is not timed, the lead ends with the longest kind. A
+    round has each timed kind at least once. The longest micro batch of a step comes last, so that
+    its peak includes the gradients of the other micro batches.
 
     `weights` has the weight of each micro batch of a round in the mean over the full run. The
     weights sum to 1. `uneven` says whether the kinds of a round have different lengths. The lead

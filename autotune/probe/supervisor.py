@@ -1,4 +1,4 @@
-"""The parent's side of probes: sends requests to a warm worker, watches deadlines, and retries.
+"""The parent's side of probes: sends requests to a worker, watches deadlines, and retries probes.
 
 This module does not use torch. `worker_process` handles one process; this module interprets the
 worker's answers, its silence and its death.
@@ -42,7 +42,9 @@ END_ERRORS = (ConnectionError, EOFError)
 
 
 class WorkerProber:
-    """Runs probes on one device in one warm worker. A worker that fails is replaced.
+    """Runs probes on one device in one worker process, which stays loaded between probes.
+
+    A worker that fails is replaced.
 
     `probe` returns a result for every outcome. `probe` raises only EnvironmentProblem (the machine
     lacks a requirement), TooManyFailures (the device is broken) and Cancelled (`should_stop`
@@ -188,20 +190,20 @@ class WorkerProber:
         """
         if self._lacked_room(result):
             return (
-                "tried twice, because the first time processes that compile ahead held memory that "
-                "the probe needed"
+                "tried twice, because the first time processes that compile code for later probes "
+                "held memory that the probe needed"
             )
         if self._missed_turn:
             return (
-                "measured twice, because the first time a process that compiles ahead did not "
-                "leave the device"
+                "measured twice, because the first time a process that compiles code for later "
+                "probes did not leave the device"
             )
 
         reason = result.reason or ""
         if reason == HOST_OOM and self.ahead is not None and self.ahead.is_running:
             return (
-                "tried twice, because the first time processes that compile ahead held memory of "
-                "the host"
+                "tried twice, because the first time processes that compile code for later probes "
+                "held memory of the host"
             )
         unexplained = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
         if result.outcome is Outcome.CRASH and unexplained and result.config not in self._crashed:
@@ -333,7 +335,7 @@ class WorkerProber:
     # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """How a model's layers repeat and which features they support, or None if the worker hangs.
+        """A model's layer pattern and supported features, or None if the worker hangs or ends.
 
         `model` is a transformers config. Raises the errors of `probe`, and UsageError for a model
         that cannot be built or is no causal language model.
@@ -361,7 +363,7 @@ class WorkerProber:
         return from_data(DeviceRates, self.answer())
 
     def ask(self, message: dict[str, Any]) -> None:
-        """Request a measurement of the worker. Raises the errors of `probe`.
+        """Ask the worker for a measurement. Raises the errors of `probe`.
 
         If the worker has ended, `answer` notices it.
         """

@@ -1,4 +1,4 @@
-"""Writes random weights with a tokenizer and rows of random tokens, for another tool's command.
+"""Writes a model with random weights, a tokenizer and random rows, for another tool's command.
 
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current
 directory. In the file, `model` has the keyword arguments of a transformers config, and `device` is

@@ -1,4 +1,4 @@
-"""Runs TRL's own script with the clock of train.py.
+"""Runs TRL's own training script, and times it with the clock of the exported train.py.
 
 accelerate's launcher runs this module in place of the script that `trl sft` would run. The first
 argument is the name of the script: sft, dpo, kto or reward. The script trains in the current

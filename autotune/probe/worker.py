@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # how far the memory of a process on a CPU varies at random
 LEAST_WAIT_S = 0.01  # seconds; a shorter wait for a turn means that the device was free
-# Host memory limit for describing a model, without weights; 100,000 linear layers with adapters
-# take 3 GiB.
+# The GiB of host memory that describing a model without weights may take; 100,000 linear layers
+# with adapters take 3 GiB.
 DESCRIBED_GIB = 8
 
 
@@ -154,7 +154,7 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
         # When memory runs out, CPython may raise SystemError instead of MemoryError, and torch
         # passes on C++'s bad_alloc.
         if isinstance(error, (MemoryError, SystemError)) or "bad_alloc" in reason:
-            reason = f"without weights it takes more than {DESCRIBED_GIB} GiB"
+            reason = f"building it takes more than {DESCRIBED_GIB} GiB, even without weights"
         else:
             traceback.print_exc()
         send(event="broken", reason=reason)
@@ -174,9 +174,9 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 class Worker:
     """Serves probes on one device. Keeps a base model for each probed depth, all of one family."""
 
-    address: RankAddress | None = None  # of this process, in a probe on several real ranks
-    trace: str | None = None  # the file of the current probe's trace, for a detailed profile
-    micro_profile: "MicroBatchProfile | None" = None  # of the current probe
+    address: RankAddress | None = None  # this process's address in a probe on several real ranks
+    trace: str | None = None  # the trace file to write, if the current probe is profiled in detail
+    micro_profile: "MicroBatchProfile | None" = None  # the current probe's detailed profile
     shared: Path | None = None  # the folder through which processes take turns on the device
     others_are_stuck = False  # whether a wait for another process's turn exceeded PATIENCE_S
 

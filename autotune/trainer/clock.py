@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from .ranks import AGAIN_S
 from .terminal import leave_terminal
 
-# The key in torch's store whose value is the last step that the ranks agree on.
+# The key in torch's store whose value is the step after which all ranks stop.
 STOP = "stop after step"
 # The exit code of a run that SIGTERM stopped: a checkpoint was saved, and `--resume` continues from
 # it.
@@ -30,7 +30,7 @@ GIB = 2**30
 class Clock(TrainerCallback):
     """Measures each optimizer step.
 
-    On a GPU, CUDA events measure it, so that the host does not wait.
+    On a GPU, CUDA events measure the step, so that the host does not wait.
 
     SIGINT, SIGTERM and SIGHUP stop the run after the current step, or two steps later on several
     GPUs. A second signal, more than AGAIN_S seconds after the first, ends the process at once.
@@ -245,7 +245,7 @@ class Clock(TrainerCallback):
 
 
 def _seconds(start: Any, end: Any) -> float:
-    """Return the seconds between two times of a device or a CPU."""
+    """Return the seconds between two CUDA events, or between two times of the host's clock."""
     if isinstance(start, float | int):
         return float(end - start)
     return float(start.elapsed_time(end)) / 1000

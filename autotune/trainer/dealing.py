@@ -1,4 +1,4 @@
-"""Orders the rows of an optimizer step so that all ranks get equal work, without torch."""
+"""Orders the rows of an optimizer step so that all ranks get equal work. Does not import torch."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ def deal(longest: Sequence[int], ranks: int) -> list[int]:
     """Return the order of micro batches: rank 0 takes the first, rank 1 the second, and so on.
 
     `longest` holds the length of each micro batch, in descending order. Each rank gets one of every
-    `ranks` consecutive micro batches. The rank with the fewest tokens until then gets the longest
-    of them.
+    `ranks` consecutive micro batches. The longest of these goes to the rank with the fewest tokens
+    so far.
     """
     taken_by = ranks_of(longest, ranks)
     return sorted(range(len(longest)), key=lambda index: (index // ranks, taken_by[index]))

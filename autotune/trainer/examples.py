@@ -45,8 +45,8 @@ NO_STOP = (
 )
 DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
-EMPTY = "an answer is empty, so the model learns to answer with its end of turn alone"
-UNREAD = "{} is not read, so the model never sees it: use a known name if it should"
+EMPTY = "an answer is empty, so the model learns to end its turn without an answer"
+UNREAD = "{} is not read, so the model never sees it: if it should, rename it to a known name"
 # The most different notes; without this limit, keys with random names would each add a note.
 MOST_NOTES = 20
 
@@ -175,7 +175,7 @@ class Encoder:
 
         Templates of image models often leave out or refuse content that is a plain string, even in
         rows without images. A template that marks the assistant's text gets strings without a test,
-        because transformers loses a mark before a space.
+        because transformers loses the mark of a text that begins with a space.
         """
         if self.parts or not self._template or self._is_marked:
             return self.parts

@@ -54,7 +54,7 @@ class Float8Linear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, device: torch.device) -> None:
         """Replace `layer`. If its weight is on the meta device, call `store` afterwards."""
-        # Nn.Linear.__init__ is not called, because it would allocate a weight.
+        # The constructor of nn.Linear is not called, because it would allocate a weight.
         nn.Module.__init__(self)
         self.in_features = layer.in_features
         self.out_features = layer.out_features

@@ -34,7 +34,7 @@ OF_PROMPT = ("instruction", "input", "history")  # the columns of Alpaca's promp
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
 
-# Names of roles in datasets, and the names that chat templates have for them
+# Each role in a dataset, and its name in chat templates ("" if the name is the same).
 ROLES = {
     **dict.fromkeys(("system", "user", "assistant", "tool", "developer"), ""),
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -45,7 +45,8 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content is a tool call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold a thought
-FLAGS = ("loss", "train", "training", "weight")  # keys that exclude a message from the training
+# A message with one of these keys and the value false or 0 is excluded from the training.
+FLAGS = ("loss", "train", "training", "weight")
 FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # matches the names of flags of other tools
 # Keys that a tool call without arguments may have.
 CALL_KEYS = ("name", "id", "type", "index", "description")
@@ -227,7 +228,9 @@ def _parse_call(call: Any, name: str) -> dict[str, Any]:
     if "arguments" not in inside:
         for key, value in inside.items():
             if key not in CALL_KEYS and value and isinstance(value, str | list | dict):
-                raise ValueError(f"a tool call of {name} has {key} and no arguments: rename it")
+                raise ValueError(
+                    f"a tool call of {name} has {key} and no arguments: rename {key} to arguments"
+                )
     if isinstance(inside.get("arguments"), str):
         arguments = inside["arguments"] or "{}"
         inside = inside | {"arguments": _parse_json(arguments, f"arguments in {name}")}

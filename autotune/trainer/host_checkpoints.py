@@ -105,7 +105,7 @@ class HostCheckpoints:
         if stream is None:
             stored.copy_in(stored.device_tensor)
             return
-        # Wait, because the current stream may still use the memory of the new tensor.
+        # Wait, because the new tensor may reuse memory that the current stream still uses.
         stream.wait_stream(torch.cuda.current_stream(stored.device))
         with torch.cuda.stream(stream):
             stored.copy_in(stored.device_tensor)
@@ -146,7 +146,7 @@ class HostCheckpoints:
 
 
 class _HostTensor:
-    """A tensor in blocks of host memory, which are recycled when it is restored or deleted."""
+    """A tensor in blocks of host memory; restoring or deleting the tensor frees its blocks."""
 
     def __init__(self, tensor: torch.Tensor, blocks: list[torch.Tensor], recycle: Any) -> None:
         self.shape = tensor.shape

@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Matches a dataset's name with an optional configuration: org/name or org/name:config
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
-# Matches the name of an exception in the library's messages, which is removed.
+# Matches the name of an exception class, which is removed from the library's messages.
 CLASS_NAME = re.compile(r" \(\w+(Error|Exception|IsEnabled)\)")
 SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 
@@ -21,8 +21,8 @@ class CannotLoad(Exception):
 def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
     """Return whether `path` is the name of a dataset on the Hub, and no local path.
 
-    The result is False if the name ends with one of the `suffixes`: then it means a local file,
-    which is missing.
+    The result is False if the name ends with one of the `suffixes`, because the user then means a
+    local file.
     """
     is_name = HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in suffixes
     return bool(is_name) and not path.exists()

@@ -1,4 +1,4 @@
-"""Computes LoRA's sums inside the large products of the frozen base, in compiled layers of PEFT.
+"""Adds LoRA's low-rank terms inside the frozen base's large products, in compiled PEFT layers.
 
 PEFT computes `y = x W' + s (x A') B'` in three products, and reads and writes all of y again for
 the sum. PEFT's backward pass does the same with the gradient of x. In this module, both sums are
@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 # Each entry has a part of a decoder layer, and the part's linear layers with the same input, in the
-# order of their calls
+# order of their calls.
 GROUPS = (
     ("self_attn", ("q_proj", "k_proj", "v_proj")),
     ("self_attn", ("qkv_proj",)),
@@ -44,12 +44,12 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class JoinedLayers:
-    """The joined layers of a model. PEFT's modules and parameters stay in the model.
+    """A model's joined layers, each of which adds its LoRA terms inside the base's large product.
 
-    Until `undo` is called, the base's weights are views into the wide matrices. A and sB are copied
-    into these matrices in the base's dtype. Before a forward pass, A and sB are copied again if A
-    or B has changed. torch notices only changes by its own operations, so call `watch` for an
-    optimizer of another library.
+    PEFT's modules and parameters stay in the model. Until `undo` is called, the base's weights are
+    views into the wide matrices. A and sB are copied into these matrices in the base's dtype.
+    Before a forward pass, A and sB are copied again if A or B has changed. torch notices only
+    changes by its own operations, so call `watch` for an optimizer of another library.
     """
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
@@ -267,7 +267,7 @@ def _part_class(kind: Any) -> Any:
 @functools.cache
 def _member_class(kind: Any) -> Any:
     class Member(kind):
-        """A linear layer with a group's input. `place` is the member's index, or None."""
+        """A linear layer with a group's input. `place` is its index, or None without an adapter."""
 
         def forward(self, inputs: "_GroupInput | torch.Tensor") -> Any:
             if isinstance(inputs, _GroupInput):
@@ -355,8 +355,8 @@ class _Products(torch.autograd.Function):
 # changes, the name must change too.
 #
 # Both operations write into columns of their first argument that are not read elsewhere: h and dh.
-# The mutation is not declared, because the compiler would copy the argument. A recomputation writes
-# the same values again.
+# The mutation is not declared, because the compiler would then copy the argument. A recomputation
+# writes the same values again.
 
 
 @torch.library.custom_op("lora::joined_forward", mutates_args=())  # type: ignore[untyped-decorator]

@@ -19,7 +19,7 @@ from .rows import Row, collate, num_tokens
 class LabelEncoder:
     """Makes examples of at most `longest` tokens, with a tokenizer of transformers.
 
-    This class has the methods of `examples.Encoder`, so that it can replace one.
+    This class has the same methods as `examples.Encoder`, so it can be used instead of an Encoder.
     """
 
     def __init__(self, tokenizer: Any, names: Sequence[Any], longest: int) -> None:

@@ -317,7 +317,8 @@ def visit_modules_on_change(model: nn.Module) -> None:
     """Make `model.train()` return at once if the model is already in the wanted mode."""
     model.train()
 
-    # A model that refers to itself would stay in memory after its last use.
+    # `train` refers to the model only weakly, because a model that refers to itself would stay in
+    # memory after its last use.
     reference = weakref.ref(model)
     set_mode = type(model).train
 
@@ -355,8 +356,8 @@ def budget_options(activation_budget: float) -> dict[str, Any]:
     return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
 
 
-# One backend for each budget, because Dynamo tells the code of several budgets apart by its
-# backend.
+# Each budget has one backend, because Dynamo tells the compiled code of different budgets apart by
+# the backend.
 @functools.cache
 def _budgeted_inductor(activation_budget: float) -> Callable[..., Any]:
     """Return an Inductor backend for layers that keep this fraction of their activations."""

@@ -208,7 +208,7 @@ def base_dtype(settings: ModelSettings) -> torch.dtype:
 def _set_labels(config: Any, num_labels: int) -> None:
     config.num_labels = num_labels
     if config.pad_token_id is None:
-        # The classification head needs this to find the last token before the padding.
+        # The classification head needs the padding token to find the last token before the padding.
         config.pad_token_id = 0
 
 
@@ -238,13 +238,13 @@ def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
-    """Make a model on torch's default device, with tied weights that have no values yet."""
+    """Make a model on torch's default device. Its weights are tied, but have no values yet."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _model_class(settings, config).from_config(
         config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
-    # `no_init_weights` skips this call. Without it, a tied head would be a second weight.
+    # `no_init_weights` skips this call. Without the call, a tied head would be a second weight.
     model.tie_weights()
     return model
 
@@ -383,9 +383,9 @@ def language_model(base: PreTrainedModel) -> nn.Module:
 
 
 def _towers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules outside the language model and the head by path, but not their submodules.
+    """Return the topmost modules outside the language model and the head, by path.
 
-    Such modules are towers for images and sound, and the projectors of their features.
+    These modules are towers for images and sound, and the projectors of the towers' features.
     """
     base = _base_of(model)
     if base is None or base.config.get_text_config() is base.config:

@@ -19,8 +19,8 @@ from . import varlen
 from .host_checkpoints import HostCheckpoints
 
 CUDNN_ATTENTION = "sdpa_cudnn"
-# For masked rows, cuDNN selects its kernels by the largest of these divisors of the length (tested
-# on an H100).
+# For masked rows, cuDNN selects its kernels by the largest of these numbers that divides the rows'
+# length (tested on an H100).
 ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 
 

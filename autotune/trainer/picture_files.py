@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# Pillow warns of images with more pixels; a file of a few KiB may hold many more.
+# Images with more pixels are refused, because a file of a few KiB may hold many more. Pillow warns
+# of images above the same limit.
 MAX_PIXELS = 89_478_485
 
 

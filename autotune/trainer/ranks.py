@@ -116,7 +116,7 @@ def _variables(rank: int, count: int, meeting: int) -> dict[str, str]:
 def on_loopback() -> dict[str, str]:
     """Return the variables that bind gloo and NCCL to the loopback interface.
 
-    Set variables keep their values.
+    Variables that are already set keep their values.
     """
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: os.environ.get(name, LOOPBACK) for name in names}
@@ -199,7 +199,7 @@ def end_at_once(run: Callable[[], object]) -> NoReturn:
 
 
 def begin_rank() -> None:
-    """Have Linux send SIGTERM to this rank when its parent dies, and let SIGINT end it.
+    """Have Linux send SIGTERM to this rank when its parent dies, and let SIGINT end the rank.
 
     Ranks have their own sessions, so that signals of a terminal do not reach them. Until the
     training handles signals, SIGINT ends a rank at once. The rank has nothing to save yet, and may

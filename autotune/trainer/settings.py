@@ -25,7 +25,7 @@ UNSHARDED_SHARE = 0.9
 def quantization_of(config: dict[str, Any]) -> Any:
     """Return the `quantization_config` in a config.json, or None if the weights are not quantised.
 
-    A wrapper may have it in the config of its text model.
+    A model that wraps a text model may have this entry in the config of its text model.
     """
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
@@ -152,7 +152,7 @@ class RunSettings:
     report_to: str  # the experiment tracker, for example wandb, or none
     run_name: str  # the name of this run in the tracker
     examples: int  # number of random rows in a run that only measures speed
-    lengths: list[int]  # lengths of the random rows in tokens; more rows repeat the list
+    lengths: list[int]  # lengths of the random rows in tokens; the list repeats if it is too short
     # The images of the random rows, one list for each of `lengths`; empty for a model that takes
     # text only
     images: list[list[dict[str, Any]]]

@@ -31,7 +31,10 @@ def tile_layers(model: nn.Module, layers: list[nn.Module]) -> None:
         if not is_plain(layer):
             raise ValueError(f"{type(layer).__name__} has no self_attn and mlp to compute in tiles")
         if any(isinstance(module, nn.Dropout) and module.p for module in layer.modules()):
-            raise ValueError("layers with dropout cannot be computed in tiles, which run twice")
+            raise ValueError(
+                "layers with dropout cannot be computed in tiles, because each tile is computed"
+                " twice"
+            )
 
     last = [
         norm
@@ -130,7 +133,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, tile: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of a tile of the inputs, if it needs them, and of the weights."""
+    """Return the gradients of the tile, if the tile requires them, and of the weights."""
     with torch.enable_grad(), ctx.autocast():
         made = ctx.compute(tile)
     sources = [tile] if tile.requires_grad else []

@@ -2,8 +2,8 @@
 
 This attention needs no mask, and computes no scores between segments.
 
-A row holds several packed examples. In Qwen2.5-VL's vision tower, a row holds the windows of all
-images of a micro batch.
+A segment is one of the packed examples in a row. In Qwen2.5-VL's vision tower, a segment is a
+window of an image, and a row holds the windows of all images of a micro batch.
 
 The kernel comes from `torch.nn.attention.varlen`. Code compiled with torch's own operator is valid
 for one length of the longest example, and for one number of examples (the shape of `ends`). In this
@@ -165,8 +165,8 @@ def _attend_segments(
     return attended.view(rows, length, heads, size)
 
 
-# --- The kernel and its gradients. The kernel and its gradients are operators of torch, so compiled
-# code does not depend on their inputs, which change with each micro batch.
+# --- The kernel and its gradients. Both are operators of torch, so compiled code does not depend on
+# the segments, which change with each micro batch.
 
 
 def _attend_on_gpu(
@@ -211,7 +211,7 @@ def _differentiate_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
-    # The state of a random generator. Only dropout would read it
+    # The state of a random generator, which only dropout would read.
     state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(

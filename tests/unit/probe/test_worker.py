@@ -50,7 +50,9 @@ def test_a_config_of_impossible_size_does_not_take_the_memory_of_the_machine(
     small = resolve_model("demo-3m").config
     limits, sent = resource.getrlimit(resource.RLIMIT_DATA), list[dict[str, Any]]()
     worker._describe(small | {size: 2**31 - 1}, lambda **message: sent.append(message))
-    assert sent == [{"event": "broken", "reason": "without weights it takes more than 0.25 GiB"}]
+    assert sent == [
+        {"event": "broken", "reason": "building it takes more than 0.25 GiB, even without weights"}
+    ]
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
@@ -597,7 +599,10 @@ def test_a_config_of_impossible_size_is_described_under_a_limit(
         monkeypatch.setattr(model_shape, "describe", describe)
         worker._describe({}, lambda **message: limits.append(message))
     under, free = (9 * 2**30, 9), (7, 9)
-    too_large = {"event": "broken", "reason": "without weights it takes more than 8 GiB"}
+    too_large = {
+        "event": "broken",
+        "reason": "building it takes more than 8 GiB, even without weights",
+    }
     long = {"event": "broken", "reason": ("a b" * 200)[:300]}
     silent = {"event": "broken", "reason": "KeyError"}
     assert limits == [

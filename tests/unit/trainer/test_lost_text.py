@@ -127,7 +127,7 @@ def test_names_parts_and_flags_of_other_tools(
                     assistant("a", tool_calls=[{"name": "f", "input": {"a": 1}}]),
                 ]
             },
-            "a tool call of message 2 has input and no arguments: rename it",
+            "a tool call of message 2 has input and no arguments: rename input to arguments",
         ),
         (
             {"messages": [user("q"), assistant("", function_call={"name": "f", "args": "{}"})]},
