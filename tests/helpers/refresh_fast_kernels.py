@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import (
 
 FILE = Path(__file__).parents[2] / "autotune/catalog/data/fast_kernels.yaml"
 HEAD = """\
-# The packages with fast kernels for a type of text model, by their names in an import: those that
-# transformers' code of the model names. tests/helpers/refresh_fast_kernels.py writes this file.
+# For each type of text model: the packages with fast kernels that transformers' code for the model
+# imports, by import name. tests/helpers/refresh_fast_kernels.py writes this file.
 """
 NAMED = re.compile(r'@use_kernel_func_from_hub_with_fallback\("\w+", "(\w+)"')
 
