@@ -1,8 +1,9 @@
 """Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
 
-The comparison also says when buying a card is cheaper than renting it. A card's numbers are
-estimates from the plan for this card. All plans share the formulas' errors. So cards with
-overlapping intervals are in the wrong order less often than the intervals suggest.
+The comparison also says when buying a card is cheaper than renting it. Each card's numbers are
+estimates from a plan for this card. All plans use the same formulas, so an error changes the speeds
+of all cards alike. The order of two cards is thus more certain than their overlapping intervals
+suggest.
 """
 
 import math
@@ -63,7 +64,7 @@ def compare(
     observations: Sequence[Observation] = (),
     say: Say = silent,
 ) -> Comparison:
-    """Compare cards for the run of each spec (one per model), with each search space of `methods`.
+    """Compare cards for each spec in `specs` (one per model) and each search space in `methods`.
 
     An entry of `gpus` or `methods` may hold several names with commas between them. `owned`
     describes the user's card, which is compared too. `say` receives warnings and progress.
@@ -80,7 +81,7 @@ def compare(
     warnings: set[str] = set()
 
     def say_once(text: str) -> None:
-        """Pass each warning on once, since most warnings hold for all cards."""
+        """Pass each warning to `say` only once, since most warnings apply to all cards."""
         if text not in warnings:
             say(text)
         warnings.add(text)
@@ -122,9 +123,9 @@ def compare(
 
 
 def _how_sure(groups: Sequence[Group]) -> str:
-    """Say how memory and speed were estimated, and how large the errors are.
+    """Return a text about how memory and speed were estimated, and how large the errors are.
 
-    Memory and speed come from the formula, from counting, or from both.
+    The text covers the formulas, the counts of dry probes, or both, as used in `groups`.
     """
     needs = [card.least for group in groups for card in group.cards if card.least]
     counted_flags = {need.memory is not None and need.memory.counted for need in needs}
@@ -132,7 +133,7 @@ def _how_sure(groups: Sequence[Group]) -> str:
     objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
 
     kinds = [False] * (counted_flags != {True}) + [True] * (True in counted_flags)
-    return "; where no formula covers a model, ".join(
+    return "; if no formula covers a model, ".join(
         how_sure(counted=kind, objective=objective) for kind in kinds
     )
 
@@ -227,10 +228,10 @@ def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
 def _least_by_bf16(
     spec: StudySpec, compared: Sequence[ComparedCard], say: Say
 ) -> dict[bool, Estimate]:
-    """Return the configuration with the least memory for cards with bf16, and for other cards.
+    """Return the estimate that needs the least memory, for cards with bf16 and for other cards.
 
-    The key True is for cards with bf16, and False for cards without bf16. One card's result stands
-    for all cards of its kind.
+    The key True is for cards with bf16, and False for cards without bf16. The estimate of one card
+    is used for all cards with the same key.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -254,8 +255,8 @@ def _least_by_bf16(
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
     """Return the smallest card on which the configuration in `needs` surely fits, or None.
 
-    `needs` has the configuration that needs the least memory: under the key True for cards with
-    bf16, under False for cards without bf16.
+    `needs` has the estimate that needs the least memory: under the key True for cards with bf16,
+    under False for cards without bf16.
     """
 
     def fits(card: DeviceSpec) -> bool:

@@ -46,8 +46,8 @@ def dry_count(
     """
     if config.knows_ends and (config.packing or not config.has_mask):
         # Count with torch's own flash attention. It needs the same memory as the configured
-        # attention, and no extra package. The configured attention keeps packed examples apart
-        # without a mask. To count without a mask, too, each row is counted as one example.
+        # attention, and no extra package. But it cannot separate packed examples without a mask,
+        # and the configured attention can. To avoid the mask, count each row as one example.
         config = replace(
             config,
             attention="sdpa",
@@ -55,7 +55,7 @@ def dry_count(
             padding="max_length" if config.packing else config.padding,
         )
 
-    # The request needs a limit, but the limit does not change the count.
+    # A request must have a memory limit, but the limit does not change the count.
     request = ProbeRequest(
         config=config,
         model=model.config,

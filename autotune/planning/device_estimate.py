@@ -2,8 +2,8 @@
 
 The step time on the device is the reference card's step time (`prediction/step_time`), converted to
 the device (`prediction/transfer`). Other users' measurements of the same method on the device
-correct the converted time. The CPU time to launch kernels is estimated for an unknown host. A
-calibration replaces the assumptions about the calibrated card and host.
+correct the converted time. The CPU time to launch kernels assumes a typical host. A
+calibration replaces the assumptions about the card and the host by measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from autotune.problem.task import Task
 ACCURACY = (
     "memory by a formula that was within 0.3 % for the 3 models on an H200 that it was fitted to, "
     "and 5.1 % for 11 others (LoRA, nf4, full fine-tuning); speed by another formula, 12 % off in "
-    "the median of these models"
+    "the median of these 11 models"
 )
 # Results of `benchmarks/counts.py probes` and `benchmarks/counts.py speed`
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst "
     "for 36 model families on an H100 (int8 models with random weights held up to 9 % more); speed "
     "by the step's arithmetic and moved bytes, 1.7 % off in the median of 10 dense models on an "
-    "H200 in GPU-bound steps, and 4.3 % of 11 others on an H100 (14 % before the formula was "
+    "H200 in GPU-bound steps, and 4.3 % off for 11 others on an H100 (14 % before the formula was "
     "adapted to these 11)"
 )
 # Results of `benchmarks/plan.py objectives`
@@ -78,8 +78,8 @@ def planned_device(name: str) -> DeviceSpec:
 def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
     """Return the GiB that tensors may use: the memory minus the headroom and a CUDA context.
 
-    `memory_gib` caps the device's memory; a larger value has no effect. Raises UsageError if the
-    memory is unknown.
+    `memory_gib` caps the device's memory; a value above the device's own memory has no effect.
+    Raises UsageError if the memory is unknown.
     """
     return max(
         memory_limit_gib(device_cap_gib(device, memory_gib), headroom, taken_gib=CONTEXT_GIB), 0.01

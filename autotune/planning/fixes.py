@@ -103,7 +103,8 @@ def _smaller_evaluation(run: ForeignConfig) -> int | None:
 def _fused_loss(values: dict[str, Any]) -> Edits:
     """Return the edits that fuse Axolotl's loss with the head.
 
-    The edits use Liger if its plugin is loaded, otherwise Cut Cross Entropy.
+    The edits switch on Liger's fused loss if the file lists Liger's plugin, otherwise Cut Cross
+    Entropy.
     """
     plugins = values.get("plugins") or []
     plugins = (
@@ -136,9 +137,10 @@ class FixSearch:
     parsed: dict[str, ForeignConfig | None] = field(default_factory=dict)
 
     def each_alone(self) -> list[CheckedRun]:
-        """Return the run with each single change that saves memory or makes the run fit.
+        """Return one changed run for each single change that saves memory or makes the run fit.
 
-        A smaller micro batch or a shorter length is the largest one that fits.
+        Among the smaller micro batches, only the largest one that fits is a change, and likewise
+        among the shorter lengths.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
@@ -163,8 +165,8 @@ class FixSearch:
         """Return the best set of changes that makes the run fit, or None.
 
         The order of preference: the least change of the training's result, then the fewest changes,
-        then the fastest run. If the run does not fit and no set is certain to fit, a set that fits
-        within the formula's error is returned.
+        then the fastest run. If the run does not fit and no set is certain to fit, the result is a
+        set that may fit, because its need differs from the limit by less than the formula's error.
         """
         fixes = list(fixes_of(self.checked.run))
         for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
@@ -188,7 +190,8 @@ class FixSearch:
     ) -> CheckedRun | None:
         """Return the run in an accepted state that has the fewest changes of this rank.
 
-        `length` is the changed sequence length, or {}. The faster of two equal runs wins.
+        `length` is the changed sequence length, or {}. Of two runs with equally many changes, the
+        faster run wins.
         """
         results = []
         for place, (count, edits) in enumerate(_subsets(fixes, rank)):

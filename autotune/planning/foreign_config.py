@@ -32,13 +32,13 @@ from autotune.report.values.check import FP32_BASE, ForeignConfig
 
 # Modules outside the layers; the estimate leaves out adapters on these modules
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
-USUAL_ALPHAS = (16, 32)  # values of lora_alpha that get no note, at any rank
+USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
 TOOLS = ("trl", "axolotl", "llamafactory")
-_TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
+_TRAINING = "pass a YAML file with which TRL, Axolotl or LLaMA-Factory trains"
 _REMEDY = (
-    "pass the file of a supported run: sft, dpo, kto or reward, LoRA or full, of a base that is "
-    "not quantised"
+    "pass the file of a supported run: for sft, dpo, kto or reward, with LoRA or full fine-tuning, "
+    "of a checkpoint that is not quantised"
 )
 
 
@@ -89,7 +89,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     if not names.keys() & layers:
         known = ", ".join(sizes.matrices if sizes else ())
         wrong = f"no linear layer of this model is named {quote(', '.join(absent))}"
-        raise UsageError(wrong, remedy=f"name some that it has: {known}")
+        raise UsageError(wrong, remedy=f"name some of the model's linear layers: {known}")
     note = table("notes")["absent"].format(targets=quote(", ".join(absent))) if absent else ""
     return ",".join(sorted(names[name] for name in names.keys() & layers)), note
 
@@ -128,7 +128,8 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
 def at_line(path: Path, refusal: Refused, ignored: str = "") -> UsageError:
     """Return the refusal of a key as an error with the file's name and the key's line.
 
-    The error also has the sentence about ignored keys, because one of them can be the reason.
+    The error also has the sentence about ignored keys, because an ignored key can be the reason for
+    the refusal.
     """
     lines = read_user_text(path).splitlines()
     of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
@@ -187,7 +188,7 @@ def _unknown_fsdp_keys(values: dict[str, Any]) -> str:
 
 
 def _keys_of_tables() -> Iterator[str]:
-    """Yield the keys of supported runs that planning/foreign_keys.yaml names for any tool."""
+    """Yield the keys in planning/foreign_keys.yaml that a supported run of any tool may have."""
     for name in ("noted", "objective_keys"):
         yield from chain.from_iterable(table(name).values())
     for name in ("parallel", "split", "data_parallel", "resized", "other_references"):
@@ -195,9 +196,9 @@ def _keys_of_tables() -> Iterator[str]:
 
 
 def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
-    """Return accelerate's settings for the GPUs, if a run names a file with them.
+    """Return the settings for several GPUs from the accelerate file that a run names.
 
-    A name such as fsdp2 is a preset of TRL, not a file; the result is then empty.
+    If `name` is not a file but a preset of TRL, such as fsdp2, the result is empty.
     """
     if not isinstance(name, str) or Path(name).suffix not in (".yaml", ".yml", ".json"):
         return {}
@@ -437,7 +438,8 @@ def _trl_objective(file: File) -> Objective:
     for key in ("beta", "max_prompt_length"):
         if file.has(key):
             reason = (
-                "the file does not say if the objective is dpo, kto or another; the command does"
+                "the file does not say if the objective is dpo, kto or another; only TRL's command "
+                "says it"
             )
             raise Refused(key, reason, "give --objective dpo, kto or reward")
     return Objective.SFT
@@ -463,7 +465,7 @@ def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
         why = NOT_OFFERED.get(name, "no probe trains for it")
         raise Refused(
             key,
-            f"{quote(name)}, another objective than {', '.join(sorted(known))}: {why}",
+            f"{quote(name)} is another objective than {', '.join(sorted(known))}: {why}",
             _REMEDY,
         )
     return Objective(known[name])
@@ -487,7 +489,7 @@ def _objective_knobs(
         key = key_of(tool, "micro_batch_size")
         raise Refused(
             key,
-            "TRL compares the answers of a micro batch for KTO, so at least two are needed",
+            "for KTO, TRL compares the answers within a micro batch, so it needs at least two",
             "write 2 or more",
         )
 
@@ -619,8 +621,8 @@ def _refuse_single_target(file: File) -> None:
     if isinstance(pattern, str) and re.fullmatch(r"[\w, ]+", pattern):
         raise Refused(
             "lora_target_modules",
-            f"the run is refused at its start: TRL takes {quote(pattern)} as a pattern for whole "
-            "paths, and it matches no layer",
+            f"the run is refused at its start: TRL takes {quote(pattern)} as a pattern for a "
+            "layer's whole path, so it matches no layer",
             "write a list of two names or more, or the name twice",
         )
 
@@ -652,7 +654,7 @@ def _targets(file: File, names: set[str]) -> str:
 
 
 def _modules_to_save(file: File) -> str:
-    """Return the modules trained beside the adapters, as the knob `modules_to_save`.
+    """Return the modules trained beside the adapters, as a value of the knob `modules_to_save`.
 
     A note names the modules that the knob cannot express.
     """
@@ -701,7 +703,7 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
         raise Refused(
             "max_length",
-            "without a value, no row is cut off",
+            "without a value, no row is truncated, so the longest row is unknown",
             "write how many tokens the longest example has",
         )
 
@@ -795,7 +797,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
 
     checkpointing = "offload"
     if not offload:
-        sharding = file.mapping("fsdp_config")  # it has FSDP's own key for checkpointing
+        sharding = file.mapping("fsdp_config")  # it may have FSDP's key for activation checkpoints
         fsdp_recomputes = any(
             sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
         )
@@ -828,7 +830,7 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
     """Return the knobs whose keys only LLaMA-Factory has."""
     if not file.flag("do_train"):
         raise Refused(
-            "do_train", "is not true, so that LLaMA-Factory trains nothing", "add `do_train: true`"
+            "do_train", "is not true, so LLaMA-Factory trains nothing", "add `do_train: true`"
         )
     stage = file.text("stage", default="sft")
     method = file.text("finetuning_type", default="lora")

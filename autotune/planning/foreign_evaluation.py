@@ -1,7 +1,7 @@
 """Reads the evaluations between the steps of a run that another tool's file describes.
 
-transformers' Trainer frees the logits of each batch, unless metrics are computed. The rules follow
-the sources of transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5.
+transformers' Trainer frees the logits of each batch, unless metrics are computed. This module
+follows the sources of transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5.
 """
 
 from typing import Any
@@ -33,12 +33,13 @@ def evaluation_of(
 
 
 def _strategy(file: File) -> bool:
-    """Return whether the Trainer's strategy evaluates; YAML reads an unquoted `no` as false."""
+    """Return whether an evaluation strategy is set; YAML reads an unquoted `no` as false."""
     return file.get("eval_strategy", "evaluation_strategy")[1] not in _OFF
 
 
 def _in_trl(file: File) -> bool:
-    # TRL's command loads the test split only for an evaluation strategy; do_eval has no effect.
+    # TRL's command loads the test split only if an evaluation strategy is set. do_eval has no
+    # effect.
     return _strategy(file)
 
 
@@ -57,7 +58,10 @@ def _in_axolotl(file: File) -> bool:
 
 
 def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
-    """Return the examples in an evaluation batch, or None for the training's micro batch."""
+    """Return the number of examples in an evaluation batch.
+
+    Returns None if the number is the training's micro batch size.
+    """
     # If rows are packed, Axolotl's evaluation batch has the size of the training's micro batch.
     if tool == "axolotl" and config.packing and file.flag("eval_sample_packing", default=True):
         return None
@@ -66,7 +70,7 @@ def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
 
 
 def _loss(file: File, tool: str, config: TrainConfig) -> str:
-    """Return the loss of an evaluation.
+    """Return the value of the knob `loss` that describes an evaluation.
 
     Liger's fused loss avoids logits in training, but not in evaluations. Cut Cross Entropy and TRL
     avoid logits in training and in evaluations.
@@ -82,7 +86,7 @@ def _has_cut(file: File) -> bool:
 def _kept_examples(file: File) -> int:
     """Return the number of examples whose predictions stay on the GPU until the evaluation ends.
 
-    Returns 0 if the run keeps no predictions there, or if the number is unknown.
+    Returns 0 if the run keeps no predictions on the GPU, or if the number is unknown.
     """
     if not file.flag("compute_accuracy") or file.has("eval_accumulation_steps"):
         return 0

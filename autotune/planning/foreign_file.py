@@ -1,4 +1,4 @@
-"""The values of another tool's file, each read as one type, with notes about the run."""
+"""Reads single values of another tool's file, checks their types, and collects notes on the run."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,10 +25,11 @@ class Refused(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """The values of a file by key. Each method reads a value as one type.
+    """The values of a file by key, with methods to read a value as a certain type.
 
     If a method takes several keys, it reads the first key that is set. `notes` collects sentences
-    about the run. The methods that return one type raise Refused for a value of another type.
+    about the run. A method for a type, such as `whole` or `flag`, raises Refused if the value has
+    another type.
     """
 
     values: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Refuses a run that its tool, or a library of the tool, refuses at its start.
+"""Refuses a run that its tool, or a library of the tool, would refuse to start.
 
 The conditions are in foreign_refusals.yaml. Each condition depends only on the file and on the
 model's type. Conditions that depend on the dataset are left out, because the dataset is not read.
@@ -19,7 +19,7 @@ _OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "
 
 
 def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
-    """Raise Refused if the tool refuses the run at the run's start."""
+    """Raise Refused if the tool would refuse to start the run."""
     for key, (least, most) in _table("ranges").items():
         file.number(key, default=least, least=least, most=most)
     for group in _table("values"):
@@ -48,12 +48,13 @@ def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
 def _refuse_unknown_value(file: File, key: str, names: list[Any]) -> None:
     """Raise Refused if the value of a key is a text that is not in `names`.
 
-    An item of `names` is a name or a list of names. A text with a slash is never refused.
+    An item of `names` is a name or a list of names. A text with a slash is never refused, because
+    it may name a kernel on the Hub.
     """
     known = [name for part in names for name in (part if isinstance(part, list) else [part])]
     value = file.text(key) if isinstance(file.values.get(key), str) else ""
     if value and value not in known and "/" not in value:
-        why = f"{quote(value)} is none of its values{did_you_mean(value, known)}"
+        why = f"{quote(value)} is not a known value{did_you_mean(value, known)}"
         raise Refused(key, _refusal(why), f"write one of {', '.join(known[:4])} ...")
 
 
@@ -75,21 +76,21 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
     experts = _joined_experts(model_type)
     if experts is None:
         return
-    # With all-linear, the other tools adapt only linear layers. Fused experts are a parameter, not
-    # a linear layer, so these tools do not adapt them.
+    # With all-linear, Axolotl and LLaMA-Factory adapt only linear layers. Fused experts are a
+    # parameter, not a linear layer, so these two tools do not adapt them.
     if config.lora_targets == ALL_LINEAR and tool == "trl":
         names |= set(experts["names"])
     targeted = names & set(experts["names"])
     if targeted and config.lora_dropout:
         why = (
             f"{config.lora_dropout:g}, but transformers 5 fuses the experts of {model_type} into "
-            "one parameter, and PEFT has no dropout for it"
+            "one parameter, and PEFT has no dropout for adapters on a parameter"
         )
         raise Refused("lora_dropout", _refusal(why), "set lora_dropout: 0")
 
     joined = set(experts["joined"])
     if targeted & joined and not joined <= targeted:
-        why = f"PEFT has adapters on both of {' and '.join(experts['joined'])}, or on neither"
+        why = f"PEFT adapts both {' and '.join(experts['joined'])}, or neither"
         raise Refused("lora_target_modules", _refusal(why), "name both")
 
 
@@ -118,7 +119,10 @@ def _refusal(why: str) -> str:
 
 
 def _is_on(values: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key is set and not switched off; a dot means a mapping inside a mapping."""
+    """Return whether a key is set and not switched off.
+
+    A dot in the key separates the name of a mapping from a key inside this mapping.
+    """
     first, _, inner = key.partition(".")
     value = values.get(first)
     if inner:

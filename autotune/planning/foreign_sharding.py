@@ -18,8 +18,9 @@ from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 # The ZeRO stage in the name of a file, such as zero3_bf16.json or ds_z2_config.json
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
-# Terms of MemoryBreakdown that are sharded over the GPUs, by strategy
+# Terms of MemoryBreakdown that exist between the micro batches
 _LASTING = ("weights", "adapters", "gradients", "optimizer")
+# Terms of MemoryBreakdown that are sharded over the GPUs, by strategy
 _SHARED = {
     "ddp": (),
     "zero1": ("optimizer",),
@@ -43,7 +44,7 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
     if name in _BY_STAGE:
         return name
 
-    # DeepSpeed: read the ZeRO stage in DeepSpeed's own file, or else in the name of this file.
+    # DeepSpeed: the ZeRO stage is in DeepSpeed's own file, or else in this file's name.
     deepspeed = values.get("deepspeed")
     if isinstance(deepspeed, dict):
         number = _count(_zero_settings(values).get("stage"))
@@ -111,7 +112,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 
 
 def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
-    """Return the run with the field `uncounted` if it saves memory that no formula covers.
+    """Return the run, with the field `uncounted` if no formula covers some of its memory savings.
 
     `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.
     """
@@ -133,7 +134,7 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
         exchanges = True
 
     # The strategy decides which terms of memory are sharded. If the strategy is unknown, the lower
-    # bound assumes that every term is sharded that some strategy shards.
+    # bound assumes that a term is sharded if any strategy shards it.
     shared: set[str] = set()
     unshared_notes = list(run.notes)
     if notes["sharded"] in run.notes and number > 1:

@@ -170,7 +170,7 @@ class Longest:
         if (need := self._need(method, tokens)) is None:
             return self._uncounted(method, tokens)
         need_by_tokens[tokens] = need
-        if need > self.limit_gib:  # memory grows faster than the line up to this length
+        if need > self.limit_gib:  # the row needs more memory than the straight line predicted
             tokens, limited_by = self._at_limit(method, need_by_tokens)
 
         return self._predicted(method, tokens, limited_by)
@@ -308,10 +308,10 @@ def verify(
 ) -> LongestRow:
     """Return the longest row whose step succeeded in a probe on the card.
 
-    First, a probe runs a few layers at the predicted length. The memory of these layers predicts
-    the memory of all layers, since the other layers' inputs are offloaded. Then at most `most`
-    probes run the whole model, the first one already at nearly the right length. `memory_gib` is
-    the card's memory, or the user's cap on it.
+    First, a probe of a few layers corrects the predicted length. A few layers suffice, because the
+    inputs of all other layers are in the host's memory. Then at most `most` probes run the whole
+    model, the first one at the corrected length. `memory_gib` is the card's memory, or the user's
+    cap on it.
     """
     method = predicted.method
     tokens = predicted.tokens
@@ -335,8 +335,8 @@ def verify(
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
     if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:
-        # If the few layers need more GiB than were counted for them, assume that all layers
-        # together need the same number of GiB more than counted.
+        # If the few layers need more GiB than their count says, assume that the whole model needs
+        # the same number of additional GiB.
         extra_gib = (
             trial.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
         )
@@ -502,7 +502,10 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
 
 
 def _target_here(gpu: str) -> Target | None:
-    """Return the target for probes on this machine's GPU, or None if it cannot probe for `gpu`."""
+    """Return the target for probes on this machine's GPU, or None if the GPU cannot replace `gpu`.
+
+    The GPU must be `gpu` itself or be able to simulate it.
+    """
     try:
         target = find_target(gpu)
     except EnvironmentProblem:

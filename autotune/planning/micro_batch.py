@@ -1,4 +1,4 @@
-"""Evaluates a profiled micro batch: the least time of its work, and its needs from the host.
+"""Evaluates a profiled micro batch: the least possible time, and the host that it needs.
 
 A dry probe counts the work. The device's rates were measured just before the profile.
 """
@@ -28,7 +28,7 @@ NOT_MOVED = (
 LOADER_SHARE = (
     0.1  # the share of a micro batch that a loader in the training's own process may take
 )
-# Host memory in GiB of a process with PyTorch, transformers and CUDA; without CUDA, it takes 0.5
+# Host memory in GiB of a process with PyTorch, transformers and CUDA; without CUDA, 0.5 GiB
 PROCESS_GIB = 2.0
 CHECKPOINT_S = 60.0  # a disk is fast enough if it writes a checkpoint in this many seconds
 
@@ -48,8 +48,8 @@ def bounds(
 ) -> tuple[Bound, ...]:
     """Return the measured and the least possible seconds of each kind of work.
 
-    The kinds are matrix products, attention, and all other work, which moves bytes. The least
-    seconds are None if they are unknown.
+    The kinds are matrix products, attention, and all other work, whose time depends on the moved
+    bytes. The least seconds are None if they are unknown.
     """
 
     def seconds_of(*kinds: KernelClass) -> float:

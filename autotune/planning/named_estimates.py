@@ -31,10 +31,10 @@ def estimate_named_configs(
 ) -> list[ConfigResult]:
     """Estimate each configuration that the spec names. Raises UsageError for an impossible spec.
 
-    `counted` means the same as in `plan`. `observations` correct only configurations without
-    published results: a published result must not correct its own estimate or a similar one. A
-    configuration with a published result is estimated even if this package's trainer refuses it,
-    because the result came from another trainer.
+    With `counted`, a dry probe counts a configuration without a formula. `observations` correct
+    only configurations without published results: a published result must not correct its own
+    estimate or a similar one. A configuration with a published result is estimated even if this
+    package's trainer refuses it, because the result came from another trainer.
     """
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)

@@ -150,7 +150,7 @@ def _load(path: Path) -> "Submission":
             )
         raise UsageError(
             "\n".join(problems),
-            remedy="ask for a file that `autotune submit` of this version wrote",
+            remedy="ask for a file written by `autotune submit` of this version",
         ) from None
 
 

@@ -93,7 +93,7 @@ def _estimate_on(
     return replace(
         estimated,
         tokens_per_s=speed.tokens_per_second,
-        # The probes ran on `source`, so results on this card are not projected.
+        # The probes ran on the card `source`, so results for this card are not projected.
         cost=replace(
             cost,
             evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED,
@@ -103,7 +103,7 @@ def _estimate_on(
 
 
 def _missing_feature(card: DeviceSpec, config: TrainConfig) -> str | None:
-    """Return the feature that the configuration needs and the card lacks."""
+    """Return a text such as "has no bf16" if the card lacks a feature that `config` needs."""
     if config.precision.startswith("bf16") and not card.supports_bf16:
         return "has no bf16"
     if config.quantization == "fp8" and not card.supports_fp8:

@@ -126,7 +126,7 @@ def plan_setup(
 
     if reserve.best is None and reserve.reason not in LITTLE_KNOWN:
         return replace(result, leanest=reserve.leanest)
-    reason = f"nothing fits without one of these values: {setup.reserved}; {reserve.reason}"
+    reason = f"a run only fits with one of these values: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
 
@@ -232,7 +232,8 @@ def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
 
     Among configurations with the same key, more rows never need less memory.
     """
-    # If gradients accumulate, they also exist during the forward pass.
+    # With gradient accumulation, the gradients also exist during the forward pass, so the memory
+    # differs.
     accumulates = task.workload.accumulation(config) > 1
     return *_ALL_BUT_ROWS(config), accumulates
 
@@ -295,9 +296,10 @@ def count_leanest(
 def _baseline(
     task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
 ) -> Estimate:
-    """Return the baseline with the largest micro batch that fits, or the first if none fits.
+    """Return the baseline with the largest micro batch that fits.
 
-    Raises UsageError if neither a formula nor a count covers the baseline.
+    If no micro batch fits, return the largest one that has an estimate. Raises UsageError if
+    neither a formula nor a count covers the baseline.
     """
     fallback = None
     for number, config in enumerate(task.baselines):

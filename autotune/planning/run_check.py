@@ -197,7 +197,8 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
         return (
             spec,
-            f"{name} is assumed to have the shape of {spec.name}, by its name (else give --model).",
+            f"By its name, {name} is assumed to have the shape of {spec.name} (--model corrects "
+            "this).",
         )
 
     try:
@@ -227,7 +228,8 @@ def _task(
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
     """Return the user's workload, with at most the number of examples that the file gives.
 
-    Other tools do not distribute the rows of a step over its micro batches by length.
+    The field `dealt` is false: unlike autotune, the other tools do not distribute a step's rows
+    over its micro batches by length.
     """
     workload = replace(workload, dealt=False)
     if workload.lengths.source == "assumed":
@@ -394,19 +396,19 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
         causes = " and ".join(run.uncounted.causes)
         yield (
             f"The need is a range, because no formula covers {causes}. At the lower end, "
-            "everything possible is sharded and offloaded; at the upper end, each GPU keeps all "
-            "of it."
+            "everything possible is sharded and offloaded; at the upper end, each GPU keeps the "
+            "whole model."
         )
     elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
-        between = "none and all of it on the GPU"
+        between = "between none and all of it"
         yield (
-            f"No formula covers the offloaded memory: the need lies between {between}, and the "
-            "larger need is reported."
+            f"No formula covers the offloaded memory: {between} stays on the GPU, and the reported "
+            "need assumes all."
         )
     if config.quantization == "int8":
         yield (
             "The count of an 8-bit base leaves out its outliers: inputs of 6 or more are held "
-            "twice, which took up to 9 % in probes."
+            "twice, so probes needed up to 9 % more memory."
             if checked.bounds.reported.counted
             else "An 8-bit base could not be counted: the run needs more than the reported memory, "
             "which is for a 4-bit base."

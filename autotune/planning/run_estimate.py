@@ -184,13 +184,13 @@ def _least(
 def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
     """Return the memory bounds of a counted run.
 
-    `memory` was counted without offloading and without a base in float32. The bounds take both into
-    account.
+    `memory` was counted without offloading and without a base in float32. The bounds include the
+    effects of offloading and of such a base.
     """
     in_fp32 = FP32_BASE in run.notes
     low = high = memory
     if in_fp32 and run.config.quantization == "none":
-        # A weight takes 4 bytes instead of 2, and the 16-bit casts need more memory.
+        # A weight takes 4 bytes instead of 2. The memory of the 16-bit casts is unknown.
         low = replace(low, weights=2 * low.weights)
     if run.config.offloads:
         low = replace(low, activations=0.0)

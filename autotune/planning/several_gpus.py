@@ -161,8 +161,8 @@ def plan_gpus(
 def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
     """Yield the ways to distribute a training over `number` GPUs on each host.
 
-    With several hosts, HSDP shards within each host. On one host, `of_ranks` sets the number of
-    copies of the model.
+    For several hosts, the ways include HSDP, with one copy of the model on each host. On one host,
+    `of_ranks` sets the number of copies.
     """
     total = hosts * number
     strategy_pin = of_ranks.get("sharding")
@@ -241,7 +241,7 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 
 
 def _score(estimated: Estimate) -> float:
-    """Return the speed by which the configurations of a strategy are ranked.
+    """Return the speed that ranks the configurations of a strategy.
 
     If the link's bandwidth is unknown, this is the speed of one GPU without communication. If no
     speed is known, all configurations rank equally.

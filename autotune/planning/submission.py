@@ -62,9 +62,9 @@ class MeasuredRow(BaseModel):
         rows = self.accumulation * self.config.micro_batch_size * self.config.num_gpus
         tokens = rows * tokens_per_row
         if not math.isclose(self.raw_tokens_per_s, tokens / self.step_time_s, rel_tol=AGREEMENT):
-            raise ValueError("raw_tokens_per_s: not a step's tokens divided by its time")
+            raise ValueError("raw_tokens_per_s: not a step's tokens divided by step_time_s")
         if self.useful_tokens_per_s > self.raw_tokens_per_s * (1 + AGREEMENT):
-            raise ValueError("useful_tokens_per_s: more than all tokens")
+            raise ValueError("useful_tokens_per_s: more than raw_tokens_per_s")
         return self
 
 
@@ -96,7 +96,7 @@ class Submission(BaseModel):
     def _from_version_1(cls, data: Any) -> Any:
         """Flatten a file of version 1, and drop the type and the size of its model.
 
-        A file with any other key stays unchanged, and its version is then refused.
+        A file with any other key stays unchanged, so it is refused because of its version.
         """
         match data:
             case {

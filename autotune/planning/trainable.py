@@ -155,9 +155,9 @@ def trainable(
 def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
     """Return a model of each size, the smallest first.
 
-    Models of one size differ by less than the factor STEP. Each size is represented by one model
-    that a formula covers: the one with the longest context. The default models are the catalogue's,
-    from LEAST_PARAMS parameters on.
+    The numbers of parameters of one size differ at most by the factor STEP. Each size is
+    represented by the model with the longest context. Models without a formula, and models with
+    fewer than LEAST_PARAMS parameters, are left out. By default, the models are the catalogue's.
     """
     sized_models = [
         (model.params or 0, model) for model in models or list_models() if Sizes.of(model)
@@ -182,7 +182,8 @@ def longest_row(setup: Setup, limit_gib: float) -> int | None:
     """Return the tokens of the longest row that surely fits, by formula.
 
     The result is a power of two, or the model's context length. The row belongs to the
-    configuration that needs the least memory. Returns None if not even the shortest row fits.
+    configuration that needs the least memory. Returns None if not even a row of SHORTEST tokens
+    fits.
     """
     task = open_reserve(setup).task
     space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))

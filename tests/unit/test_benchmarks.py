@@ -952,7 +952,7 @@ def test_plan_says_how_accurate_counts_are() -> None:
         " on an H200"
     )
     counted += (
-        " in GPU-bound steps, and {unknown_counted_error_median:.1%} of"
+        " in GPU-bound steps, and {unknown_counted_error_median:.1%} off for"
         " {unknown_models} others on an"
     )
     counted += " H100 ({unknown_first_error_median:.0%} before"

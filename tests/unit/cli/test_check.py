@@ -211,7 +211,7 @@ def test_models_by_name() -> None:
             known or ("mistralai/Mistral-7B-v0.3" if "istral" in name.lower() else name)
         )
         assert taken == (
-            f"{name} is assumed to have the shape of {known}, by its name (else give --model)."
+            f"By its name, {name} is assumed to have the shape of {known} (--model corrects this)."
             if known
             else None
         )

@@ -519,7 +519,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
     assert (
         json.loads(mixed.stdout)["how_sure"]
-        == f"{ACCURACY}; where no formula covers a model, {COUNTED}"
+        == f"{ACCURACY}; if no formula covers a model, {COUNTED}"
     )
 
 

@@ -29,29 +29,36 @@ LORA = {
     "llamafactory": FACTORY,
 }
 SHARDED = (
-    "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+    "Sharding and offloading of the model are not counted: each GPU is assumed to hold the whole"
+    " model."
 )
 ABSENT = (
-    "The file {!r} was not found, neither here nor beside this one: the tool's defaults are"
-    " assumed."
+    "The file {!r} was found neither beside this file nor in the current directory: the tool's"
+    " defaults are assumed."
 )
 CROSSED = (
-    "Examples that share a row attend to one another; they are counted as kept apart, which"
+    "Packed examples attend to one another in this run, but the estimate keeps them apart, which"
     " may be slower."
 )
-FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
+FUSED = "The cross-entropy, which is fused with the head, is counted as autotune's loss in chunks."
 IMAGES = (
     "Images, video and sound are not counted, nor the parts of the model that read them: the run"
     " needs more memory than"
     " estimated."
 )
-CHUNKS = "The loss is counted in chunks, as TRL computes it since 1.7; older ones hold all logits."
-KERNELS = (
-    "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
+CHUNKS = (
+    "The loss is counted in chunks, as TRL computes it since 1.7; older versions hold all logits."
 )
-BF16 = "With bf16 Axolotl loads the weights themselves in bf16: counted as bf16_pure."
-ELSEWHERE = "Adapters are counted on every linear layer; the file has them on "
-PEFT = "Without target modules PEFT chooses them: counted on queries and values, as it mostly does."
+KERNELS = (
+    "Axolotl's fused LoRA kernels, which are on by default, are not counted: the run needs less"
+    " time and memory than estimated."
+)
+BF16 = "With bf16, Axolotl also loads the weights in bf16: the run is counted as bf16_pure."
+ELSEWHERE = "Adapters are counted on every linear layer, but the file names "
+PEFT = (
+    "The file names no target modules, so PEFT chooses them: the estimate assumes queries and"
+    " values, its usual choice."
+)
 
 
 @pytest.fixture
@@ -167,7 +174,7 @@ def test_axolotl_offload_example(read):
     assert run.config.label() == label
     assert (
         run.notes[0]
-        == "What is offloaded is counted as checkpoints that wait in the host's memory."
+        == "Offloading is counted as activation checkpoints that are kept in the host's memory."
     )
     assert run.notes[1:3] == (KERNELS, FUSED)
 
@@ -396,16 +403,16 @@ def test_how_much_is_trained(read):
 
 
 ONE_NOTE = {
-    ("trl", "dtype: auto"): "dtype is auto: that of most checkpoints, bfloat16, is assumed.",
-    ("trl", "{use_peft: no, lora_r: 8}"): "Without use_peft: true, TRL trains all parameters;"
-     " lora_* says nothing.",
+    ("trl", "dtype: auto"): "dtype is auto: bfloat16 is assumed, the dtype of most checkpoints.",
+    ("trl", "{use_peft: no, lora_r: 8}"): "Without use_peft: true, TRL trains all parameters,"
+     " and ignores lora_*.",
     ("trl", "gradient_accumulation_steps: auto"): "gradient_accumulation_steps is auto: 1 is"
      " assumed.",
     ("trl", "attn_implementation: flash_attention_3"): "Attention by 'flash_attention_3' is counted"
      " as sdpa.",
     ("trl", "{packing: true, packing_strategy: wrapped}"): CROSSED,
-    ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory"
-     " than estimated",
+    ("trl", "packing: true"): "TRL packs a micro batch into one row. Without flash attention, the"
+     " mask of this row needs more memory than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
     ("trl", "{lora_r: 20, lora_alpha: 4}"): "lora_alpha 4 is far from twice the rank.",
@@ -413,29 +420,31 @@ ONE_NOTE = {
      " needs more memory",
     ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is"
      " not counted: ",
-    ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted,"
-     " compiled one by one.",
+    ("trl", "torch_compile: true"): "torch_compile compiles the whole model, but the estimate"
+     " compiles its layers one by one.",
     ("axolotl", "lora_modules_to_save: [lm_head, score]"): "lora_modules_to_save trains 'score'"
      " besides adapters",
     ("llamafactory", "additional_target: v_head,norm"): "additional_target trains 'norm, v_head'"
      " besides adapters",
-    ("axolotl", "load_in_4bit: true"): "With adapter: lora Axolotl does not quantise to 4 bits,"
-     " with qlora alone.",
-    ("axolotl", "liger_rope: true"): "liger_* does nothing without Liger's plugin under plugins.",
+    ("axolotl", "load_in_4bit: true"): "Axolotl quantises the base to 4 bits only with adapter:"
+     " qlora, not with adapter: lora.",
+    ("axolotl", "liger_rope: true"): "liger_* has no effect, because plugins does not list Liger's"
+     " plugin.",
     ("axolotl", "tensor_parallel_size: 2"): SHARDED,
-    ("axolotl", "fp8: true"): "fp8 is not counted: the run takes less time than estimated, on a GPU"
-     " that has it.",
+    ("axolotl", "fp8: true"): "fp8 is not counted: on a GPU that supports it, the run takes less"
+     " time than estimated.",
     ("axolotl", "qat: {weight_dtype: int4}"): "qat is not counted: the run needs more memory and"
      " time than estimated.",
     ("axolotl", "processor_type: AutoProcessor"): IMAGES,
     ("llamafactory", "{image_max_pixels: 262144, video_max_pixels: 16384}"): IMAGES,
     ("axolotl", "use_scattermoe: true"): "use_scattermoe is not counted: with its kernels the run"
      " may need less time",
-    ("axolotl", "peft: {loftq_config: {loftq_bits: 4}}"): "What peft needs before and between the"
-     " steps is not counted",
-    ("axolotl", "relora: true"): "What relora needs before and between the steps is not counted.",
-    ("axolotl", "lora_model_dir: out"): "lora_model_dir loads adapters, which keep their own rank"
-     " and layers; those",
+    ("axolotl", "peft: {loftq_config: {loftq_bits: 4}}"): "The time and memory that peft needs"
+     " before and between the steps are not counted",
+    ("axolotl", "relora: true"): "The time and memory that relora needs before and between the"
+     " steps are not counted.",
+    ("axolotl", "lora_model_dir: out"): "lora_model_dir loads adapters with their own rank and"
+     " layers, but",
     ("axolotl", "model_config: {a: 1}"): "model_config changes the model's own configuration, which"
      " is not counted.",
     ("axolotl", "lisa_n_layers: 4"): "lisa_n_layers is not counted: the run needs less memory than"
@@ -446,18 +455,18 @@ ONE_NOTE = {
      " counted: the run ",
     ("axolotl", "device_map: auto"): SHARDED,
     ("axolotl", "expert_parallel_size: 2"): SHARDED,
-    ("axolotl", "use_eaft: true"): "use_eaft takes its loss from all logits at once: the run needs"
-     " more memory than",
-    ("llamafactory", "use_dft_loss: true"): "use_dft_loss takes its loss from all logits at once:"
-     " the run needs more",
-    ("axolotl", "padding_free: true"): "padding_free joins rows without padding: counted as padded,"
-     " the run takes less",
+    ("axolotl", "use_eaft: true"): "use_eaft computes the loss from all logits at once: the run"
+     " needs more memory than",
+    ("llamafactory", "use_dft_loss: true"): "use_dft_loss computes the loss from all logits at"
+     " once: the run needs more",
+    ("axolotl", "padding_free: true"): "padding_free joins rows without padding, but the estimate"
+     " pads them: the run takes less",
     ("llamafactory", "packing: true"): CROSSED,
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
-    ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by"
-     " 'hqq', is counted as",
-    ("llamafactory", "bf16: false"): "Without bf16, fp16 or pure_bf16 there is no autocast: it may"
-     " be slower.",
+    ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base is quantised by"
+     " 'hqq', but",
+    ("llamafactory", "bf16: false"): "Without bf16, fp16 or pure_bf16, there is no autocast: the"
+     " run may be slower than estimated.",
     ("llamafactory", 'lora_target: "q_proj,.*mlp.*"'): f"{ELSEWHERE}'.*mlp.*,q_proj'.",
 }  # fmt: skip
 
@@ -557,7 +566,7 @@ def test_names_of_layers_are_those_of_the_model(model, targets, known, absent, r
     named = replace(run, format="axolotl", config=replace(run.config, lora_targets=targets))
     found = for_model(named, resolve_model(model))
     assert found.config.lora_targets == known
-    note = f"No linear layer of this model is named '{absent}': PEFT leaves that out."
+    note = f"No linear layer of this model is named '{absent}': PEFT adds no adapter for it."
     assert found.notes == (*run.notes, *([note] if absent else []))
 
 
@@ -565,8 +574,8 @@ def test_all_linear_layers_are_refused_where_peft_takes_only_some(read):
     run, mamba = read(LORA["trl"]), resolve_model("mistralai/Mamba-Codestral-7B-v0.1")
     every = replace(run, config=replace(run.config, lora_targets="all-linear"))
     note = (
-        "PEFT refuses adapters on some of this model's linear layers: name in_proj, which are"
-        " counted."
+        "PEFT refuses adapters on some of this model's linear layers. The estimate has adapters"
+        " only on in_proj: name these layers in the file."
     )
     assert for_model(every, mamba).notes[-1] == note
     named = for_model(replace(run, config=replace(run.config, lora_targets="in_proj")), mamba)
@@ -605,16 +614,19 @@ REFUSED = {
     (
         "llamafactory",
         "stage: ppo",
-    ): "'ppo', another objective than dpo, kto, pt, rm, sft: it generates answers"
+    ): "'ppo' is another objective than dpo, kto, pt, rm, sft: it generates answers"
     " during training, which no probe does",
     ("llamafactory", "finetuning_type: freeze"): "lora or full is supported, not 'freeze'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
-    ("llamafactory", "do_train: false"): "is not true, so that LLaMA-Factory trains nothing",
-    ("axolotl", "rl: orpo"): "'orpo', another objective than dpo, ipo, kto: no probe trains for it",
+    ("llamafactory", "do_train: false"): "is not true, so LLaMA-Factory trains nothing",
+    (
+        "axolotl",
+        "rl: orpo",
+    ): "'orpo' is another objective than dpo, ipo, kto: no probe trains for it",
     (
         "axolotl",
         "process_reward_model: true",
-    ): "it trains by another objective than sft, dpo, kto and reward, which no probe does",
+    ): "it trains for another objective than sft, dpo, kto and reward, and no probe trains for it",
     ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
@@ -622,8 +634,8 @@ REFUSED = {
     (
         "axolotl",
         "diffusion: {eps: 0.1}",
-    ): "it trains by another objective than the next token, which is not supported",
-    ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer takes it",
+    ): "it trains for another objective than predicting the next token, which is not supported",
+    ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer accepts this key",
     ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
     (
         "llamafactory",
@@ -632,9 +644,9 @@ REFUSED = {
     (
         "trl",
         "beta: 0.1",
-    ): "the file does not say if the objective is dpo, kto or another; the command does",
+    ): "the file does not say if the objective is dpo, kto or another; only TRL's command says it",
     ("trl", "loss_type: grpo"): "no supported trainer of TRL has the loss 'grpo'",
-    ("trl", "max_length: null"): "without a value, no row is cut off",
+    ("trl", "max_length: null"): "without a value, no row is truncated, so the longest row is",
     ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
     ("trl", "model_name_or_path:"): "is missing",
     ("trl", "num_train_epochs: 0"): "a number from 0.001 to 1,000,000,000,000,000 is needed, not 0",
@@ -859,7 +871,7 @@ def test_an_older_key_of_axolotl_has_the_rows_of_a_step(read):
     steps = {size: read(f"{AXOLOTL}batch_size: {size}\n").accumulation for size in (1, 2, 7, 8)}
     assert steps == {1: 1, 2: 1, 7: 3, 8: 4}
     with pytest.raises(
-        UsageError, match="Axolotl takes one of gradient_accumulation_steps and batch_size"
+        UsageError, match="does not take both gradient_accumulation_steps and batch_size"
     ):
         read(f"{AXOLOTL}batch_size: 8\ngradient_accumulation_steps: 3\n")
 
@@ -1039,7 +1051,7 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("trl", "precompute_ref_log_probs: true", "dpo", "computed before training"),
     ("trl", "desirable_weight: 1.0", "kto", ""),
     ("trl", "center_rewards_coefficient: 0.01", "reward", ""),
-    ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 makes the logits of all rows at once"),
+    ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 computes the logits of all rows at once"),
     ("axolotl", "rl: kto", "kto", "the run needs more memory than estimated"),
     ("axolotl", "reward_model: true", "reward", ""),
     (
@@ -1052,10 +1064,10 @@ OTHERS: list[tuple[str, str, str, str]] = [
         "llamafactory",
         "stage: dpo\npref_beta: 0.1\npref_loss: sigmoid",
         "dpo",
-        "LLaMA-Factory makes the logits of all",
+        "LLaMA-Factory computes the logits of all",
     ),
-    ("llamafactory", "stage: kto", "kto", "LLaMA-Factory makes the logits of all"),
-    ("llamafactory", "stage: rm", "reward", "keeps the head over the vocabulary"),
+    ("llamafactory", "stage: kto", "kto", "LLaMA-Factory computes the logits of all"),
+    ("llamafactory", "stage: rm", "reward", "keeps the head for the vocabulary"),
 ]
 
 

@@ -35,7 +35,8 @@ FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
 OFFLOADED = "the memory that is offloaded to the host"
 LASTING = ("weights", "adapters", "gradients", "optimizer")
 SHARDED = (
-    "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+    "Sharding and offloading of the model are not counted: each GPU is assumed to hold the whole"
+    " model."
 )
 
 
@@ -93,7 +94,7 @@ def test_shards_of_a_file_are_those_of_its_gpus(tmp_path: Path) -> None:
         tmp_path,
         FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}},
     )
-    assert "FSDP2 is counted, which holds a little less" in older
+    assert "the estimate is for FSDP2, which needs a little less" in older
     assert run.uncounted == Uncounted(
         causes=(OFFLOADED,), num_gpus=8, freed=frozenset(LASTING), exchanges=True
     )

@@ -614,7 +614,7 @@ def test_a_quantised_base_is_planned_where_nothing_else_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command.plan(StudySpec(model="llama-2-13b", gpu="a10"), evidence=HERE)
-    said = "nothing fits without one of these values: quantization int8 or nf4"
+    said = "a run only fits with one of these values: quantization int8 or nf4"
     assert said in capsys.readouterr().out
 
 

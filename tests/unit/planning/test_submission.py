@@ -626,7 +626,7 @@ def test_a_percent_more_useful_tokens_than_all_may_be_rounding(
 ) -> None:
     most = good["rows"][0]["raw_tokens_per_s"] * (1 + 0.01)
     assert read_submission(write(changed(good, "rows.0.useful_tokens_per_s", most)))
-    with pytest.raises(UsageError, match="more than all tokens"):
+    with pytest.raises(UsageError, match="more than raw_tokens_per_s"):
         read_submission(
             write(changed(good, "rows.0.useful_tokens_per_s", math.nextafter(most, math.inf)))
         )
