@@ -21,8 +21,8 @@ from autotune.core.text import dashed, printable
 from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
-# The bounds of every number in a calibration: a rate, size or time outside them is implausible in
-# any unit.
+# The bounds of every number in a calibration. A rate, size or time outside these bounds is
+# implausible in any unit.
 LEAST = 1e-6
 MOST = 1e9
 
@@ -108,11 +108,12 @@ class Calibration:
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """Return the TFLOP/s of matrix products of the size of square products with this side.
+        """Return the TFLOP/s of matrix products as large as products of square matrices.
 
-        The default of `side` is the largest measured side. The products are in the training dtype:
-        bf16 if the card has it, otherwise fp16. Between two measured sides, the logarithm of the
-        rate is interpolated. A side outside the measured sides gets the rate of the nearest one.
+        `side` is the side of the square matrices; the default is the largest measured side. The
+        products are in the training dtype: bf16 if the card has it, otherwise fp16. Between two
+        measured sides, the logarithm of the rate is interpolated. A side outside the measured sides
+        gets the rate of the nearest one.
         """
         by_dtype = self.rates.products
         rates = next((by_dtype[name] for name in ("bf16", "fp16") if name in by_dtype), None)

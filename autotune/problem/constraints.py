@@ -1,4 +1,4 @@
-"""Narrow a study's search space to the values that its device, model and quality floors allow.
+"""Narrow a search space to the values that the device, the model and the quality limits allow.
 
 Every rule applies before the study begins, so that the search proposes no impossible value. Each
 removal of a value is recorded with its reason.
@@ -31,9 +31,10 @@ LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kerne
 HEAD_MULTIPLE = 8
 # Largest accepted relative difference between a packed step's examples and the global batch
 OFF_BATCH = 0.25
-# By default, packing is tried only if a row holds this number of examples on average
+# By default, packing is tried only if a row holds at least this number of examples on average
 WORTH_PACKING = 1.05
-MOST_LENGTHS = 16  # with more values of seq_len, packing is refused: it is computed for each value
+# With more values of seq_len, packing is refused, because rows must be packed for each value.
+MOST_LENGTHS = 16
 MIN_RANK = 16
 MAX_TRUNCATED = 0.01
 # For each knob, three things: the option that allows all its values, a test for the values that are
@@ -113,7 +114,7 @@ class Narrowing:
             self.keep(name, allowed, reason, reserve=reserve)
 
     def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
-        """Restrict a knob to an effect with these values of the knob `other` only."""
+        """Let a knob have an effect only with these values of the knob `other`."""
         self.space = self.space.condition(name, other, allowed)
         self.reserve = self.reserve.condition(name, other, allowed)
 
@@ -192,7 +193,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
 
 
 def _narrow_tiling(narrowing: Narrowing) -> None:
-    """Remove the tiling of layers if the values of other knobs never give it an effect."""
+    """Remove the tiling of layers if tiling has no effect with any value of the other knobs."""
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
     _remove_without_effect(narrowing, "tiling", "tokens")
@@ -234,7 +235,7 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
 
 
 def narrow_to_sharing(narrowing: Narrowing) -> None:
-    """Remove values that no strategy for several GPUs can train."""
+    """Remove values that no combination of GPU count and sharding strategy supports."""
     space = narrowing.space
     uneven_copies = {
         copies
@@ -344,7 +345,7 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
     reason = f"{device.name} has no bf16"
 
     if device.kind == "cpu":
-        reason = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
+        reason = "this processor multiplies bf16 far slower than fp32 (it lacks AVX-512)"
         if not device.supports_bf16 and len(choices) > 1 and set(choices) <= {*bf16, "fp16_mixed"}:
             narrowing.offer("precision", (*choices, "fp32"))
             reason += "; fp32 takes its place"
@@ -399,7 +400,7 @@ def narrow_to_trl(
         narrowing.keep(
             "loss",
             lambda value: value == "chunked",
-            "TRL has a chunked loss of its own, and no other",
+            "TRL supports only its own chunked loss",
         )
         narrowing.pin("loss", "chunked")
 
@@ -407,7 +408,7 @@ def narrow_to_trl(
     _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
     narrowing.remove(
-        "optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended"
+        "optimizer_in_backward", {True}, "TRL's optimizer steps only after the backward pass"
     )
     narrowing.remove("attention", {"sdpa_cudnn"}, "TRL does not know this name")
     narrowing.remove("tiling", {"tokens"}, "TRL does not compute layers in tiles")
@@ -428,15 +429,19 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
     """Remove values that are impossible or untested with an objective."""
     narrowing.remove_untested("objective", objective)
     if objective.num_labels is not None:
-        narrowing.remove("loss", {"chunked"}, "one value for a row needs no logits of tokens")
+        narrowing.remove(
+            "loss",
+            {"chunked"},
+            "the model predicts one value per row, so there are no token logits to chunk",
+        )
     if objective is Objective.CLASSIFICATION:
         narrowing.remove("packing", {True}, "each row has one label")
 
     if objective.has_reference:
-        reason = "TRL switches recomputation off for all layers while the untrained model computes"
+        reason = "TRL switches recomputation off for all layers while the reference model computes"
         narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
     if objective is Objective.KTO:
-        reason = "KTO compares each answer with answers to other prompts of its micro batch"
+        reason = "KTO compares each answer with answers to other prompts of the same micro batch"
         narrowing.remove("micro_batch_size", {1}, reason)
 
 
@@ -446,12 +451,14 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
     if tokens:
         least = max(tokens + LEAST_TEXT, workload.images_end)
         room = f"the images of an example take {tokens} tokens, which are never truncated"
-        room += f", and the last ends at token {least}" if least > tokens + LEAST_TEXT else ""
+        room += f", and the last image ends at token {least}" if least > tokens + LEAST_TEXT else ""
         narrowing.keep("seq_len", lambda length: length >= least, room)
 
     narrowing.remove("packing", {True}, "rows with images are not packed")
     narrowing.remove(
-        "group_by_length", {True}, "images are read when a micro batch is made, and not before"
+        "group_by_length",
+        {True},
+        "images are read only when a micro batch is made, so row lengths are unknown before",
     )
     narrowing.remove("cuda_graphs", {"micro_batch"}, "the sizes of images are read on the host")
     narrowing.remove_untested("images")
@@ -515,7 +522,7 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation unless layers are compiled with all values of other knobs."""
+    """Remove selective recomputation if some value of another knob leaves layers uncompiled."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
         reason = "it needs compiled layers, because the compiler chooses the recomputed tensors"
@@ -571,8 +578,8 @@ def _narrow_to_named_layers(
 ) -> None:
     """Remove values of the adapters' targets that name modules which the model lacks.
 
-    A value stays if the model has all its modules. If the model type's module names are known, a
-    value stays if the model has one of the modules.
+    A value stays if the model has all modules that the value names. If the module names of this
+    model type are known, one existing module is enough.
     """
 
     def has_layers(targets: str) -> bool:

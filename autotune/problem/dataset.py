@@ -1,4 +1,4 @@
-"""Read the user's examples, and count their tokens with the code of the exported script."""
+"""Read the user's examples, and count their tokens as the exported training script does."""
 
 import itertools
 import os
@@ -42,12 +42,12 @@ from autotune.trainer.reading import BadDataset, Located, find_files, read_rows
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
 COLUMNS = {
-    Objective.DPO: "chosen, rejected, and prompt unless both begin with it",
+    Objective.DPO: "chosen and rejected, and prompt unless both answers begin with the prompt",
     Objective.KTO: "prompt, completion and label, or pairs of chosen and rejected",
     Objective.REWARD: "chosen and rejected",
     Objective.CLASSIFICATION: "text and label",
 }
-# Names of the prompt's column in some datasets. TRL does not read these columns.
+# Some datasets store the prompt in a column with one of these names. TRL does not read them.
 PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *CHATS)
 PAIR = ("chosen", "rejected", "label")
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
@@ -66,8 +66,8 @@ def dataset_lengths(
 
     `tokenizer` is a directory with a tokenizer, which counts the tokens. If it is None, tokens are
     estimated from the number of bytes. For next-token prediction, the tokens are also cached
-    (`token_cache`) for a later training on the same files. The length of a pair of answers is the
-    longer answer's length. `say` gets progress messages.
+    (`token_cache`) for a later training on the same files. For a pair of answers, the length of the
+    prompt with the longer answer counts. `say` gets progress messages.
 
     Raises:
         UsageError: if a row has an unknown form; the message names the row.
@@ -106,11 +106,11 @@ def image_lengths(
     loss_on: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
-    """Return the lengths of examples with images, their images by length, and the last image's end.
+    """Return the examples' lengths, representative images for each length, and an image end.
 
-    The last value is the largest position, in tokens, of an image's end in its row. `picture`
-    converts an image's width and height to the processor's result. Raises the errors of
-    `dataset_lengths`, and UsageError for an unreadable image.
+    The image end is the largest position, in tokens, at which an image ends in its row. `picture`
+    returns the output of the model's image processor for an image with this width and height.
+    Raises the errors of `dataset_lengths`, and UsageError for an unreadable image.
     """
     say(f"reading {path.name}")
     pictures: list[tuple[Picture, ...]] = []
@@ -155,9 +155,7 @@ def image_lengths(
     ]
     trained = sum(share for _, share in rows)
     if not trained:
-        raise UsageError(
-            "--dataset: none of its tokens would be trained on", remedy="give --loss-on all"
-        )
+        raise UsageError("--dataset: it has no tokens to train on", remedy="give --loss-on all")
     distribution = Lengths.of(
         lengths, "counted" if tokenizer else "characters", min(trained / sum(lengths), 1.0)
     )
@@ -184,7 +182,7 @@ def tokenised_per_s(
 
     The measurement lasts `seconds`. The result is None for a dataset without rows.
 
-    Raises what `dataset_lengths` raises.
+    Raises the same errors as `dataset_lengths`.
     """
     with dataset_errors():
         encoder = Encoder(_load(tokenizer), loss_on)
@@ -224,7 +222,7 @@ def _lengths_for(
     split: str | None,
     say: Callable[[str], None],
 ) -> Lengths:
-    """Return the lengths of the examples of an objective other than SFT: their longest rows."""
+    """Return the length of each example's longest row, for an objective other than SFT."""
     if objective is Objective.CLASSIFICATION:
         label_names(read_rows(path, split))
     texts = list[Located]()  # the rows
@@ -304,13 +302,13 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
-    """Raise ValueError if an unused column seems to have the prompt, and the answers lack it."""
+    """Raise ValueError if an unread column seems to hold the prompt, and the answers lack it."""
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
         return  # the answers are whole conversations, which contain the prompt
     for name in PROMPTS:
         value = columns.get(name)
         if value and not (isinstance(value, str) and value.strip() in str(answers[0])):
-            raise ValueError(f"its column {name} is not read beside chosen: name it prompt")
+            raise ValueError(f"its column {name} is not read beside chosen: rename it to prompt")
 
 
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
@@ -340,7 +338,7 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
             "the row's answers are text, but its prompt is not: give both in the same form"
         )
     if beside:
-        raise ValueError(f"its column {next(iter(beside))} needs a prompt in a column of its own")
+        raise ValueError(f"its column {next(iter(beside))} needs a prompt in a separate column")
     return {**others, "text": answer}
 
 
@@ -373,7 +371,7 @@ def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT)
 
 
 def check_exists(path: Path, split: str | None) -> None:
-    """Raise UsageError if there is no such dataset."""
+    """Raise UsageError if the dataset does not exist."""
     with dataset_errors():
         find_files(path, split)
 
@@ -423,7 +421,7 @@ def _text(form: Plain | Chat) -> str:
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
-    """Return an example's numbers of bytes: only read by the model, and trained on."""
+    """Return the bytes of an example that the model only reads, and the bytes trained on."""
     try:
         if not isinstance(form, Chat):
             prompt = (form.prompt or "").encode()
@@ -436,7 +434,9 @@ def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
         texts = [one["role"] + "".join(text for _, text in texts_of(one)) for one in messages]
         sizes = [len(text.encode()) for text in texts]
     except UnicodeEncodeError:
-        raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
+        raise BadDataset(
+            f"{where}: its text has half of a surrogate pair, which is not a character"
+        ) from None
     except ValueError as error:
         raise BadDataset(f"{where}: {error}") from None
 
@@ -455,9 +455,7 @@ def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
 
 def _share(trained: int, tokens: int) -> float:
     if not trained:
-        raise UsageError(
-            "--dataset: none of its tokens would be trained on", remedy="give --loss-on all"
-        )
+        raise UsageError("--dataset: it has no tokens to train on", remedy="give --loss-on all")
     return trained / tokens
 
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from autotune.core.probe_types import Measurement
 
 # Other processes that use less than this share of the cores, or of the GPU's time, are ignored:
-# they change a step by less than a verification tolerates.
+# they change a step time by less than the check of a finished run (`verify`) tolerates.
 HARMLESS = 0.05
 FULL = 0.9  # if at least this share of the cores is in use, other work delays the host
-# If the range of step times, relative to the median, is larger, the probe counts as disturbed. 8 of
-# 1,158 probes on H200s and H100s (`benchmarks/data`) have a larger range.
+# A probe counts as disturbed if the range of its step times exceeds this share of their median. 8
+# of 1,158 probes on H200s and H100s (`benchmarks/data`) have a larger range.
 STEADY_RANGE = 0.5
 # If this environment variable is set, no probe counts as disturbed. Tests set it, because their
 # probes run at the same time and always disturb each other.
@@ -28,7 +28,7 @@ def disturbance(
     cores: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str | None:
-    """Return how other work disturbed the timed steps, or None without a sign of it.
+    """Return how other work disturbed the timed steps, or None without any sign of it.
 
     A probe on a CPU needs all `cores`, so any other work disturbs it. The host of a GPU is
     disturbed only if nearly all cores are in use.

@@ -9,7 +9,7 @@ from autotune.core.units import parse_duration
 
 Counts = str | int | Sequence[int]
 
-MOST_GPUS = 8  # of one host
+MOST_GPUS = 8  # the largest number of GPUs in one host
 # Nominal GB/s that a host sends through all its network adapters. Collectives reach the fraction
 # REACHED of the nominal rate: with 400 Gb/s, which are 50 GB/s, nccl-tests reach 45 GB/s.
 NETWORKS = {
@@ -31,8 +31,8 @@ def parse_gpus(given: Counts) -> tuple[int, ...]:
     numbers = _parse_counts("--gpus", given, "1,2,4,8")
     if numbers[-1] > MOST_GPUS:
         raise UsageError(
-            f"--gpus {numbers[-1]}: up to {MOST_GPUS} GPUs, in one host",
-            remedy=f"take {MOST_GPUS}; `autotune plan` takes several hosts with --nodes",
+            f"--gpus {numbers[-1]}: up to {MOST_GPUS} GPUs of one host are supported",
+            remedy=f"give at most {MOST_GPUS}; `autotune plan` takes several hosts with --nodes",
         )
     return numbers
 
@@ -71,7 +71,8 @@ def parse_network(given: str | float | None) -> float | None:
     if not 0 < nominal < math.inf:
         names = ", ".join(NETWORKS)
         raise UsageError(
-            f"--network cannot be {given!r}", remedy=f"give GB/s out of a host, or one of {names}"
+            f"--network cannot be {given!r}",
+            remedy=f"give the GB/s that a host can send, or one of {names}",
         )
     return REACHED * nominal
 
@@ -83,7 +84,7 @@ def split_count(gpu: str) -> tuple[str | None, str]:
 
 
 def parse_within(within: str | float | None) -> float | None:
-    """Convert a time limit to hours: '6h' -> 6.0. A number already is in hours.
+    """Convert a time limit to hours: '6h' -> 6.0. A number is already in hours.
 
     Raises UsageError unless the time is positive.
     """

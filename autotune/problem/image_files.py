@@ -1,7 +1,7 @@
 """The sizes of the images in a dataset's rows, and the text that remains without the images.
 
-A size is read from the start of an image file. `trainer.examples` finds the reference to each image
-in a row. The file may also be stored inside the row, as the library `datasets` does.
+A size is read from the start of an image file. `trainer.forms` finds the path of each image in a
+row. Instead of a path, a row may contain the image file itself, as the library `datasets` does.
 """
 
 import io
@@ -22,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def pictures_of(
     where: str, named: Iterable[Any], folder: Path, picture: Callable[[int, int], Picture]
 ) -> tuple[Picture, ...]:
-    """Return the processor's result for each image of a row.
+    """Return a Picture, the output of the model's image processor, for each image of a row.
 
     Paths are relative to `folder`. Raises UsageError, with the row and the file, for an unreadable
     image and for an image that `picture` refuses.
@@ -45,9 +45,10 @@ def pictures_of(
 
 
 def size_of(file: BinaryIO) -> tuple[int, int]:
-    """Return width and height in pixels of a PNG, a JPEG, or another format of `FORMATS`.
+    """Return width and height in pixels of a PNG, a JPEG, or another of the readable formats.
 
-    The other formats need Pillow, which is optional. Raises BadPicture for anything else.
+    `picture_files.FORMATS` lists the readable formats. All but PNG and JPEG need Pillow, which is
+    optional. Raises BadPicture for anything else.
     """
     try:
         width, height = _read_size(file)
@@ -75,7 +76,7 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
             raise BadPicture("it is a broken JPEG")
-        # These three begin tables, not frames
+        # The three excluded codes begin tables, not frame headers.
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
@@ -94,7 +95,7 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
-    """Return a row with the text of these messages, whose contents are lists of parts.
+    """Return a row with only the text of messages whose contents are lists of parts.
 
     If `whole` is false, the text ends before the last image.
     """
@@ -111,8 +112,8 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
         content = {"content": texts or [{"type": "text", "text": ""}]}
-        # Without the flags that limit training to some messages, all tokens before the last image
-        # are counted.
+        # Flags limit training to some messages. For a text that ends before the last image, they
+        # are left out, because all its tokens are counted.
         flags = () if whole else FLAGS
         messages.append({key: message[key] for key in message if key not in flags} | content)
 
@@ -126,7 +127,7 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
 
 
 def flat(form: Plain | Chat) -> Plain | Chat:
-    """Return the row with the parts of each message, which are all text, joined to one string."""
+    """Return the row with the text parts of each message joined to one string."""
     if isinstance(form, Plain):
         return form
     texts = ["".join(part["text"] for part in message["content"]) for message in form.messages]

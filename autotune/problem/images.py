@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from autotune.core.images import Picture
 
-MOST_KINDS = 256  # the images of at most this number of row lengths are kept
-# The fewest tokens of a row besides its images: one is read, and the next is predicted
+MOST_KINDS = 256  # the selection keeps images for at most this number of row lengths
+# The fewest text tokens in a row with images: one is read, and the next one is predicted
 LEAST_TEXT = 2
 
 Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its images

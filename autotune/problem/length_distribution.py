@@ -50,7 +50,9 @@ class Lengths:
         if not self.counts or self.counts[0][0] < 1 or any(number < 1 for _, number in self.counts):
             raise ValueError("tokens_per_example must be at least 1")
         if not 0 < self.trained_share <= 1:
-            raise ValueError(f"a share of {self.trained_share} of the tokens cannot be trained on")
+            raise ValueError(
+                f"trained_share must be above 0 and at most 1, not {self.trained_share}"
+            )
         object.__setattr__(self, "_hash", hash((self.counts, self.source, self.trained_share)))
 
     def __hash__(self) -> int:
@@ -82,8 +84,8 @@ class Lengths:
         if not 1 <= mean <= p99:
             raise ValueError("the 99th percentile cannot be below the mean, nor the mean below 1")
 
-        # ln p99 - ln mean = z s - s^2 / 2, with s the standard deviation of the logarithm. The
-        # smaller root is plausible.
+        # ln p99 - ln mean = z s - s^2 / 2. Here s is the standard deviation of the logarithm, and z
+        # is P99. The equation has two solutions for s, and only the smaller one is plausible.
         under_root = P99**2 - 2 * math.log(p99 / mean)
         if under_root < 0:
             raise ValueError(

@@ -18,7 +18,7 @@ class Rows:
 
 @dataclass(slots=True)
 class _OpenRows:
-    """The rows while they are filled: rows with room for more tokens, and full rows."""
+    """The rows during packing: rows with room for more tokens, and full rows."""
 
     seq_len: int
     full: list[Rows] = field(default_factory=list)

@@ -21,7 +21,7 @@ WORTH_A_BUCKET = 0.01  # another bucket must reduce the padded tokens by at leas
 BINS = 64  # the largest number of bins; a bucket covers one or more neighbouring bins
 MAX_STAND_INS = 5
 NO_SHARE = 1e-9  # smaller shares of micro batches are rounding errors
-SIGMAS = 7  # a binomial distribution is ignored beyond this number of standard deviations
+SIGMAS = 7  # binomial probabilities are ignored beyond this number of standard deviations
 MOST_DRAWS = 300_000  # the number of random draws in a simulation; they take about 0.15 s
 # The sampler of transformers sorts 1/MEGABATCHES of the examples together, but at most the examples
 # of MAX_STEPS steps.
@@ -31,9 +31,10 @@ MAX_STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """Micro batches whose longest row has at most `up_to` tokens, and `tokens` on average.
+    """A group of micro batches whose longest rows have similar lengths.
 
-    `share` is their share of all micro batches.
+    The longest rows have at most `up_to` tokens, and `tokens` on average. `share` is the group's
+    share of all micro batches.
     """
 
     tokens: float
@@ -136,7 +137,7 @@ def sorted_together(examples: int, step_examples: int) -> int:
 
 @lru_cache(maxsize=1024)
 def new_length_share(draw: Draw, number: int) -> float:
-    """Return the expected share of `number` micro batches whose padded length is a new one."""
+    """Return the expected share of `number` micro batches with a padded length that is new."""
     return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
 
 
@@ -151,7 +152,7 @@ def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
 
 
 def _mean(draw: Draw, ends: tuple[int, ...]) -> float:
-    """Return the mean length of rows if they are padded to the next of `ends`, or without ends."""
+    """Return the mean padded length of a row; `ends`, if any, are the lengths to pad on to."""
     return sum(_padded_length(one.up_to, ends) * one.share for one in batch_maxima(draw))
 
 
@@ -229,7 +230,7 @@ def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def buckets(draw: Draw) -> tuple[int, ...]:
-    """Return the buckets, ascending: the few lengths that rows can be padded to most cheaply."""
+    """Return the buckets, ascending: the few lengths that need the least padding."""
     bins = _binned(batch_maxima(draw))
 
     def cost(part: Maxima) -> float:

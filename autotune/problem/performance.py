@@ -24,7 +24,8 @@ TIE = 2 * AGAIN
 # If the step times of one configuration's measurements differ by more than this fraction, something
 # disturbed a measurement. The configuration is then measured once more, and the median counts.
 DISAGREEMENT = 0.05
-# The relative spread that is assumed for a single time: twice the spread of steps on an H200.
+# The relative spread that is assumed if only one time was measured: twice the spread of steps on an
+# H200.
 UNSEEN = 0.02
 
 
@@ -34,7 +35,7 @@ class Performance:
 
     `spread` is the range of step times, relative to `step_time_s`: (-0.01, 0.02) is 1 % less to 2 %
     more. If the speed was converted from another card, `spread` includes the error of the
-    conversion, and `own_spread` is the spread of the probes without it. `mfu` is None if the
+    conversion, and `own_spread` is the probes' spread without this error. `mfu` is None if the
     device's peak is unknown.
     """
 
@@ -82,10 +83,11 @@ class Performance:
 def step_time_s(
     measurement: Measurement, accumulation: int, new_length_share: float = 0.0
 ) -> float:
-    """Return the seconds of an optimizer step, from median times of a micro batch and of the rest.
+    """Return the seconds of an optimizer step, from the median times of its parts.
 
-    The step has `accumulation` micro batches. The share `new_length_share` of the micro batches
-    have a new row length, and take the extra time that was measured (`new_length_s`).
+    The parts are `accumulation` micro batches, and the rest of the step. The share
+    `new_length_share` of the micro batches have a new row length, and take the extra time that was
+    measured (`new_length_s`).
     """
     micro = statistics.median(measurement.micro_step_s) + new_length_share * (
         measurement.new_length_s or 0.0

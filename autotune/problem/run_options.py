@@ -5,7 +5,7 @@ from dataclasses import dataclass
 # The supported values of transformers' option `report_to`
 TRACKERS = ("none", "wandb", "mlflow", "tensorboard", "trackio")
 SAVE_EVERY_S = 1800.0
-# The number of checkpoints on disk; the oldest is deleted after a new one is written
+# The number of checkpoints on disk; a new one is written before the oldest is deleted
 KEPT_CHECKPOINTS = 2
 
 
@@ -21,7 +21,7 @@ class RunOptions:
     report_to: str = "none"
 
     def steps_between_saves(self, num_steps: int, step_time_s: float) -> int:
-        """Return the steps between checkpoints in a run of `num_steps`; the end is also saved."""
+        """Return the steps between checkpoints; the run of `num_steps` also saves at its end."""
         return max(1, min(self.save_steps or round(SAVE_EVERY_S / step_time_s), num_steps))
 
     def steps_between_evaluations(self, num_steps: int, step_time_s: float) -> int:

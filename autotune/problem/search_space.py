@@ -20,16 +20,16 @@ from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
 _DEFAULT_VALUES = _DEFAULTS.as_dict()
-SHORT = 256  # a row of this number of tokens is short: a shorter row saves almost no memory
+SHORT = 256  # a row of at most this number of tokens is short: a shorter one saves little memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """The values of one knob: a list, or the integers from `low` to `high`.
 
-    If `log`, the range is sampled on a log scale. `when` maps other knobs to values: this knob has
-    an effect only if each of them has one of its values. `divides` is for the micro batch size, and
-    is the global batch: the size times the chosen number of GPUs must divide it.
+    If `log`, the range is sampled on a log scale. `when` maps other knobs to the values that they
+    must have so that this knob has an effect. `divides` is set only for the micro batch size: it is
+    the global batch, which the micro batch size times the GPU count must divide.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Knob:
         return wanted if wanted in values else values[0]
 
     def keep(self, allowed: Callable[[Any], bool]) -> "Knob":
-        """Return this knob with only the allowed values. A range stays one if it has no gaps."""
+        """Return this knob with only the allowed values. A range without gaps stays a range."""
         values = tuple(value for value in self.choices() if allowed(value))
         if self.low is not None and values and len(values) == values[-1] - values[0] + 1:
             return replace(self, low=values[0], high=values[-1])
@@ -92,9 +92,9 @@ class Knob:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Return, by knob, the value or list of values that another knob must have.
+        """Return other knobs, each with the value or the list of values that it must have.
 
-        This knob has an effect only with these values. Conditions come from the registry of knobs
+        With any other value, this knob has no effect. Conditions come from the registry of knobs
         and from the space (`when`).
         """
         return {**KNOBS[self.name].active_when, **(self.when or {})}
@@ -211,7 +211,10 @@ class SearchSpace:
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
             # If the knob has a single value, the user probably pinned it.
             if len(removed) == 1:
-                remedy = f"give another value (--set {name}=VALUE), or change what excludes it"
+                remedy = (
+                    f"give another value (--set {name}=VALUE), or change the setting that excludes"
+                    " this one"
+                )
             raise UsageError(
                 f"no value of {name} is left in the space {self.name!r}:"
                 f" {_listed(removed)}: {reason}",
@@ -234,7 +237,7 @@ class SearchSpace:
             check_value(name, value)
         except ValueError as error:
             raise UsageError(
-                f"--set {name}: {error}", remedy="give one of the values named"
+                f"--set {name}: {error}", remedy="give a value that this error names"
             ) from None
         return self._with(Knob(name=name, values=(value,)))
 
@@ -313,9 +316,9 @@ class SearchSpace:
         return groups.total()
 
     def sample(self, number: int) -> Iterator[dict[str, Any]]:
-        """Yield `number` random configurations like `enumerate`, for a space too large for it.
+        """Yield `number` random configurations, for a space that is too large to enumerate.
 
-        Every call yields the same configurations.
+        They have the same form as in `enumerate`. Every call yields the same configurations.
         """
         generator = random.Random(0)  # noqa: S311 (no secret depends on it)
         for _ in range(number):
@@ -351,7 +354,7 @@ class SearchSpace:
 
 
 def ways_to_fit(leanest: TrainConfig) -> str:
-    """Describe the user's options if not even `leanest`, a space's leanest configuration, fits."""
+    """Suggest remedies if not even the configuration with the least memory (`leanest`) fits."""
     ways = ["take a larger GPU", "a smaller model"]
     if leanest.quantization != "nf4":
         ways.append("--space qlora")

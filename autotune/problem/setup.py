@@ -69,7 +69,7 @@ class Setup:
 
     @property
     def reserved(self) -> str:
-        """The values that are only in the reserve, in words, or empty."""
+        """A text of the values that only the reserve has, or an empty text."""
         space = self.task.space
         return "; ".join(
             f"{knob.name} {' or '.join(map(str, values))}"
@@ -299,7 +299,7 @@ def calibration_of(
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:
-    """Return the shape that a worker would report for the model's layers, without the pattern.
+    """Return the ModelShape that a worker would report, without the repeating layer pattern.
 
     The result is None for a family without a formula.
     """
@@ -360,8 +360,8 @@ def open_reserve(setup: Setup) -> Setup:
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
     """Return the number of examples in an optimizer step.
 
-    If the user gives the batch in tokens, the result is the near number that most micro batch sizes
-    of the space divide.
+    If the user gives the batch in tokens, several numbers of examples are close to it. The result
+    is the one that the largest number of micro batch sizes divides.
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
@@ -522,7 +522,7 @@ def _rows_with_images(
     if lengths.longest < least:
         raise UsageError(
             f"an example of {lengths.longest} tokens has no room for its image of"
-            f" {taken(one)} (--image-size)",
+            f" {taken(one)} tokens (--image-size)",
             remedy="count the tokens of images in the lengths of examples,"
             " or give a --dataset with images",
         )
@@ -539,7 +539,7 @@ def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
 
 
 def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
-    """Return warnings about missing packages that make layers other than attention fast."""
+    """Return a warning if packages with fast kernels for some of the model's layers are missing."""
     from importlib.util import find_spec
 
     needed = model.kernel_packages
@@ -549,9 +549,9 @@ def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
         return []
 
     packages = " ".join(needed.values())
-    slow = "transformers computes layers of this model slowly and with more memory"
+    slow = "transformers computes some layers of this model slowly and with more memory"
     if probes_run_here:
-        return [f"{slow}: install its fast kernels: pip install {packages}"]
+        return [f"{slow}; for fast kernels: pip install {packages}"]
     return [f"{slow} without fast kernels ({packages}); all numbers here are without them"]
 
 

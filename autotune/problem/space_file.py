@@ -43,7 +43,7 @@ class KnobEntry(BaseModel):
         if len(set(map(repr, self.values))) != len(self.values):
             raise ValueError("a value occurs twice")
         if self.log and not is_range:
-            raise ValueError("log: true goes with min: and max:")
+            raise ValueError("log: true needs min: and max:")
         return self
 
     def problems(self, name: str) -> Iterator[tuple[Place, str]]:
@@ -72,7 +72,7 @@ class KnobEntry(BaseModel):
             if not _is_other_knob(other, name):
                 yield (
                     ("when", other),
-                    f"{other!r} is no other knob{did_you_mean(other, set(KNOBS) - {name})}",
+                    f"{other!r} is not another knob{did_you_mean(other, set(KNOBS) - {name})}",
                 )
 
     def _values(self, name: str) -> Iterator[tuple[Place, str, Any]]:

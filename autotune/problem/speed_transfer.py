@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTransfer:
-    """The target card's speed divided by the source card's, for products and for moving bytes.
+    """The target card's speed divided by the source card's speed, for each kind of work.
 
+    `products` is the factor for matrix products, and `bytes` is the factor for memory traffic.
     `fp8` is the factor for 8-bit products, or None if a card has no fp8. `host` is the factor for
     the hosts' speeds, or None unless both hosts were calibrated. `error` is the standard deviation
     of the logarithm of the converted speed. `profiled_error` replaces `error` if a profile divides
@@ -23,5 +24,5 @@ class SpeedTransfer:
     basis: int = 0
 
     def ratio(self, share: float) -> float:
-        """Return target speed / source speed if products take `share` of the source's time."""
+        """Return target speed / source speed if products take `share` of the time on the source."""
         return 1 / (share / self.products + (1 - share) / self.bytes)

@@ -1,4 +1,4 @@
-"""StudySpec: a user's request, from options or a YAML file. `setup` resolves its names."""
+"""StudySpec: a user's request for a study, from command-line options or a YAML file."""
 
 import math
 import os
@@ -36,8 +36,8 @@ MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow
 class InvalidSpec(UsageError, ValueError):
     """An impossible value in a study.
 
-    It is also a ValueError, because pydantic turns a ValueError into a problem at a key of the
-    file. So the message can name the line.
+    It is also a ValueError, because pydantic reports the key at which a ValueError occurred. So the
+    message can name the line of the file.
     """
 
     def __init__(self, message: str) -> None:
@@ -49,9 +49,9 @@ class Option:
     """The command-line option of one field of StudySpec, and the field's possible values.
 
     `metavar` is the value's placeholder in the help, or None to show the type. The help ends with
-    `shown_default` in brackets. `allows` checks a value of the right type. It is not called for
-    None, which is valid if the type includes None. `choices` has all possible values, if the number
-    is finite.
+    `shown_default` in brackets. `allows` returns whether a value of the right type is valid. It is
+    not called for None, which is valid if the type includes None. `choices` lists all valid values
+    of an option that accepts only certain words.
     """
 
     help: str
@@ -120,11 +120,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedConfig:
-    """One named configuration, which is probed without a search. Its knobs are added to `pins`.
+    """One named configuration, which is probed without a search.
 
-    An optimizer step has `accumulation` micro batches. `model_overrides` replaces keys of the
-    model's config. `excluded` is the reason why autotune cannot express the published
-    configuration, or None. An excluded configuration is shown, but neither estimated nor probed.
+    Its `knobs` are added to the study's `pins`. An optimizer step has `accumulation` micro batches.
+    `model_overrides` replaces keys of the model's config. `excluded` is the reason why autotune
+    cannot express the published configuration, or None. An excluded configuration is shown, but
+    neither estimated nor probed.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -157,35 +158,40 @@ class StudySpec:
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
-    model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
+    model: str = _option(
+        MISSING, "Model to train: a catalogue name, a local directory, or a hub id."
+    )
     gpu: str = _option(
-        "auto", "Target GPU: a name, auto (this machine's GPU), cpu, or a card of your own."
+        "auto",
+        "Target GPU: a name, auto (this machine's GPU), cpu, or a description of your own card.",
     )
     space: str | SearchSpace | None = _option(  # noqa: RUF009
-        None, "Search space: a name (`autotune spaces`) or a file."
+        None, "Search space: a name (`autotune spaces` lists them) or a file."
     )
     objective: str = _choice(
         "sft",
         Objective,
-        "The objective: sft (the next token), dpo or kto (wanted answers), reward (a score),"
+        "The objective: sft (the next token), dpo or kto (preferred answers), reward (a score),"
         " or classification.",
     )
     trainer: str | None = _choice(
         None,
         ("transformers", "trl"),
-        "The trainer: transformers, or trl (its SFTTrainer; for dpo, kto and reward always).",
+        "The trainer: transformers or trl; dpo, kto and reward always use trl.",
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
     # If given, these configurations are probed, and there is no search.
     configs: tuple[NamedConfig, ...] = ()
     source: str | None = None  # the publication that contains the results of `configs`
-    examples: int | None = _count(None, "Examples of the full run.", shown_default="10000")
+    examples: int | None = _count(
+        None, "Number of examples in the full run.", shown_default="10000"
+    )
     epochs: int = _count(1, "Passes over the examples.")
     tokens_per_example: int | None = _count(
         None, "One length in tokens for all examples.", shown_default="1024"
     )
-    tokens: int | None = _count(None, "Tokens of one pass, instead of --examples.")
+    tokens: int | None = _count(None, "Number of tokens in one pass, instead of --examples.")
     mean_tokens: float | None = _count(
         None, "Mean length of the examples in tokens; needs --p99-tokens."
     )
@@ -201,7 +207,7 @@ class StudySpec:
         metavar="PATH",
     )
     split: str | None = _option(
-        None, "Part of --dataset to take.", metavar="NAME", shown_default="train, if any"
+        None, "Split of --dataset to use.", metavar="NAME", shown_default="train, if any"
     )
     loss_on: str | None = _choice(
         None,
@@ -217,8 +223,8 @@ class StudySpec:
     )
     image_size: str | None = _option(
         None,
-        "Size in pixels of an image in each example, for a model that takes images,"
-        " without a --dataset that has them.",
+        "Without --dataset, for a model that takes images: each example has an image of this"
+        " size in pixels.",
         metavar="WxH",
         shown_default="examples are only text",
     )
@@ -250,7 +256,8 @@ class StudySpec:
         f"Tracker that the full run reports to: {', '.join(TRACKERS)}.",
     )
     budget: str = _option(
-        "15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h."
+        "15m",
+        "Time limit from the worker's start to the last confirming probe, such as 90s, 15m or 1h.",
     )
     trials: int | None = _count(None, "Largest number of trials, including refused trials.")
     patience: int = _count(40, "Stop after this number of trials without an improvement.")
@@ -278,11 +285,11 @@ class StudySpec:
     max_truncated: float | None = _share(
         None, "Largest share of tokens that may be truncated.", shown_default="0.01"
     )
-    allow_quantized: bool = _option(False, "Let quantised bases win.")
-    allow_pure_bf16: bool = _option(False, "Let pure bf16 win, without fp32 master weights.")
+    allow_quantized: bool = _option(False, "Let a configuration with a quantised base model win.")
+    allow_pure_bf16: bool = _option(False, "Let pure bf16 win, which has no fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
     slack: float = _share(
-        0.05, "Extra cost that a more capable configuration may have, as a share."
+        0.05, "Largest extra cost, as a share, at which a configuration that can learn more wins."
     )
     shallow_only: bool = _option(
         False, "Probe a few layers only and extrapolate, for a model that this device cannot hold."
@@ -307,13 +314,15 @@ class StudySpec:
     )
     play_ranks: bool = _option(
         False,
-        "With --gpus: one GPU simulates a rank, as it does if this machine has too few GPUs."
-        " Speeds are projected.",
+        "With --gpus: one GPU simulates a rank even if this machine has enough GPUs."
+        " Speeds are then projected.",
     )
-    workers: int = _count(1, "GPUs of this machine that probe one configuration each.")
+    workers: int = _count(
+        1, "Number of this machine's GPUs that probe at the same time, one configuration each."
+    )
     ray: str | None = _option(
         None,
-        "Probe on all GPUs of this kind in a Ray cluster (pip install ray).",
+        "Probe on all GPUs of a Ray cluster that are of the same product (pip install ray).",
         metavar="ADDRESS",
     )
     compile_ahead: str = _choice(
@@ -352,7 +361,7 @@ class StudySpec:
         if (self.mean_tokens is None) is not (self.p99_tokens is None):
             raise InvalidSpec("give mean_tokens and p99_tokens together")
         if self.tokenizer is not None and self.dataset is None:
-            raise InvalidSpec("a tokenizer counts the examples of a dataset: give dataset too")
+            raise InvalidSpec("a tokenizer counts the tokens of a dataset: give dataset too")
         if self.eval_steps is not None and not self.eval_share:
             raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
         if self.split is not None and self.dataset is None:
@@ -457,7 +466,7 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
         )
 
     pins = base.pins | given_options.pop("pins", {})
-    # The keys of a group exclude each other, so an option replaces all of them
+    # The keys of a group exclude each other, so an option replaces all keys of its group.
     for keys in ALTERNATIVES:
         if any(key in given_options for key in keys):
             given_options = dict.fromkeys(keys) | given_options

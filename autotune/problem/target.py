@@ -216,7 +216,7 @@ def find_target(name: str) -> Target:
 
     if lack is not None or not (wanted.has_rates and present.has_rates):
         if lack is None:
-            reason = ", whose rates are not known"
+            reason = ", and the speeds of one of the two are not known"
         else:
             reason = f", which cannot stand in for it: {lack}"
         raise EnvironmentProblem(

@@ -36,8 +36,8 @@ class Task:
         calibration: a calibration of `device` or `measured_on`, or of another card in the same
             host.
         world: whether the ranks of a probe are simulated (`fake`) or real. If one device simulates
-            a rank, a formula adds the communication to its times. In both cases, a formula adds the
-            wait for the GPU with the longest rows.
+            a rank, a formula adds the time of communication to the measured time. In both cases, a
+            formula adds the wait for the GPU with the longest rows.
         within_hours: the time limit of the full run.
         example_gib: the memory of the example card, if a CPU represents one.
         peak_tflops: the measured TFLOP/s of a CPU in large matrix products; no data sheet has this
@@ -95,9 +95,9 @@ class Task:
 
         The score is the useful tokens per second. If several GPU counts are compared, it is the
         speed per GPU, so that the lowest cost per token wins. A run that misses the deadline scores
-        lower than every run that meets it, by more than the largest slack. Among late runs, the
-        fastest is the best. `hours` is the length of the run, if it includes more than optimizer
-        steps.
+        lower than every run that meets it, by more than the largest value of --slack. Among late
+        runs, the fastest is the best. `hours` is the length of the run, if it includes more than
+        optimizer steps.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):
@@ -105,7 +105,10 @@ class Task:
         return tokens_per_s / min(most, config.num_gpus)
 
     def is_late(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> bool:
-        """Return whether the full run, or without `hours` all its steps, exceed the deadline."""
+        """Return whether the full run misses the deadline.
+
+        Without `hours`, the run's length is the time of all its optimizer steps.
+        """
         if self.within_hours is None:
             return False
         if hours is None:
@@ -169,8 +172,8 @@ class Task:
     def model_key(self) -> str:
         """A key of the model, the trainer and the objective.
 
-        The results of probes about memory and about few layers are valid for all studies with the
-        same key.
+        Results of probes about memory, and results of truncated probes (with few layers), are valid
+        for all studies with the same key.
         """
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
@@ -185,10 +188,10 @@ class Task:
 
     @cached_property
     def baselines(self) -> tuple[TrainConfig, ...]:
-        """The configurations to try as the baseline: BASELINE in this space, then smaller batches.
+        """The configurations to try as the baseline: BASELINE in this space, then smaller ones.
 
-        The smallest GPU count comes first. On several GPUs, DDP comes before FSDP2, if the space
-        has both.
+        The smaller ones have smaller micro batches. The smallest GPU count comes first. On several
+        GPUs, DDP comes before FSDP2, if the space has both.
         """
         return tuple(itertools.chain.from_iterable(map(self._baselines, self.numbers_of_gpus)))
 

@@ -1,4 +1,4 @@
-"""Workload: the examples of the full run, which are truncated, and padded or packed to rows.
+"""Workload: the examples of the full run, and the rows that padding or packing makes of them.
 
 RunShape has all rules about steps: the global batch, the number of steps, and the micro batches in
 a probe's step.
@@ -43,10 +43,10 @@ CONFIRMED_MICRO_BATCHES = 4
 class RunShape:
     """The steps of a run that makes `epochs` passes over `examples` examples.
 
-    A mean row has `tokens_per_row` tokens with padding, and `examples_per_row` examples. Its
-    `useful_tokens_per_row` exclude padding and truncated tokens. A forward pass of one device takes
-    `micro_batch_size` rows. An optimizer step takes `accumulation` such micro batches on each of
-    `world_size` devices.
+    The mean row has `tokens_per_row` tokens with padding, and `examples_per_row` examples.
+    `useful_tokens_per_row` excludes padding and truncated tokens. A forward pass of one device
+    takes `micro_batch_size` rows. An optimizer step takes `accumulation` such micro batches on each
+    of `world_size` devices.
     """
 
     micro_batch_size: int
@@ -173,7 +173,7 @@ class Workload:
         return examples / sum(group.number for group in rows)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """Pack all trained examples into rows; if fewer lengths are known, they are repeated."""
+        """Pack all trained examples into rows; lengths are repeated if there are too few."""
         return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
     def run_shape(
@@ -182,8 +182,8 @@ class Workload:
         """Return the steps of the full run with this configuration.
 
         By default, `world_size` is the configuration's number of GPUs, and `accumulation` is the
-        number of micro batches that adds up to the global batch. For packed rows, it adds up
-        approximately. Raises ValueError if the micro batches do not divide the global batch.
+        number of micro batches whose examples add up to the global batch. Packed rows add up to it
+        only approximately. Raises ValueError if the micro batches do not divide the global batch.
         """
         devices = world_size or config.num_gpus
         return RunShape(
@@ -251,7 +251,7 @@ class Workload:
             return 0.0
 
         # If rows are grouped by length, they are not distributed evenly: one rank has the longest
-        # rows of each micro batch, so the ranks wait in each.
+        # rows of each micro batch, so the other ranks wait in each micro batch.
         each_waits = parallelism.shards or config.group_by_length
         if each_waits:
             each = 1
@@ -311,8 +311,9 @@ class Workload:
     def deals(self, config: TrainConfig) -> bool:
         """Return whether the trainer sorts the rows of a step by length and divides them evenly.
 
-        The result is false if this would change nothing. It is also false for the padding `masked`
-        of the usual trainers, which do not sort rows, and if rows are grouped by length instead.
+        The result is false if sorting would change nothing. It is also false for the padding
+        `masked` of the usual trainers, which do not sort rows, and if rows are grouped by length
+        instead.
         """
         differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
         return (
@@ -334,7 +335,7 @@ class Workload:
         )
 
     def attended(self, config: TrainConfig) -> int:
-        """Return the length of equal examples that would need the same attention time per token."""
+        """Return the length of equal examples with the same attention time per token as these."""
         tokens = [(min(tokens, config.seq_len), number) for tokens, number in self.lengths.counts]
         return round(
             sum(one * one * number for one, number in tokens)
@@ -349,9 +350,9 @@ class Workload:
         """Return the share of all tokens that `seq_len` truncates."""
         return 1.0 - self.lengths.tokens_within(seq_len) / self.lengths.total
 
-    @cache  # noqa: B019 (a study has one of these)
+    @cache  # noqa: B019 (a study has only one Workload)
     def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return kinds of micro batches that represent the run in a probe; () if all are full."""
+        """Return kinds of micro batches that represent the run; () if all rows are full."""
         if config.packing:
             return self._packed_micro_batches(config)
         kinds = self._padded_micro_batches(config)
@@ -362,9 +363,9 @@ class Workload:
         return () if full else kinds
 
     def _with_images(self, kind: MicroBatch, *, peaks: bool) -> MicroBatch:
-        """Return the kind with images in its rows.
+        """Return a kind of micro batch with images in its rows.
 
-        If the kind sets the peak of memory (`peaks`), its first row has the largest images.
+        If `peaks`, this kind sets the memory peak, and its first row has the largest images.
         """
         images = tuple(
             images_of(self.pictured, row[0], largest=peaks and place == 0)
@@ -378,11 +379,11 @@ class Workload:
         return max((taken(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the timed kinds, alternately short and long, and the longest, which sets the peak.
+        """Return the kinds of micro batches to time, and the longest, which sets the memory peak.
 
-        If rows may have any length, only odd lengths are chosen, because half of all lengths are
-        odd. cuDNN builds a kernel for each alignment of a length (`trainer.patches`), which takes
-        seconds. All odd lengths have the same alignment, so they need one kernel.
+        Short and long kinds alternate. If rows may have any length, only odd lengths are chosen.
+        The reason is that cuDNN takes seconds to build a kernel for each alignment of a length
+        (`trainer.patches`). All odd lengths, which are half of all lengths, share one alignment.
         """
         draw = self._draw(config)
         if config.padding == "max_length":
@@ -408,7 +409,7 @@ class Workload:
         return (*alternating, _kind(draw, draw.longest, 0.0))
 
     def _packed_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return micro batches with PROBED_ROWS packed rows in total, which have equal shares."""
+        """Return micro batches of equal share, with PROBED_ROWS packed rows in total."""
         size = config.micro_batch_size
         number = math.ceil(PROBED_ROWS / size)
         endless = itertools.cycle(self._packed_rows(config.seq_len))
@@ -456,7 +457,7 @@ class Workload:
 
 
 def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
-    """Return the configuration with this length; avoid a slow copy if it has this length."""
+    """Return the configuration with this length, without a slow copy if it already has it."""
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 

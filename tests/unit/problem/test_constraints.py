@@ -366,7 +366,7 @@ def test_what_a_device_cannot_do(
     assert lost_by(lambda narrowing: narrow_to_device(narrowing, resolve_device(device))) == lost
 
 
-SLOW_BF16 = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
+SLOW_BF16 = "this processor multiplies bf16 far slower than fp32 (it lacks AVX-512)"
 NO_FP16 = "fp16 does not train on a CPU"
 
 
@@ -898,7 +898,7 @@ def test_trl_has_one_loss_and_neither_packing_nor_fp8() -> None:
         "attention sdpa_cudnn",
     ]
     assert both(of_trl(), "loss") == ("chunked",)
-    with pytest.raises(UsageError, match="TRL has a chunked loss of its own, and no other"):
+    with pytest.raises(UsageError, match="TRL supports only its own chunked loss"):
         of_trl(loss=("full",))
 
 

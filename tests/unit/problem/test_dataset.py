@@ -121,7 +121,7 @@ def test_the_estimate_of_what_is_trained_on(tmp_path: Path) -> None:
     file = written(tmp_path / "data.jsonl", [{"prompt": four[:3], "completion": four[3:]}])
     assert dataset_lengths(file, None).trained_share == 18 / 50
     file = written(tmp_path / "data.jsonl", [{"messages": TWO_MESSAGES[:1]}])
-    with pytest.raises(UsageError, match="none of its tokens"):
+    with pytest.raises(UsageError, match="no tokens to train on"):
         dataset_lengths(file, None)
 
 
@@ -377,7 +377,9 @@ def test_what_a_template_leaves_out_is_said_each_time(tmp_path: Path) -> None:
 def test_a_prompt_of_a_pair_under_another_name_is_refused(name: str, answer: Any) -> None:
     """Each pair would have its answers alone."""
     row = {name: TWO_MESSAGES[:1] if name.endswith("s") else "a question", "system": "s"}
-    with pytest.raises(ValueError, match=f"^its column {name} is not read beside chosen: name it"):
+    with pytest.raises(
+        ValueError, match=f"^its column {name} is not read beside chosen: rename it"
+    ):
         rows_of(Objective.DPO, row | {"chosen": answer, "rejected": answer})
 
 
@@ -388,7 +390,7 @@ def test_other_columns_of_a_pair_are_kept_for_notes() -> None:
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "context": "c d", "label": 1}
     ((chosen, _),) = rows_of(Objective.DPO, row)
     assert chosen == {"context": "c d", "prompt": "q", "completion": "a"}
-    with pytest.raises(ValueError, match="its column system needs a prompt in a column of its own"):
+    with pytest.raises(ValueError, match="its column system needs a prompt in a separate column"):
         rows_of(Objective.DPO, {"system": "s", "chosen": "a", "rejected": "b"})
 
 

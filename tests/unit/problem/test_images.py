@@ -266,7 +266,8 @@ def test_a_seq_len_that_ends_before_a_rows_last_image_is_removed(tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": late, "images": ["s.png"]}))
     spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"), pins={"seq_len": 32})
     with pytest.raises(
-        UsageError, match="take 6 tokens, which are never truncated, and the last ends at token 58"
+        UsageError,
+        match="take 6 tokens, which are never truncated, and the last image ends at token 58",
     ):
         set_up(spec, Target(device=resolve_device("cpu")))
 

@@ -174,8 +174,8 @@ def test_a_file(tmp_path):
          "FILE:3: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some"
          " as values: [..]"),
         (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value occurs twice"),
-        (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true goes"
-         " with min: and max:"),
+        (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true needs"
+         " min: and max:"),
         (HEAD + "  seq_len: 8\n  seq_len: 9\n", "FILE:4: not valid YAML: 'seq_len' occurs twice"),
         (HEAD + "  double_quant: {values: [true, 1]}\n",
          "FILE:3: knobs.double_quant.values.1: double_quant is true or false, not 1"),
@@ -183,9 +183,10 @@ def test_a_file(tmp_path):
          " lora, not 1\n"
          "FILE:3: knobs.method.max: method is one of full, lora, not 1"),
         (HEAD + "  compile:\n    values: [none]\n    when:\n      metod: lora\n",
-         "FILE:6: knobs.compile.when.metod: 'metod' is no other knob; did you mean 'method'?"),
+         "FILE:6: knobs.compile.when.metod: 'metod' is not another knob; did you mean 'method'?"),
         (HEAD + "  compile: {values: [none], when: {compile: none}}\n",
-         "FILE:3: knobs.compile.when.compile: 'compile' is no other knob; did you mean 'copies'?"),
+         "FILE:3: knobs.compile.when.compile: 'compile' is not another knob;"
+         " did you mean 'copies'?"),
         (HEAD + "  compile: {values: [none], when: {method: [lora, {a: b}]}}\n",
          "FILE:3: knobs.compile.when.method: method is one of full, lora, not {'a': 'b'}"),
         (HEAD + "  1: 8\n", "FILE:3: knobs.1.[key]: Input should be a valid string"),

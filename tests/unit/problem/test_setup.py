@@ -673,7 +673,7 @@ def test_the_packages_with_kernels_for_layers_other_than_attention_are_named(
         assert not any("fast kernels" in warning for warning in (*planned, *missing))
         return
     assert planned[0].endswith(f"({packages}); all numbers here are without them")
-    assert missing[0].endswith(f"install its fast kernels: pip install {packages}")
+    assert missing[0].endswith(f"for fast kernels: pip install {packages}")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert not any("fast kernels" in warning for warning in set_up(spec, target).warnings)

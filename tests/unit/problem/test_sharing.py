@@ -92,7 +92,7 @@ def test_what_no_way_to_share_can_train_is_not_searched() -> None:
     [
         ({"gpus": 2, "trainer": "trl"}, "--trainer trl is untested on several GPUs"),
         ({"gpus": "1,2", "trainer": "trl"}, "--trainer trl is untested on several GPUs"),
-        ({"gpus": 9}, "up to 8 GPUs, in one host"),
+        ({"gpus": 9}, "up to 8 GPUs of one host"),
         ({"gpus": "two"}, "--gpus cannot be 'two'"),
         ({"within": "soon"}, "--within: "),
     ],

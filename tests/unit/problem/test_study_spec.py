@@ -385,7 +385,7 @@ def test_the_defaults_of_a_study():
     ("fields", "message"),
     [
         ({"p99_tokens": 9.0}, "give mean_tokens and p99_tokens together"),
-        ({"tokenizer": "t"}, "a tokenizer counts the examples of a dataset: give dataset too"),
+        ({"tokenizer": "t"}, "a tokenizer counts the tokens of a dataset: give dataset too"),
         ({"eval_steps": 5}, "eval_steps needs examples that are held out: give eval_share too"),
         ({"split": "train"}, "a split is a part of a dataset: give dataset too"),
         (

@@ -197,7 +197,11 @@ def test_the_card_itself_is_not_capped(cards):
         ({"name": "NVIDIA H200"}, "mi300x", "amd has other kernels"),
         ({"name": "Tesla T4", "memory_gib": 15.0}, "rtx-4080", "it would need"),
         ({"name": "Tesla V100-SXM2-32GB", "memory_gib": 32.0}, "a10", "it has no bf16"),
-        ({"name": "Quadro RTX 8000", "memory_gib": 48.0}, "a10", "whose rates are not known"),
+        (
+            {"name": "Quadro RTX 8000", "memory_gib": 48.0},
+            "a10",
+            "the speeds of one of the two are not known",
+        ),
     ],
 )
 def test_a_gpu_that_cannot_stand_in_is_an_error_with_the_reason(cards, here, wanted, why):
