@@ -56,7 +56,7 @@ def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
-    """Correct a projection to another GPU with published measurements, and check --quality."""
+    """Use published measurements to correct a projection to another GPU; check --quality."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
         from autotune.planning.observations import known_observations

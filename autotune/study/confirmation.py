@@ -47,7 +47,7 @@ def _run_round(
     """Measure each configuration in `entries` once; return False if the round was interrupted.
 
     After the first round, only configurations that may still win are measured. A configuration that
-    fails is replaced in `entries`. `likely` holds the configurations that were the likely winner.
+    fails is replaced in `entries`. `likely` collects the configurations that became likely winners.
     """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
@@ -204,7 +204,7 @@ def measure_close_calls(trials: SharedTrials) -> None:
         if not trials.evaluator.fits_into(trials.search_s(), left[0]):
             continue
 
-        trials.say(f"close to the best, at full depth: {left[0].label()}")
+        trials.say(f"measuring the whole model, close to the best: {left[0].label()}")
         try:
             trials.selection.add_result(trials.evaluator.evaluate(left[0], None).result)
         except Cancelled:

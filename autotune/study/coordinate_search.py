@@ -50,10 +50,10 @@ MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score excee
 class CoordinateSearch:
     """Coordinate search in one study, among the configurations for `num_gpus`.
 
-    Its trials do not count against the limit on trials without an improvement. A move is accepted
-    or rejected by the speed that truncated models predict. Whole models are measured after each
-    pass over the knobs, the most promising first. Until then, `_waiting` holds the unfinished
-    trials with their predicted scores.
+    The trials of this search do not count against the limit on trials without an improvement. A
+    move (one changed knob) is accepted or rejected by the speed that truncated models predict.
+    Whole models are measured after each pass over the knobs, the most promising first. Until then,
+    `_waiting` holds the unfinished trials with their predicted scores.
     """
 
     trials: SharedTrials
@@ -141,7 +141,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try compiled variants of the best configuration and of the seeds, if their code exists.
+        """Try variants of the best configuration and the seeds whose code is compiled already.
 
         Returns whether the best configuration now has compiled layers.
         """

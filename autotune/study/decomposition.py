@@ -1,9 +1,9 @@
 """The decomposition of a speed-up into factors, one per group of knobs.
 
 The groups change one after another, from the baseline to the winner, and the factors multiply to
-the speed-up. A step that cannot be probed, for example for lack of time, shares one factor with the
-next step. Ablation (`study/ablation`) resets single knobs of the winner instead, and its effects do
-not multiply to the speed-up.
+the speed-up. If the configuration after a group's change cannot be probed, for example for lack of
+time, this group and the next share one factor. Ablation (`study/ablation`) resets single knobs of
+the winner instead, and its effects do not multiply to the speed-up.
 """
 
 from collections.abc import Callable

@@ -47,7 +47,7 @@ MANY = 15  # a search should evaluate at least this number of candidates
 # If the time is too short for this number of candidates, untried neighbours of the best
 # configuration are tried in place of the sampler's proposals.
 PLENTY = 40
-ENOUGH = 12  # time is reserved for the confirmation only after this number was evaluated
+ENOUGH = 12  # time is reserved for the confirmation once this number of candidates is evaluated
 COMPILING_S = 5.0  # the assumed time to compile one candidate
 
 # If time is short, a candidate is tried only if its score by formula is at least this share of the
@@ -544,7 +544,7 @@ class SharedTrials:
         return lasts_s
 
     def compiled_s(self) -> float:
-        """The typical seconds of a candidate that compiles; 0 before the first truncated probe."""
+        """The typical seconds to evaluate a candidate that compiles; 0 before the first probe."""
         took = self.evaluator.truncated_s.values()
         return statistics.median(took) + COMPILING_S if took else 0.0
 

@@ -185,7 +185,7 @@ class Evaluator:
         """Learn from a probe's measurement, or from the fact that the probe ran out of memory."""
         config = result.config
         measurement = result.measurement
-        if result.rung is Rung.NODE:  # another node may have measured this result
+        if result.rung is Rung.NODE:  # a check of a node, which may be another node than this one
             return
 
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):
@@ -602,7 +602,10 @@ class Evaluator:
         return seconds
 
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
-        """Add the host share and kernel times from truncated models to the whole model's result."""
+        """Add the host's share of the time and the kernel times to a whole model's result.
+
+        Both were measured on truncated models.
+        """
         predicted = self._depths.extrapolated(
             result.config, self.request(result.config).micro_steps
         )
@@ -652,7 +655,7 @@ def _ran_out_on_device(result: ProbeResult) -> bool:
 
 
 def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
-    """The least memory that a configuration needs, by a probe that had memory to spare.
+    """The least memory that a configuration needs, according to a probe with memory to spare.
 
     Communication runs on its own CUDA streams. While the device has free memory, other streams do
     not reuse the free blocks of these streams. On two H200s, ranks therefore reserved up to 39 %
@@ -683,7 +686,7 @@ def _decision(
 def _predicted(
     request: ProbeRequest, outcome: Outcome, reason: str | None, predicted: Extrapolation
 ) -> ProbeResult:
-    """A decision with the measurement that truncated models predict."""
+    """Return a decision that holds the measurement predicted by truncated models."""
     decision = _decision(request, outcome, Rung.SHALLOW, reason, measurement=predicted.measurement)
     if predicted.disturbed is None:
         return decision

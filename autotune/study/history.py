@@ -1,4 +1,4 @@
-"""A study's trials as records, from evaluations or restored from Optuna and the probe table."""
+"""Convert new evaluations to trial records, and restore a study's records from its database."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

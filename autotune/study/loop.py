@@ -44,7 +44,7 @@ class Study:
             measure_close_calls(trials)
 
     def run_queue(self) -> None:
-        """Run the trials that are queued, for example those tried before the study began."""
+        """Run the queued trials, for example the configurations probed before the search began."""
         trials = self.trials
         while trials.optimizer.is_waiting() and not trials.is_done():
             if trials.run_one(trials.selection.prune_reason) is None:

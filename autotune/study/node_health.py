@@ -44,7 +44,7 @@ class NodeReading:
 
     @classmethod
     def of(cls, measurement: Measurement) -> "NodeReading":
-        """Take the median micro batch, and the driver's report during the probe."""
+        """Take the median time of a micro batch, the memory, and the driver's report."""
         telemetry = measurement.telemetry or Telemetry()
         readings = (
             (telemetry.sm_clock_mhz, "MHz"),

@@ -30,8 +30,8 @@ METRIC = "useful tokens/s"
 METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
 UNNAMED_S = 5.0  # a running trial without its worker's name is left alone for this time
 MAX_REASON = 500  # characters
-# The attribute that marks a trial which was still queued when its study ended, and the reason that
-# the trial gets.
+# POSTPONED is the attribute of a trial that was still queued when its study ended. TOO_LATE is the
+# reason that is stored with the trial.
 POSTPONED = "postponed"
 TOO_LATE = "the study ended before this trial began; a resumed study tries it"
 
@@ -392,7 +392,7 @@ class Optimizer:
         return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the trials with an outcome in order, without trials that were given back.
+        """Return the trials with an outcome by number, without trials that were given back.
 
         Raises StorageError.
         """

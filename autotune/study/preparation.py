@@ -124,7 +124,7 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
-    """Let one GPU simulate a rank of several, if the user wants that or has too few GPUs.
+    """Let one GPU simulate one of several ranks, if the user wants that or has too few GPUs.
 
     Raises UsageError if the interconnect bandwidth is unknown.
     """
@@ -133,7 +133,8 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     gpus = numbers[-1]
     if spec.play_ranks and gpus == 1:
         raise UsageError(
-            "--play-ranks needs several GPUs", remedy="give the number of GPUs with --gpus"
+            "--play-ranks simulates one of several ranks, but this study is for one GPU",
+            remedy="give a larger number of GPUs with --gpus",
         )
 
     here = gpus if target.card is None else len(visible())
@@ -181,7 +182,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
 
     if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
         raise UsageError(
-            "named configurations (configs) are probed unchanged",
+            "named configurations (configs) are probed unchanged, and not trained or exported",
             remedy="omit --quality, --verify and --shallow-only",
         )
 
@@ -201,7 +202,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
 
     if spec.quality and spec.objective != Objective.SFT:
         raise UsageError(
-            "--quality compares next-token losses",
+            "--quality compares next-token losses, so it needs the objective sft",
             remedy="omit --quality, or --objective",
         )
 

@@ -152,7 +152,7 @@ def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     """Return more capable configurations of the space, which may win within the slack.
 
     The first has every learning knob at its most capable value. Then come configurations with only
-    one knob changed, and with the LoRA ranks in between.
+    one knob raised, and configurations with the LoRA ranks in between.
     """
     raised = {
         knob.name: max(

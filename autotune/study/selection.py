@@ -43,7 +43,8 @@ from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
 
 WORTH_SAYING = 0.005  # a wait for other GPUs above this share of a micro batch's time is reported
-MAX_STEP_TIME_GAP = 0.03  # between search and confirmation, relative; a larger gap is reported
+# A larger relative difference between the step times of search and confirmation is reported.
+MAX_STEP_TIME_GAP = 0.03
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,11 +109,11 @@ class CandidateRecord:
 class Selection:
     """The records of all configurations by digest.
 
-    A result cell is a group of configurations that agree in all knobs that separate results. A
-    configuration that was extrapolated and pruned may be the best of its cell, but it can win only
-    if all configurations were extrapolated and pruned. `references` holds the reference
-    measurements for losses, with None for a failed one. `tried` holds every configuration with a
-    result.
+    Reports list the best configuration of each result cell. The configurations of a cell have the
+    same values of the knobs that separate results, such as the LoRA rank. A configuration that was
+    extrapolated and pruned may be the best of its cell, but it can win only if all configurations
+    were extrapolated and pruned. `references` holds the reference measurements for losses, with
+    None for a failed one. `tried` holds every configuration with a result.
     """
 
     task: Task
@@ -254,15 +255,15 @@ class Selection:
         return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """Return the winner among the confirmed configurations and any that surely beat them."""
+        """Return the winner among the confirmed configurations and others that surely beat them."""
         pool = self._add_faster(self._score_confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
         """Whether a configuration may still win, given the noise of the confirmations.
 
-        It may if it wins with its own score raised, and all other scores lowered, by the noise. A
-        configuration whose confirmations were all disturbed may always still win.
+        It may still win if it comes first with its own score raised, and all other scores lowered,
+        by the noise. A configuration whose confirmations were all disturbed may always still win.
         """
         record = self.record(config)
         if record.num_confirmations and not record.confirmed:
@@ -357,7 +358,7 @@ class Selection:
         )
 
     def finalists(self, count: int) -> list[TrainConfig]:
-        """Return `count` finalists, and the best for each other number of GPUs.
+        """Return `count` finalists, and the best for each GPU count other than the likely winner's.
 
         The order is: the likely winner, the best of the other GPU counts, the fastest others.
         """
@@ -748,7 +749,9 @@ class Selection:
         ]
         if rivals:
             measure = "speed" if len(self.task.numbers_of_gpus) == 1 else "cost per token"
-            doubts.append(f"not distinguishable in {measure} from {', '.join(rivals)}")
+            doubts.append(
+                f"the winner is not distinguishable in {measure} from {', '.join(rivals)}"
+            )
         return doubts
 
     def _doubts_about(self, config: TrainConfig) -> list[str]:
@@ -799,10 +802,7 @@ def _winner_in_words(task: Task, winner: Candidate) -> str:
 
 
 def _best_of_cells(pool: list[Scored]) -> list[Scored]:
-    """Return the fastest of each result cell.
-
-    The configurations of a cell agree in every knob that separates results.
-    """
+    """Return the fastest configuration of each result cell (`Selection` defines the cells)."""
     names = [knob.name for knob in KNOBS.values() if knob.separates_results]
     best = {
         tuple(getattr(scored.config, name) for name in names): scored
@@ -899,8 +899,8 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if (share := workload.waiting_share(config)) > WORTH_SAYING:
         caveats.append(
             f"micro batches take {share:.0%} longer on {config.num_gpus} GPUs, which wait for the "
-            "one with the longest rows (from the lengths of the examples, with time proportional "
-            "to tokens); packing avoids this wait"
+            "one with the longest rows (computed from the lengths of the examples, with time "
+            "proportional to tokens); packing avoids this wait"
         )
 
     cut = workload.truncated(config.seq_len)

@@ -272,7 +272,9 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The exported run of a winner, compared with the predictions. `reason` says why it failed.
+    """A run of the winner's exported program, compared with the study's predictions.
+
+    `reason` says why the run failed, or is None.
 
     - Errors are relative and signed: predicted / measured - 1.
     - A peak is None if the device does not report it.
@@ -323,7 +325,7 @@ class Verification:
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured peak, minus 1. It is None if the device does not report it."""
+        """Predicted over measured peak, minus 1; None if the device does not report the peak."""
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property

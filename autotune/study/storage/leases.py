@@ -125,7 +125,7 @@ class Leases:
         finally:
             stop.set()
             heart.join()
-            with suppress(StorageError):  # the other workers will find this worker lost
+            with suppress(StorageError):  # the other workers then notice the loss
                 self.forget(self.name)
             self._database.close()
 
@@ -227,7 +227,7 @@ class Leases:
     def confirmed_others(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Worker]:
         """Return the other workers that are certainly alive.
 
-        Their processes are on this machine, or their heartbeats continue.
+        Their processes run on this machine, or their heartbeats continue.
 
         This takes 2.5 heartbeat intervals if there are workers on other machines.
         """

@@ -22,7 +22,7 @@ class Outbox:
     path: Path
 
     def is_empty(self) -> bool:
-        """Whether no row waits."""
+        """Whether the file is missing or empty."""
         return not (self.path.is_file() and self.path.stat().st_size)
 
     def add(self, row: dict[str, Any]) -> None:

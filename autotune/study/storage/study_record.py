@@ -21,9 +21,9 @@ from autotune.study.decomposition import Decomposition
 from autotune.study.learning import Learning
 from autotune.study.summary import Quality, Verification
 
-SCHEMA_VERSION = 2  # 1 was a dictionary named "facts", without a version in it
+SCHEMA_VERSION = 2  # version 1 was a dictionary named "facts", without a version number
 _VERSION = "schema_version"  # this key is written last, so a record with a version is complete
-_WORKER = "worker_seconds:"  # plus a worker's name: each worker writes its own attribute
+_WORKER = "worker_seconds:"  # the key's prefix before a worker's name; each has its own attribute
 
 
 class StudyPhase(StrEnum):

@@ -411,7 +411,7 @@ def test_what_may_win_by_its_prediction_is_measured_the_most_capable_first(start
     assert probed() == [HIGHER, C]  # 960 and 3 % more are less than 1,000
     assert session.study.trials.selection.record(C).measured is not None
     assert session.said == [
-        f"close to the best, at full depth: {one.label()}" for one in (HIGHER, C)
+        f"measuring the whole model, close to the best: {one.label()}" for one in (HIGHER, C)
     ]
 
 

@@ -95,7 +95,7 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"play_ranks": True}, "needs several GPUs"),
+        ({"play_ranks": True}, "this study is for one GPU"),
         ({"gpus": 4, "verify": True}, "this machine has 2 and simulates a rank"),
         ({"gpus": 4, "gpu": "rtx-4090"}, "the interconnect bandwidth of .* is unknown"),
         (

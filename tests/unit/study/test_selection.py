@@ -249,7 +249,7 @@ def test_what_is_within_the_noise_is_not_reported_apart():
     assert made.noise(FAST) == pytest.approx(0.1 * (2 / 3) ** 0.5)
     assert made.noise(rival) == 0.0
     assert made.recipe(FINGERPRINT).caveats == (
-        f"not distinguishable in speed from {rival.label()}",
+        f"the winner is not distinguishable in speed from {rival.label()}",
     )
 
 
@@ -265,7 +265,7 @@ def test_a_tie_goes_to_less_memory_and_is_named():
         recipe.reason
         == "it leaves more memory free, at no measurable cost; nothing more capable was tried"
     )
-    assert recipe.caveats == (f"not distinguishable in speed from {large.label()}",)
+    assert recipe.caveats == (f"the winner is not distinguishable in speed from {large.label()}",)
 
 
 def test_what_ran_out_of_memory_was_tried():
