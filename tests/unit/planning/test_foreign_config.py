@@ -646,7 +646,10 @@ REFUSED = {
         "beta: 0.1",
     ): "the file does not say if the objective is dpo, kto or another; only TRL's command says it",
     ("trl", "loss_type: grpo"): "no supported trainer of TRL has the loss 'grpo'",
-    ("trl", "max_length: null"): "without a value, no row is truncated, so the longest row is",
+    (
+        "trl",
+        "max_length: null",
+    ): "without a value, no row is truncated, so the longest row is unknown",
     ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
     ("trl", "model_name_or_path:"): "is missing",
     ("trl", "num_train_epochs: 0"): "a number from 0.001 to 1,000,000,000,000,000 is needed, not 0",
@@ -1097,7 +1100,7 @@ def test_pairs_are_neither_packed_nor_single_answers_of_kto() -> None:
     with pytest.raises(UsageError, match="rows of kto are not packed"):
         parse(values, "axolotl")
     single = values | {"sample_packing": False, "micro_batch_size": 1}
-    with pytest.raises(UsageError, match="TRL compares the answers of a micro batch for KTO"):
+    with pytest.raises(UsageError, match="TRL compares the answers within a micro batch"):
         parse(single, "axolotl")
     assert parse(single | {"rl": False}, "axolotl").objective is Objective.SFT
     alone = yaml.safe_load(LORA["trl"]) | {"packing": False, "per_device_train_batch_size": 1}

@@ -189,7 +189,7 @@ def test_peft_has_no_dropout_for_joined_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("targets", "problem"),
     [
-        (["gate_proj", "q_proj"], "both of gate_proj and up_proj"),
+        (["gate_proj", "q_proj"], "adapts both gate_proj and up_proj"),
         (["q_proj", "lm_head"], "no adapter on the head"),
     ],
 )
