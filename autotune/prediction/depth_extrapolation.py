@@ -1,10 +1,10 @@
 """Depth truncation: predict a whole model's memory and time from probes with fewer layers.
 
 The memory of each segment of a step is affine in the number of layers, and so is the time of each
-part of a step. Both hold if the removed layers are whole periods of the layer pattern. Each segment
-and each part has its own line through two probes. The extrapolated peak is the largest segment, and
-the extrapolated step time is the sum of the parts. With more layers, the peak may move from the
-logits to the optimizer step. A line through the peaks of whole steps would miss this move. A
+part of a step. The removed layers must be whole periods of the layer pattern. Each segment and each
+part has its own line through two probes. The extrapolated peak is the largest segment, and the
+extrapolated step time is the sum of the parts. With more layers, the peak may move from the logits
+to the optimizer step. A line through the peaks of whole steps would miss this move. A
 DepthPredictor corrects the extrapolated times with the measured times of whole models in the study.
 """
 
@@ -29,19 +29,21 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 
 # The assumed relative error of an extrapolated step time, about two standard deviations. It applies
-# even if all timed steps take equally long (`benchmarks/depth_extrapolation.py`).
-DEVICE_BOUND = 0.02  # GPU-bound: the errors were 1 to 4 % from 2 and 8 to 32 layers on an H200
+# even if all timed steps take equally long (`benchmarks/depth_extrapolation.py`). GPU-bound steps:
+# on an H200, extrapolations from 2 layers and 8 to 32 layers had errors of 1 to 4 %.
+DEVICE_BOUND = 0.02
 # CPU-bound steps: the errors were 2 to 5 % on an idle host. If other programs used the host, a
 # tenth of the errors exceeded 15 %.
 HOST_BOUND = 0.15
-# Training on a CPU: the errors were up to 16 % from 2 and 4 to 16 small layers. Image models on a
-# GPU get the same error, because their host time is unknown.
+# Training on a CPU: extrapolations from 2 small layers and 4 to 16 small layers had errors of up to
+# 16 %. Image models on a GPU get the same error, because their host time is unknown.
 UNKNOWN_HOST = 0.15
 # If at least ENOUGH_RATIOS predictions were compared with measured whole models, the spread of
-# their errors replaces the assumed error, unless it is larger. A spread below SEEN counts as SEEN.
+# their errors replaces the assumed error, unless the spread is larger. A spread below SEEN counts
+# as SEEN.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
-LEAST_SHARDED = 4  # with fewer layers, a sharded model's memory differs from a deeper one's
+LEAST_SHARDED = 4  # fewer layers would not show the memory per layer of a deep sharded model
 MIN_APART = 4  # the least difference of the two depths, if the model has enough layers
 # The larger depth is at least WIDE_SHARE of the model's layers. If the model has more than 48
 # layers, fewer are enough: WIDE_ENOUGH layers or LEAST_SHARE of the layers, whichever is more. Each
@@ -62,9 +64,10 @@ class Extrapolation:
 
     Errors are relative, about two standard deviations. If `shortest`, the line through the two
     depths goes through their shortest micro batch times, otherwise through their average times.
-    `noise` is the error from the scatter of the timed steps, and `rest_noise` is its part from the
-    time after the micro batches. `unseen` is the assumed error besides `noise`. `disturbed`
-    describes how other work on the machine changed the times of a truncated model, or is None.
+    `noise` is the error from the scatter of the timed steps, and `rest_noise` is the part of
+    `noise` from the time after the micro batches. `unseen` is the assumed error besides `noise`.
+    `disturbed` describes how other work on the machine changed the times of a truncated model, or
+    is None.
     """
 
     measurement: Measurement
@@ -141,7 +144,7 @@ def depths(
     and after the current layer, so a probe of it needs at least four layers. To extrapolate times,
     the two depths must be far apart, because the slope's error is multiplied by the number of
     removed layers. If the model has a vision tower, the deeper probe gets the largest possible
-    number of layers: the tower is never truncated, and its time varies with the host.
+    number of layers, because the tower is never truncated and its time varies with the host.
     """
     possible = _possible_depths(shape, checkpoint_every)
     shallow = next(
@@ -348,7 +351,7 @@ def _kernels(
 
 
 def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:
-    """Return the mean time `micro`, raised so that each micro batch takes `host` or more."""
+    """Raise the mean time `micro` so that each kind of micro batch takes at least `host`."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
@@ -432,10 +435,10 @@ def _time(
     reach: float,
     middle: Callable[[Sequence[float]], float],
 ) -> tuple[float, float]:
-    """Return the seconds at full depth and their standard error, by a line through both averages.
+    """Return the seconds at full depth and their standard error, by a line through two averages.
 
-    `middle` computes the average at a depth. In the sum, each depth's error has the same weight as
-    its average.
+    `middle` computes the average at each depth. The two averages and their errors are added with
+    the same weights.
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
     # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe

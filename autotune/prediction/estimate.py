@@ -283,7 +283,7 @@ def step_time_of(
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
     if count is None or (config.packing and config.knows_ends):
-        return None  # a count takes a packed row as one long example, so its attention is too long
+        return None  # a dry probe counts a packed row as one long example, with too much attention
 
     dry_count = count(model, config, micro_steps, objective)
     return None if dry_count is None else counted_step_time(config, dry_count, host)
@@ -341,7 +341,7 @@ def estimate(
         count: makes a dry probe of a configuration that no formula covers. A dry probe takes
             seconds.
         shape: the steps of the run and their batches, if another tool's file sets them.
-        num_steps: the number of steps, if such a file sets it.
+        num_steps: the number of steps, if another tool's file sets it.
         memory: replaces the memory by formula.
         clock: returns the step time of one GPU of this device, which replaces the time by formula.
 
@@ -394,7 +394,7 @@ def _memory(
 ) -> MemoryBounds | None:
     """Estimate the memory of the rank that gets the longest rows.
 
-    The result is None if neither a formula nor a count covers it.
+    The result is None if neither a formula nor a count covers the configuration.
     """
     query = partial(
         memory_of,

@@ -69,7 +69,8 @@ TILE_WORDS = 32768
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT = 6
 SCORES_COMPILED = 4
-# Bytes in an evaluation: the score in 16 bits, with the mask, in 32 bits, and cast back
+# Bytes for each score in an evaluation. A score exists in 16 bits, with the mask added, in 32 bits,
+# and cast back to 16 bits.
 EVALUATED_SCORES = 10
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # the number of norms in a layer; 2 for a family that is not listed
@@ -206,7 +207,7 @@ def memory_breakdown(
     ddp: bool = False,
     objective: Objective = Objective.SFT,
 ) -> MemoryBreakdown | None:
-    """Return the memory of a training run at the peak of a step, or None if it is not `supported`.
+    """Return the memory of a training run at the peak of a step, or None if no formula covers it.
 
     `micro_steps` is the number of micro batches in a step. With 1, no gradients exist during the
     forward pass. With EVALUATES, the result is the memory of an evaluation. `ddp` says that each of
@@ -223,7 +224,7 @@ def memory_breakdown(
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
-    """Return the configuration as the objective's trainer runs it. Its micro batch counts rows.
+    """Return the configuration as the objective's trainer runs it, with a micro batch in rows.
 
     The loss becomes the loss of the objective. The precision becomes bf16 for adapters on a
     quantised base, because TRL trains these adapters in 16 bits.
@@ -552,7 +553,7 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
 def _optimizer_state(
     sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
 ) -> float:
-    """Return the bytes of optimizer state. For embeddings, bitsandbytes keeps it in 32 bits."""
+    """Return the bytes of optimizer state. For embeddings, bitsandbytes keeps 32 bits."""
     moments = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(config.optimizer)
     if moments is None:
         return 0.0 if config.optimizer == "adafactor" else 2 * trained_bytes
@@ -568,8 +569,8 @@ def side_workspace(config: TrainConfig) -> float:
 def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes that joined adapters add to the base.
 
-    One matrix product computes the base's outputs and the adapters' outputs. So each A and B exists
-    twice more: as a 16-bit copy, and inside the base's matrix, which is enlarged for it.
+    One matrix product computes the base's outputs and the adapters' outputs. So each of an
+    adapter's two matrices exists twice more: as a 16-bit copy, and inside the enlarged base matrix.
     """
     total = 0
     for (fan_in, fan_out), rank in _joined_groups(sizes, config):
@@ -579,7 +580,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """Return, for adapted matrices with one input, their joint shape (in, out) and sum of ranks."""
+    """Return, for each group of adapted matrices with one input, its (in, out) and sum of ranks."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
@@ -640,8 +641,8 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
             repeated = 0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
             keep += 2 * config.seq_len + repeated
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
-            # Here a separate tensor of values is kept instead of the joint product. The output of
-            # the attention is copied only if adapters cast it.
+            # Varlen attention keeps a separate tensor of values instead of the joint product. The
+            # output of the attention is copied only if adapters cast it.
             casts = config.method == "lora" and not pure
             keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
 

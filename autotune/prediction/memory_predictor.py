@@ -1,8 +1,8 @@
 """The memory gate: refuse configurations that cannot fit before a probe is launched.
 
 `refused_by` compares a configuration with configurations that ran out of memory. It refuses the
-configuration if one of these needs no more memory in any knob. `MemoryPredictor` predicts the
-memory of a configuration from other configurations' measurements.
+configuration if one of them has, for every knob, a value that needs no more memory.
+`MemoryPredictor` predicts the memory of a configuration from other configurations' measurements.
 """
 
 import math
@@ -15,8 +15,8 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# The relative error of the memory that a line adds between its nearest measured point and a point
-# outside. It is an assumption, which `benchmarks/memory.py gate` checks.
+# The assumed relative error of a line outside its measured points. It applies to the memory that
+# the line adds beyond the nearest point. `benchmarks/memory.py gate` checks this assumption.
 LINE_DOUBT = 0.02
 
 # A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
@@ -26,7 +26,9 @@ HEAD_CHUNK = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownOom:
-    """A configuration that ran out of memory, with its trial (None outside the search) and details.
+    """A configuration that ran out of memory, with its details and its trial.
+
+    `trial` is None for a configuration outside the search.
 
     If `micro_steps` is above 1, the gradients of one micro batch were alive during the next micro
     batch.
@@ -49,7 +51,7 @@ def refused_by(
 
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
-    """Return whether `config` needs at least `other`'s memory; False if some knob cannot tell."""
+    """Return whether `config` needs at least `other`'s memory; False if this is uncertain."""
     return all(
         knob.surely_needs_at_least(getattr(config, name), getattr(other, name))
         for name, knob in KNOBS.items()
@@ -65,7 +67,7 @@ class Known:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The key of configurations whose temporary memory is linear in the tokens."""
+        """The key of configurations whose temporary memory is on the same line in tokens."""
         return _compute_signature(self.config, self.measurement.micro_steps)
 
 
@@ -117,7 +119,7 @@ class MemoryPredictor:
     ) -> MemoryEstimate | None:
         """Return the estimate for a configuration, or None if no measurement allows one.
 
-        `available_gib` is the memory that the run may use, including its CUDA context. The reserve
+        `available_gib` is the memory that the run may use, including its CUDA context. The headroom
         is already subtracted.
         """
         similar = self._similar(config, micro_steps)
@@ -239,7 +241,7 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
 
 @cache
 def _compute_knobs() -> tuple[str, ...]:
-    """Return the knobs that determine the bytes of a token.
+    """Return the knobs that determine the bytes needed for each token.
 
     They are all knobs that affect memory, except the optimizer and the sizes of the micro batch.
     """

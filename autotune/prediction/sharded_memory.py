@@ -1,10 +1,11 @@
-"""The memory of each of several GPUs by formula: the terms of `memory_formula`, as sharded.
+"""The memory of each GPU of a training on several GPUs, by formula.
 
-With accelerate's settings, FSDP2 gathers and shards parameters in units: one for each layer, one
-for the embedding, and one for the final norm and the head. The unit of the head is not resharded
-after the forward pass. The buffers that are alive at each moment were counted in a training step of
-torch's `fully_shard` on the meta device. For DeepSpeed's stages, the formula follows the ZeRO
-paper. The settings are the exported script's, or are in a file that `check` reads.
+The terms are those of `memory_formula`, divided as the strategy shards them. With accelerate's
+settings, FSDP2 gathers and shards parameters in units: one for each layer, one for the embedding,
+and one for the final norm and the head. The unit of the head is not resharded after the forward
+pass. The buffers that are alive at each moment were counted in a training step of torch's
+`fully_shard` on the meta device. For DeepSpeed's stages, the formula follows the ZeRO paper. The
+settings are the exported script's, or come from a file that `check` reads.
 """
 
 import functools
@@ -49,7 +50,7 @@ Moment = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedBuffers:
-    """The extra memory of DeepSpeed.
+    """The settings that determine DeepSpeed's extra memory.
 
     `bucket` is the number of values in a bucket of gradients, or None for the Trainer's `auto`.
     `live` is the number of parameters that stage 3 may keep gathered, or None for the parameters of
@@ -351,8 +352,8 @@ def _fsdp2_moments(
             held["layers"],
             plain["layers"][1] + growth,
             0.0,
-            # The current layer, the next gathered layer, and the previous unit's gradients, which
-            # are being scattered
+            # These bytes are the current layer, the next gathered layer, and the previous unit's
+            # gradients, which are being scattered.
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),
         "second": (

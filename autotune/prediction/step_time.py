@@ -116,8 +116,8 @@ class StepTimeEstimate:
     `rest_s` is the time after the last micro batch: clipping and the optimizer. The device's time
     consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled`, the
     parts of the device's time come from a profile, and `fp8_s` is the time of 8-bit products.
-    Errors are standard deviations of the logarithms. A product of square matrices with side `side`
-    has the layers' mean number of multiply-adds; `side` is None if unknown. `num_observations` is
+    Errors are standard deviations of the logarithms. `side` is the size of square matrices whose
+    product has the layers' mean number of multiply-adds, or None if unknown. `num_observations` is
     the number of other users' measurements that corrected the conversion to another card.
     """
 
@@ -144,7 +144,7 @@ class StepTimeEstimate:
 
     @property
     def micro_s(self) -> float:
-        """The longer of the device's and the host's time, and up to 19 % more if both are close."""
+        """The longer of the device's and the host's time, plus up to 19 % if the two are close."""
         return math.sqrt(math.hypot(self.device_s**2, self.host_s**2))
 
     @property
@@ -239,8 +239,9 @@ def divide_step_time(
 ) -> StepTimeEstimate:
     """Divide a measured time into parts in proportion to its profile, or else to the formula.
 
-    `by_formula` is the time by formula on the measured card. The device error is 0: it excludes the
-    measurement's error. The host error is UNKNOWN_HOST's, for a conversion to another host.
+    `by_formula` is the time by formula on the measured card. The device error is 0, because the
+    caller adds the measurement's error. The host error is UNKNOWN_HOST's, for a conversion to
+    another host.
     """
     micro_s = statistics.median(measurement.micro_step_s)
     kernels = measurement.kernels
@@ -277,7 +278,7 @@ def divide_step_time(
 
 
 def _other_part(micro_s: float, part_s: float) -> float:
-    """Return the host's time if `part_s` is the device's, and the reverse (see `micro_s`)."""
+    """Return the host's time from the device's time `part_s`, or the device's from the host's."""
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 

@@ -1,4 +1,4 @@
-"""Convert a speed from one card to another; measurements on the target narrow its interval.
+"""Convert a speed from one card to another; measurements on the target reduce the error.
 
 A configuration needs the same memory on every card, but its speed differs. The speed of matrix
 products is proportional to the 0.7th power of the card's peak TFLOP/s (without sparsity) and to the
@@ -59,11 +59,11 @@ UNMEASURED = 2 * BETWEEN
 PROFILED = 0.03
 # These factors convert a calibration's rates to the rates of the step time formula. IN_TRAINING is
 # the speed of matrix products in training, relative to products that run alone. COPIED is the share
-# of the data sheet's bandwidth that a copy reaches. Both assume an H200 whose products alone reach
-# 0.72 of the peak, and whose copies reach 0.88 of the bandwidth. 0.72 is the middle of the range
-# that cards keep under their power cap. Later, calibrations of an H100 and an H200 measured 0.67
-# and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the bandwidth. The training
-# in a calibration corrects the combined error of both factors.
+# of the data sheet's bandwidth that a copy reaches. Both assume an H200 whose products, if they run
+# alone, reach 0.72 of the peak, and whose copies reach 0.88 of the bandwidth. 0.72 is the middle of
+# the range that cards keep under their power cap. Later, calibrations of an H100 and an H200
+# measured 0.67 and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the bandwidth.
+# The training in a calibration corrects the combined error of both factors.
 IN_TRAINING = REACHED / 0.72
 COPIED = 0.88
 
@@ -186,7 +186,7 @@ def speed_transfer(
 
 
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
-    """Return the target host's speed divided by the source's, or None if one lacks a GPU."""
+    """Return the target host's speed divided by the source's, or None if either had no GPU."""
     if source is None or target is None or not (source.on_gpu and target.on_gpu):
         return None
     return source.layer_ms / target.layer_ms
