@@ -1,8 +1,8 @@
 """Counts the memory and work of one training step on the meta device, without GPU or weights.
 
-Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. Some memory does
-not exist on the meta device, such as the workspaces of CUDA's kernels. Formulas for each kernel add
-these bytes. No formula depends on the model family.
+Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. Some memory is
+not allocated on the meta device, such as the workspaces of CUDA's kernels. Formulas for each kernel
+add these bytes. No formula depends on the model family.
 """
 
 import math
@@ -42,7 +42,9 @@ from autotune.trainer.model_builder import (
 from autotune.trainer.settings import ModelSettings
 
 META = torch.device("meta")
-WORKSPACE = 64 * MIB  # bytes: on Hopper, cuBLAS and cuBLASLt take 32 MiB each; less on older GPUs
+# bytes: the workspaces of cuBLAS and cuBLASLt, which take 32 MiB each on Hopper, and less on older
+# GPUs
+WORKSPACE = 64 * MIB
 # bytes: the workspace of a second CUDA stream, on which `trainer.joined_lora` computes the
 # gradients of adapters
 SIDE_WORKSPACE = WORKSPACE // 2
@@ -105,8 +107,8 @@ class CountedStep:
         self._loss = self._choose_loss()
         if self._config.compile == "per_layer":
             if self._config.method == "lora":
-                # With input gradients, the first layer compiles like all others, as in a real
-                # probe.
+                # If its input requires gradients, the first layer compiles like all other layers,
+                # as in a real probe.
                 require_input_gradients(self._base)
             compile_for_count(decoder_layers(self._model), self._config.activation_budget)
 
@@ -307,7 +309,7 @@ def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
-    """A linear layer of bitsandbytes without values."""
+    """A quantised linear layer of bitsandbytes, whose weight has no values."""
     layer = _linear_4bit(shape, settings) if settings.quantization == "nf4" else _linear_8bit(shape)
     _, fan_out, bias = shape
     if bias:
@@ -462,7 +464,7 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
 def make_optimizer(
     config: TrainConfig, model: nn.Module, trained: list[nn.Parameter]
 ) -> Callable[[], None]:
-    """A function that steps this optimizer.
+    """A function that runs a step of the configured optimizer on the `trained` parameters.
 
     Its first call makes the state, and each call makes the temporary tensors of a step.
     """

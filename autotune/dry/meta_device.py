@@ -50,7 +50,8 @@ PROMOTE = """
 # Trained parameters with their 16-bit copies, by the parameter's id. Keeping the parameter keeps
 # its id valid.
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-_libraries: list[Any] = []  # keeps registrations, which end when their Library is collected
+# Keeps each Library alive, because its registrations end when it is garbage-collected.
+_libraries: list[Any] = []
 
 
 @contextmanager
@@ -79,8 +80,8 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
         (torch.amp.autocast_mode, "is_autocast_available", _is_available),
         (functional, "scaled_dot_product_attention", _attend),
         (functional, "dropout", _drop),
-        # `maybe_autocast` returns this context for the meta device. Models call it to switch
-        # autocast off.
+        # Models call `maybe_autocast` to switch autocast off. For the meta device, it returns a
+        # `nullcontext`, which would leave autocast on.
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
         (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
@@ -122,7 +123,7 @@ def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Set the autocast state of CUDA and of the key with the casts, not of the meta device."""
+    """Set the autocast state of CUDA and of the key with the casts, not the meta device's."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):
@@ -132,7 +133,7 @@ def _write_both(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packed_indices(positions: torch.Tensor) -> torch.Tensor:
-    """The example of each position, computed as transformers does for packed rows."""
+    """The index of each position's example, computed as transformers does for packed rows."""
     difference = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     return (difference != 1).cumsum(-1)
 

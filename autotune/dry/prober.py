@@ -46,7 +46,7 @@ LONGEST_S = 300.0  # the longest wait for one answer, including the start of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryAnswer:
-    """The count of a whole model, or a sentence that says why it is missing."""
+    """The count of a whole model, or a sentence that says why the count is missing."""
 
     count: DryCount | None = None
     refused: str | None = None
@@ -81,7 +81,7 @@ class DryProber:
         path = self._directory / f"{key}.json"
         with suppress(OSError, ValueError):  # the file is missing or invalid
             kept = from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
-            if kept.count is not None:  # earlier versions kept refusals too
+            if kept.count is not None:  # earlier versions also cached answers without a count
                 return kept
 
         if self._with_shipped and (shipped := shipped_answers().get(key_of(request))) is not None:

@@ -156,9 +156,9 @@ class StorageCounter(TorchDispatchMode):
             and not torch.is_grad_enabled()
             and self._is_last_reference(args)
         ):
-            # Autograd adds a gradient in place if it holds the only reference. This mode holds
-            # further references, so autograd would not add in place here. The mode therefore
-            # replaces the operation by the addition in place.
+            # Autograd adds to a gradient in place if it holds the only reference to the gradient.
+            # This mode holds further references, so autograd would not add in place here. The mode
+            # therefore replaces the operation by the addition in place.
             func = torch.ops.aten.add_.Tensor
 
         out = func(*args, **(kwargs or {}))
@@ -231,7 +231,7 @@ class StorageCounter(TorchDispatchMode):
     def _count_known_product(
         self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, moved: int
     ) -> None:
-        """Count a product with a FLOP formula in torch."""
+        """Count a product for which torch has a FLOP formula."""
         name = packet.__name__
         operands = _repeat_heads(args) if "attention" in name else _drop_dtypes(args)
         flops = flop_registry[packet](*operands, **kwargs, out_val=out)
@@ -257,7 +257,7 @@ class StorageCounter(TorchDispatchMode):
         if name in LOOK_UPS:
             kind = OTHER if name == "embedding" else INDEXED
             moved = num_bytes(args[1]) + 2 * num_bytes(out)
-        elif name in ROW_WRITES:  # the kernel adds rows to other rows
+        elif name in ROW_WRITES:  # the kernel reads new and old rows, and writes their sums
             kind = INDEXED
             moved = num_bytes(args[1]) + 3 * num_bytes(args[2])
         else:
@@ -294,7 +294,7 @@ def _is_aligned(values: Any) -> bool:
 
 
 def _attention_kernel(name: str, flops: int, args: tuple[Any, ...]) -> tuple[str, int]:
-    """The kernel and arithmetic of memory-efficient attention.
+    """The kernel's name and the FLOPs of memory-efficient attention.
 
     Wide heads use another kernel, and causal attention skips later positions.
     """

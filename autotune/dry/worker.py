@@ -74,7 +74,7 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's text in brackets, or "" if it names a Python exception or is empty."""
+    """Return an error's text in brackets, or "" if the text is empty or names an exception."""
     text = " ".join(str(error).split())[:200]
     return "" if not text or EXCEPTION.search(text) else f" ({text})"
 

@@ -1,1 +1,1 @@
-"""The probe: a short real fine-tuning run in a warm worker, and the parent's side of it."""
+"""Probes: short real fine-tuning runs in a worker process, and the parent's side of them."""

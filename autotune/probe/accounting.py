@@ -151,8 +151,9 @@ def oom_detail(
 ) -> OomDetail:
     """Describes an OOM: how much memory each use took when an allocation failed.
 
-    `terms` are read after the failed step has begun to unwind. The memory that was freed between
-    the peak and this reading counts as activations, or as weights if only weights existed.
+    `terms` are the GiB of each use, read after the failed step has freed some tensors. The memory
+    that was freed between the peak and this reading counts as activations, or as weights if only
+    weights existed.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}

@@ -54,7 +54,7 @@ class AheadCompiler:
     """Compiles the requests of the shared folder that no other process has begun to compile."""
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
-        """Load the libraries. The device is first used for the first request."""
+        """Load the libraries. The device is not used before the first request."""
         with loading():
             from autotune.probe.harness import Probe  # noqa: F401
         self._device = device
@@ -99,7 +99,7 @@ class AheadCompiler:
         reason = ""
         if self._meter is None:
             with suppress(Exception):  # `_run` raises the same error later
-                # This loads the model's code before the device is needed.
+                # `describe` loads the model's code before the device is needed.
                 describe(request.model)
 
         with self._turns.take(compiles=True):

@@ -38,7 +38,7 @@ class Sizes:
 
 
 ON_CPU = Sizes(sides=(256, 512, 1024), dtypes={"fp32": torch.float32}, copied_bytes=64 * MIB)
-# Copies on a GPU are larger than any cache of a GPU, so that they show the speed of its memory.
+# The copied buffers are larger than any GPU's caches, so that copies show the speed of the memory.
 ON_GPU = Sizes(
     sides=(1024, 2048, 4096, 8192),
     dtypes={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},

@@ -246,11 +246,12 @@ class Probe:
         rank: Rank | None = None,
         trace: str | None = None,
     ) -> None:
-        """Prepare a probe of `request` on the resident model.
+        """Prepare a probe of `request` on the base model that the worker keeps (`resident`).
 
         `emit` reports the start of a phase to the parent. `scratch` is a directory for temporary
-        files. `rank` has joined the process group of a request for several GPUs. With `trace`, the
-        probe ends with a detailed profile of a micro batch and writes a Chrome trace to this file.
+        files. If the request is for several GPUs, `rank` has already joined the process group. With
+        `trace`, the probe ends with a detailed profile of a micro batch and writes a Chrome trace
+        to this file.
         """
         self.request = request
         self.resident = resident
@@ -556,7 +557,7 @@ class Probe:
     # --- the Trainer
 
     def _make_trainer(self, scratch: str, num_steps: int | None = None) -> Any:
-        """The Trainer for this number of steps, by default the most that may be recorded."""
+        """The Trainer for `num_steps`, by default the largest number that may be recorded."""
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         if not num_steps:
@@ -817,7 +818,7 @@ class Probe:
 
     def _optimizer_step(self) -> None:
         """Clip gradients, step the optimizer and clear gradients, like the Trainer in each step."""
-        self.recorder.phase = Phase.PROFILE  # the recorded backward pass has entered another phase
+        self.recorder.phase = Phase.PROFILE  # the profiled micro batch has entered BACKWARD
         trainer = self.trainer
         most = trainer.args.max_grad_norm
         if most:

@@ -106,7 +106,7 @@ class CudaMeter:
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         """Make allocations fail beyond a limit, and return the limit.
 
-        The limit is `memory_gib` minus the fraction `headroom`, the context, and `managed_gib`.
+        The limit is `memory_gib` * (1 - `headroom`), minus the context and `managed_gib`.
         """
         total = self.memory_gib()
         taken = self.context_gib()
@@ -118,7 +118,7 @@ class CudaMeter:
         taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
 
-        # A probe of a few layers may have the limit of a larger card than this one.
+        # A probe of a few layers may have the limit of a larger card, above this card's own limit.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
         share = min(max(limit, 0.01) + self.aside_gib, room) / total
         torch.cuda.set_per_process_memory_fraction(share)

@@ -43,7 +43,7 @@ class StepTimes:
     each micro batch, including the device's wait for new batches. `rests` is the time of each step
     outside its micro batches. `phases` has the mean time that a step spends in each phase.
 
-    With several kinds of micro batch, steps and micro batches are means over all kinds, one for
+    With several kinds of micro batch, `steps` and `micro_batches` have one mean over all kinds for
     each round. `kinds` has a pair for each kind, in the order of the request: its fraction of the
     micro batches, and its seconds.
     """
@@ -58,7 +58,7 @@ class StepTimes:
 class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
-    The first steps of the schedule, its lead, warm up. The first round of steps then shows the
+    The first steps of the schedule (its lead) warm up. The first round of steps then shows the
     duration of a step. The first round's times are used if its micro batches are long
     (`Schedule.long_s`). If code is still compiled in the first round, a later round takes its
     place. Then complete rounds are timed for `min_timed_s`: fewer if their times agree, more if the
@@ -314,8 +314,8 @@ class Recorder:
     def host_waits(self) -> bool:
         """Whether the host waits for the device within a micro batch.
 
-        The host waits if rows have images, because transformers reads their sizes back from the
-        device.
+        The host waits if rows have images, because transformers reads the images' sizes back from
+        the device.
         """
         return self.request.has_images
 

@@ -185,7 +185,7 @@ def clean(resident: ResidentModel) -> None:
     base = resident.base
     peft_model = resident.peft_model
     if peft_model is not None and "ref" in peft_model.peft_config:
-        # TRL has failed before the copy of the adapters ("ref") was removed.
+        # The last probe failed before it removed TRL's copy of the adapters ("ref").
         peft_model.delete_adapter("ref")
     stop_checkpointing(base)
     if getattr(base, "_require_grads_hooks", None):
@@ -215,5 +215,5 @@ def clean(resident: ResidentModel) -> None:
 
 
 def module_names(base: PreTrainedModel) -> dict[str, Any]:
-    """The global names of the model's Python module, which Liger replaces with its kernels."""
+    """The globals of the model's Python module; Liger replaces some of them by its kernels."""
     return vars(sys.modules[type(base).__module__])

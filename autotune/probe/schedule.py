@@ -119,7 +119,7 @@ class Schedule:
         return self.round[(step - len(self.lead)) % len(self.round)]
 
     def finished_rounds(self, step: int) -> int:
-        """The number of whole rounds that end with this step; 0 in the lead and inside a round."""
+        """The number of rounds that are complete after this step; 0 unless it ends a round."""
         rounds, rest = divmod(step + 1 - len(self.lead), len(self.round))
         return 0 if rest else max(rounds, 0)
 

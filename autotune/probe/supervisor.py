@@ -321,7 +321,7 @@ class WorkerProber:
         return f"the worker ended with exit code {code}"
 
     def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
-        """The next message that is not a phase report, or None after the deadline of a phase."""
+        """The next message that is not a phase report, or None if a phase exceeds its deadline."""
         try:
             while (message := process.receive(monitor, self._should_stop)) is not None:
                 if message["event"] != "phase":

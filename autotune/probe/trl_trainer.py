@@ -69,7 +69,7 @@ def trl_trainer(
     )
     if "ref" in getattr(model, "peft_config", {}):
         # TRL assumes that adapters that it did not make are trained already, and keeps a copy of
-        # them. A run of TRL's own script makes the adapters, so it has no such copy.
+        # them. In a run of TRL's own script, TRL makes the adapters, so there is no such copy.
         model.delete_adapter("ref")
     return trainer
 

@@ -32,7 +32,7 @@ TIMING_FUNCTIONS = ("_should_pad", "should_pad_bench")
 
 
 def held_by_others_gib(folder: Path) -> float:
-    """The GiB of device memory that the compile-ahead processes hold, with their contexts."""
+    """The GiB of device memory that compile-ahead processes hold, including CUDA contexts."""
     held_gib = 0.0
     for file in folder.glob(f"*{HELD}"):
         with suppress(OSError, ValueError):  # the process has just ended, and its file is gone

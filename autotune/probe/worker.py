@@ -384,9 +384,9 @@ class Worker:
     def _release_until(self, is_back: Callable[[], bool]) -> bool:
         """Release all unused memory, and return whether `is_back()` is True afterwards.
 
-        The remaining objects, above all compiled code, are frozen, so later collections skip them.
-        If some memory was not released, objects that were frozen earlier may refer to it, so they
-        are unfrozen and collected once.
+        The remaining objects, above all compiled code, are frozen, so that later garbage
+        collections skip them. If some memory was not released, objects that were frozen earlier may
+        refer to this memory, so they are unfrozen and collected once.
         """
         self.meter.release()
         succeeded = is_back()

@@ -68,7 +68,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the worker and the id of its process group."""
+        """The worker's process id, which is also the id of its process group."""
         return self._process.pid
 
     def send(self, message: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class WorkerProcess:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, monitor: Monitor, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Wait for the next message, or return None after the deadline of the phase.
+        """Wait for the next message, or return None if the phase exceeds its deadline.
 
         Raises:
             EOFError: the worker has ended.
@@ -147,7 +147,7 @@ class WorkerProcess:
 def receive_first(
     workers: Sequence[WorkerProcess], monitor: Monitor, should_stop: Callable[[], bool]
 ) -> tuple[int, dict[str, Any] | None] | None:
-    """Wait for the first message of any worker, or return None after the deadline of the phase.
+    """Wait for the first message of any worker, or return None if the phase exceeds its deadline.
 
     Returns the index of the worker and its message, which is None after the worker's end. Raises
     Cancelled if `should_stop` returned True.

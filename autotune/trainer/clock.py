@@ -99,7 +99,7 @@ class Clock(TrainerCallback):
         self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the end of the run, and report the last pause."""
+        """Record the end of the run, and report the pause after the last step."""
         # A run that resumes from its last checkpoint may have no steps left, and then has no
         # pauses.
         if any(self._pauses[-1:]):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
-    """Return the indices of a step's rows in the order that its micro batches take them.
+    """Return the indices of a step's rows in the order in which micro batches take the rows.
 
     `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
     micro batch, which keeps padding small. The ranks then compute micro batches of similar length
@@ -29,7 +29,7 @@ def deal(longest: Sequence[int], ranks: int) -> list[int]:
 
 
 def ranks_of(longest: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank that computes each micro batch, as `deal` gives them to ranks."""
+    """Return the rank that computes each micro batch, as `deal` distributes them."""
     totals = [0] * ranks
     taken_by: list[int] = []
     for first in range(0, len(longest), ranks):

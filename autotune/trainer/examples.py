@@ -127,7 +127,7 @@ class Encoder:
         examples: list[list[int]] = [[] for _ in batch]
         texts: dict[bool, list[tuple[int, str, Ranges | None]]] = {False: [], True: []}
 
-        # If the template marks the assistant's text, a row is rendered and tokenised at once. All
+        # If the template marks the assistant's text, one call renders and tokenises a row. All
         # other rows are rendered one by one, and tokenised together.
         for index, (where, row) in enumerate(batch):
             form = self._adapt(where, parse_row(where, row, has_template=bool(self._template)))

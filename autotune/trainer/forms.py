@@ -60,7 +60,7 @@ ALPACA = (
 ALPACA_GIVEN = ", paired with an input that provides further context"
 
 Message = dict[str, Any]
-# A function of a text's kind and the text, which returns the new text.
+# A function that gets a text's kind and the text, and returns the new text.
 Change = Callable[[str, str], str]
 
 
@@ -148,7 +148,7 @@ NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 def _check(kind: type, value: Any, name: str) -> Any:
     """Return the value.
 
-    If its type is not `kind`, raise ValueError with a message that has `name`.
+    If its type is not `kind`, raise ValueError with a message that begins with `name`.
     """
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")

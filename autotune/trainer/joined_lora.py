@@ -248,8 +248,8 @@ class _GroupInput:
         self.outputs = outputs
 
 
-# Each kind of module has one subclass, so that compiled code of one layer serves all layers. A new
-# `forward` in a single module would be compiled again.
+# Each kind of module has one subclass, so that compiled code of one layer serves all layers. If
+# each module got its own `forward`, each would be compiled again.
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def _copies(settings: Any) -> dict[str, Any]:
 
 
 def shard_outline(trainer: Trainer, device: torch.device) -> None:
-    """Shard a model that no device can hold whole, and give each shard of a matrix its memory.
+    """Shard a model that no device can hold whole, and allocate this rank's shard of each matrix.
 
     accelerate would shard the model when the training begins, but it identifies weights by their
     addresses, and weights without memory have no address. accelerate later leaves this model
@@ -144,7 +144,7 @@ class _BalancedSampler(Sampler[int]):
     """Draws the same rows for each step as accelerate's sampler, and arranges them with `order`.
 
     `order` gets the lengths of a step's rows, and returns the rows' indices in the new order. An
-    incomplete step at the end of a pass keeps its random order.
+    incomplete step at the end of an epoch keeps its random order.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class _BalancedSampler(Sampler[int]):
             yield from step
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass, whose number seeds the order of the rows.
+        """Choose the epoch, whose number seeds the order of the rows.
 
         A resumed run thus draws the same rows.
         """
@@ -296,7 +296,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """
 
     def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:
-        # Set in each step, because loading a checkpoint replaces the state.
+        # The state is set in each step, because loading a checkpoint replaces it.
         own.state = optimizer.state
         own.param_groups[0]["lr"] = optimizer.param_groups[group]["lr"]
         own.step()

@@ -40,7 +40,7 @@ class Origin(TrainerCallback, ExportableState):
 
 
 def describe(settings: RunSettings, options: Options) -> dict[str, Any]:
-    """Return the settings, and the name and digest of the dataset, the tokenizer and the model.
+    """Return the settings, and a name and a digest for each of dataset, tokenizer and model.
 
     Raises BadDataset if the dataset has no files.
     """

@@ -167,7 +167,7 @@ def _wait(
 
 
 def end_at_once(run: Callable[[], object]) -> NoReturn:
-    """Call `run`, and end this process with its exit code, without freeing any object.
+    """Call `run`, and end this process with the exit code of `run`, without freeing any object.
 
     Freeing can hang. If DDP's reducer has the last reference to gloo's group, it holds Python's
     lock and joins a thread that waits for this lock. A shutdown of the interpreter can deadlock

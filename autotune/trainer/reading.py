@@ -84,7 +84,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
 
 def is_on_hub(path: Path) -> bool:
-    """Return whether this is the name of a dataset on the Hub, and no existing local path."""
+    """Return whether this is the name of a dataset on the Hub, and not an existing local path."""
     return is_hub_name(path, tuple(READERS))
 
 
@@ -211,7 +211,7 @@ def _check_object(where: str, row: Any) -> dict[str, Any]:
 def _is_by_columns(row: dict[str, Any]) -> bool:
     """Return whether a row is a whole table by columns, as pandas writes it.
 
-    All its values are objects whose keys are the same row numbers.
+    In such a table, all values are objects that have the same keys: the row numbers.
     """
     columns = [value for value in row.values() if isinstance(value, dict)]
     if not row or len(columns) < len(row):

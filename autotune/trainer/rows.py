@@ -157,8 +157,8 @@ class Rows(Sequence[Row]):
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Pack examples into rows by best-fit decreasing; return the examples' indices for each row.
 
-    The longest example is placed first. Each example goes into the fullest row that has room for
-    it.
+    Examples are placed from the longest to the shortest. Each example goes into the fullest row
+    that has room for it.
     """
     rows: list[list[int]] = []
     # (minus the number of free tokens, index of the row), ascending: the emptiest row comes first

@@ -51,12 +51,12 @@ class ModelSettings:
     modules_to_save: list[str] | None
     dora: bool  # use DoRA adapters
     rslora: bool  # use rank-stabilised LoRA
-    lora_dropout: float  # the fraction of their inputs that adapters drop
+    lora_dropout: float  # the dropout probability of the adapters' inputs
     adapters_in_fp32: bool  # keep the adapters in fp32, even if the base is in 16 bits or fewer
     # Recompute every n-th layer in the backward pass; None recomputes no layer
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
-    # The fraction of their activations that compiled layers keep for the backward pass
+    # The fraction of its activations that a compiled layer keeps for the backward pass
     activation_budget: float = 1.0
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
     joined: bool = False  # join the products of adapters with the products of the base

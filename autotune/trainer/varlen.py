@@ -6,9 +6,9 @@ A segment is one of the packed examples in a row. In Qwen2.5-VL's vision tower, 
 window of an image, and a row holds the windows of all images of a micro batch.
 
 The kernel comes from `torch.nn.attention.varlen`. Code compiled with torch's own operator is valid
-for one length of the longest example, and for one number of examples (the shape of `ends`). In this
-module, both numbers are values in a tensor on the host. So a micro batch with other examples needs
-no new compilation, and the host never waits.
+only for one length of the longest example, and for one number of examples (the shape of `ends`). In
+this module, both numbers are values in a tensor on the host. So a micro batch with other examples
+needs no new compilation, and the host never waits.
 """
 
 from collections.abc import Iterator
@@ -29,9 +29,9 @@ class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
     Padding is a separate example. `ends` (tokens of all rows + 1, int32) begins with 0 and the end
-    of each example, and repeats the last end. The shape of `ends` is thus independent of the number
-    of examples. `counts` (2 values, on the host) are the number of examples and the tokens of the
-    longest example.
+    of each example. The last end fills all further entries, so the shape of `ends` does not depend
+    on the number of examples. `counts` (2 values, on the host) are the number of examples and the
+    tokens of the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ class Segments:
         self.counts = counts
 
     def to(self, *args: Any, **kwargs: Any) -> "Segments":
-        """Return the segments with `ends` on a device. accelerate calls this as on a tensor."""
+        """Return the segments with `ends` on a device. accelerate calls this method."""
         return Segments(self.ends.to(*args, **kwargs), self.counts)
 
     def pin_memory(self) -> "Segments":
