@@ -231,7 +231,7 @@ class StorageCounter(TorchDispatchMode):
     def _count_known_product(
         self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, moved: int
     ) -> None:
-        """Count a product for which torch has a FLOP formula."""
+        """Count a product whose FLOPs torch has a formula for."""
         name = packet.__name__
         operands = _repeat_heads(args) if "attention" in name else _drop_dtypes(args)
         flops = flop_registry[packet](*operands, **kwargs, out_val=out)

@@ -54,8 +54,7 @@ def parameter_gib(model: nn.Module) -> float:
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
     """The GiB of a Trainer's optimizer state, on the device and in CUDA's managed memory.
 
-    With DeepSpeed, the sizes include this rank's master weights, which the optimizer state refers
-    to.
+    With DeepSpeed, the sizes include this rank's master weights, the keys of the optimizer state.
     """
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
@@ -120,7 +119,7 @@ def logical_params(model: nn.Module) -> int:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether the error says that device or host memory ran out.
 
-    An illegal memory access is another kind of error.
+    An illegal memory access does not count as running out of memory.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

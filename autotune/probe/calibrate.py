@@ -71,7 +71,10 @@ def calibrate(
     `should_stop` returns True.
     """
     if held_gib := target.held_by_others_gib:
-        say(f"warning: other processes hold {fmt_gib(held_gib)} of the GPU and may slow it down")
+        say(
+            f"warning: other processes hold {fmt_gib(held_gib)} of the GPU's memory and may slow"
+            " the GPU down"
+        )
 
     say(f"{target.device.name}: starting a worker")
     kind = "cpu" if target.card is None else "cuda"
@@ -82,7 +85,7 @@ def calibrate(
 
         if kind == "cpu" or (number := len(visible())) < 2:
             return made
-        say(f"data rates between {number} GPUs")
+        say(f"measuring data rates between {number} GPUs")
         try:
             with RankPool(kind, number, Path(folder), should_stop=should_stop) as pool:
                 return replace(made, collectives=pool.collectives())
@@ -96,14 +99,14 @@ def calibrate_worker(prober: WorkerProber, target: Target, *, say: Say) -> Calib
     """Measure this machine with a running worker."""
     device, fingerprint = target.device, prober.fingerprint
 
-    say("disk")
+    say("measuring the disk")
     disk = disk_mb_s(Path.cwd())
     probes = LayerProbes(prober, device, target.memory_cap_gib(prober.memory_gib), prober.logs)
 
-    say("matrix products, copies, the link")
+    say("measuring matrix products, copies and the link to the host")
     rates = prober.rates()
 
-    say("the host's time to issue a layer")
+    say("measuring the host's time to issue a layer's kernels")
     made = Calibration(
         device=device.name,
         fingerprint=fingerprint,
@@ -119,7 +122,7 @@ def calibrate_worker(prober: WorkerProber, target: Target, *, say: Say) -> Calib
     # The formula of step time does not cover CPUs, so there is no short training.
     if device.kind == "cpu":
         return made
-    say("a short training")
+    say("timing a short training")
     return replace(made, reference=probes.reference(made))
 
 

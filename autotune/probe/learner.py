@@ -73,7 +73,7 @@ class _Curve(TrainerCallback):
 
 
 class Learner:
-    """Holds a model on the device and the examples, and trains the model for each request."""
+    """Holds the examples and a model on the device, and trains the model for each request."""
 
     def __init__(self, settings: RunSettings, options: Options) -> None:
         """Read the examples and load the weights."""

@@ -133,7 +133,7 @@ class WorkerProber:
 
     @property
     def peak_tflops(self) -> float | None:
-        """A CPU's TFLOP/s in large matrix products, or None for a GPU, which has a data sheet."""
+        """A CPU's TFLOP/s in large matrix products; None for a GPU, which has a data sheet."""
         _ = self.fingerprint
         return self._peak_tflops
 

@@ -172,7 +172,10 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 
 
 class Worker:
-    """Serves probes on one device. Keeps a base model for each probed depth, all of one family."""
+    """Serves probes on one device, and keeps the base model that was probed last.
+
+    The model is kept at each probed depth. All these models have the same `resident.family_of`.
+    """
 
     address: RankAddress | None = None  # this process's address in a probe on several real ranks
     trace: str | None = None  # the trace file to write, if the current probe is profiled in detail

@@ -166,7 +166,7 @@ class Clock(TrainerCallback):
 
         store = dist.distributed_c10d._get_default_store()
         if self._signal is not None:
-            # No rank is more than one step ahead of another.
+            # No rank is more than one step ahead of another, so all can still stop after step + 2.
             store.compare_set(STOP, "", str(step + 2))
         if not store.check([STOP]) or step < int(store.get(STOP)):
             return False

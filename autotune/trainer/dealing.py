@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
-    """Return the indices of a step's rows in the order in which micro batches take the rows.
+    """Return the indices of a step's rows, ordered by the micro batch that takes each row.
 
     `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
     micro batch, which keeps padding small. The ranks then compute micro batches of similar length

@@ -1,8 +1,8 @@
 """Parses the rows of a dataset into plain texts and conversations.
 
 A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a
-conversation (ShareGPT), or text. Every fault of a row is a ValueError whose message names the wrong
-value and the expected one.
+conversation (ShareGPT), or text. Every fault of a row raises ValueError, with a message that names
+the wrong value and the expected form.
 """
 
 import difflib
@@ -184,7 +184,7 @@ def _parse_message(given: Any, number: int) -> Message:
     for theirs, ours in (("from", "role"), ("value", "content")):
         if theirs in message:
             if theirs == "value" and message.get(ours, message[theirs]) != message[theirs]:
-                raise ValueError(f"{name} has content and another text in value: keep one")
+                raise ValueError(f"{name} has different texts in content and value: keep one")
             message[ours] = message.pop(theirs)
     if "role" not in message:
         raise ValueError(f"{name} has no role; its keys: {', '.join(map(str, given)) or 'none'}")
@@ -261,7 +261,7 @@ def _check_flags(message: Message, name: str) -> None:
             )
         # Some files give every message a weight of 1, so this weight is accepted for all roles.
         if value and message["role"] != "assistant" and key != "weight":
-            raise ValueError(f"{name} has {key}: true, and only the assistant's text is trained on")
+            raise ValueError(f"{name} has {key}: true, but only the assistant's text is trained on")
     if "train_detail" in message:
         raise ValueError(
             f"{name} has train_detail, but parts of a message cannot be excluded from the training"

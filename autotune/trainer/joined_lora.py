@@ -44,7 +44,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class JoinedLayers:
-    """A model's joined layers, each of which adds its LoRA terms inside the base's large product.
+    """A model's joined layers: each layer adds its LoRA terms inside the base's large product.
 
     PEFT's modules and parameters stay in the model. Until `undo` is called, the base's weights are
     views into the wide matrices. A and sB are copied into these matrices in the base's dtype.

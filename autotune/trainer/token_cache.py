@@ -21,8 +21,8 @@ from .examples import Encoder
 from .reading import BadDataset, find_files, read_rows
 
 VERSION = 3  # increase this version if the format or the meaning of the files changes
-# An upper estimate of the bytes of tokens that one byte of a file becomes; it is 1 for formats that
-# are not listed
+# An upper estimate of the bytes that the tokens take for each byte of a file. For formats that are
+# not listed, the estimate is 1.
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0
 # Seconds without a write, after which a temporary folder counts as left by a killed process and is

@@ -234,16 +234,15 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     )
     assert (found.layer_ms, found.disk_mb_s, found.day) == (0.1, 321.0, date.today())
     assert found.reference == (pytest.approx(1.9) if is_gpu else None)
-    warned = ["warning: other processes hold 1.50 GiB of the GPU and may slow it down"] * (
-        held_gib > 0
-    )
+    warning = "warning: other processes hold 1.50 GiB of the GPU's memory and may slow the GPU down"
+    warned = [warning] * (held_gib > 0)
     assert said == [
         *warned,
         f"{device.name}: starting a worker",
-        "disk",
-        "matrix products, copies, the link",
-        "the host's time to issue a layer",
-        *["a short training"] * is_gpu,
+        "measuring the disk",
+        "measuring matrix products, copies and the link to the host",
+        "measuring the host's time to issue a layer's kernels",
+        *["timing a short training"] * is_gpu,
     ]
 
 
@@ -279,7 +278,7 @@ def test_several_gpus_are_measured_together(
     assert found == replace(
         calibration(), collectives=(rates,) if num_gpus > 1 and not problem else ()
     )
-    assert said[1:] == ["data rates between 4 GPUs"] * (num_gpus > 1) + [
+    assert said[1:] == ["measuring data rates between 4 GPUs"] * (num_gpus > 1) + [
         "warning: one is busy"
     ] * bool(problem)
 

@@ -88,11 +88,11 @@ def test_names_parts_and_flags_of_other_tools(
         ),
         (
             {"messages": [user("q", "user") | {"train": True}]},
-            "message 1 has train: true, and only the assistant's",
+            "message 1 has train: true, but only the assistant's",
         ),
         (
             {"messages": [user("q", "user") | {"loss": True}]},
-            "message 1 has loss: true, and only the assistant's",
+            "message 1 has loss: true, but only the assistant's",
         ),
         (
             {"messages": [user("q"), assistant("a", thinking=["t"])]},
@@ -118,7 +118,7 @@ def test_names_parts_and_flags_of_other_tools(
         ({"messages": [user("q"), assistant("a", loss_mask=0)]}, "the unknown flag loss_mask"),
         (
             {"messages": [user("q") | {"value": "r"}, assistant("a")]},
-            "message 1 has content and another text in value: keep one",
+            "message 1 has different texts in content and value: keep one",
         ),
         (
             {
