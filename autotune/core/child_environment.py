@@ -22,7 +22,7 @@ ON_CPU = {
     "GOMP_SPINCOUNT": "3000",
 }
 ALWAYS_SET = {
-    # The value at the start; each probe then sets its own.
+    # The worker starts with this allocator; each probe then sets its own.
     ALLOCATOR_VARIABLE: ALLOCATORS["expandable"],
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""Computes the pixel values and the number of tokens that represent an image in a model.
+"""Computes the shape of the pixel values, and the number of tokens, of an image in a model.
 
 The rules follow transformers' image processors, with the settings that each model's authors
 published. Only the image's size is needed; no image is read.
@@ -17,7 +17,8 @@ QWEN_PIXELS = (56 * 56, 16384 * 28 * 28)
 TILES_A_SIDE = 4  # the number of tiles along an image's longer side, for SmolVLM and Idefics 3
 MOST_SIDE = 4096  # the largest side in pixels of a scaled image that is cut into tiles
 MOST_RATIO = 200  # the largest accepted ratio of an image's sides, for Qwen2.5-VL
-# The tokens of a tag such as <row_1_col_1> if it is tokenised as text (SmolVLM's authors).
+# The number of tokens of a tag such as <row_1_col_1> that is tokenised as text, by SmolVLM's
+# authors
 TEXT_TAG = 7
 
 
@@ -128,8 +129,8 @@ def _square(
 ) -> Picture:
     """Scale an image to a square of fixed size, for Gemma 3.
 
-    There are two more tokens before the image's tokens, and two after them: a line break and a
-    marker.
+    Before the image's tokens are a line break and a marker, and after them a marker and a line
+    break. These are four more tokens.
     """
     if processor.get("do_pan_and_scan"):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Converts a dataclass to JSON data, and derives the data's form from the dataclass's types.
+"""Converts a dataclass to JSON data, and derives a pydantic type that describes the data.
 
 So each JSON key is defined only once. A dataclass becomes an object with all of its fields, or with
 the keys in its `JSON` attribute. Each key in `JSON` has a path from the value to a field, a
@@ -35,12 +35,12 @@ class View:
 
 
 ALL = "*"
-# The JSON key -> a path, None (the key is also the path), Native, View or Keys.
+# Each JSON key maps to a path, to a Native, View or Keys, or to None if the key is also the path.
 Keys = dict[str, Any]
 
 
 def keys(*names: str, **renamed: Any) -> Keys:
-    """Return Keys: each of `names` is a key and its path, and `renamed` is key=path."""
+    """Return Keys: each of `names` is both a key and its path; `renamed` maps keys to paths."""
     return dict.fromkeys(names, None) | renamed
 
 
@@ -85,7 +85,7 @@ def json_data(value: Any) -> Any:
 
 
 def json_form(kind: Any) -> Any:
-    """Return the form that `json_data` gives a value of this type, as a type for pydantic."""
+    """Return a pydantic type for the data that `json_data` makes of a value of type `kind`."""
     origin = get_origin(kind)
     arguments = get_args(kind)
 
@@ -160,7 +160,7 @@ def _at(value: Any, path: str) -> Any:
 
 @cache
 def _model(kind: type) -> Any:
-    """Return the form of a dataclass."""
+    """Return a pydantic type for the JSON data of a dataclass."""
     shown = _shown(kind)
     if isinstance(shown, str):
         return json_form(_type_at(kind, shown))

@@ -114,7 +114,7 @@ class KnobSpec:
 
     @property
     def default_stays(self) -> bool:
-        """Whether a knob at its default keeps it for all values of the other knobs."""
+        """Whether a knob at its default keeps this default for all values of the other knobs."""
         always_possible = self.default not in (None, *self.impossible_with)
         return always_possible and self.inactive is None and not self.required
 
@@ -161,7 +161,8 @@ class KnobSpec:
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
         """Return whether the knob has an effect, given the values of all knobs."""
-        # Most knobs have no conditions. This method runs for thousands of configurations.
+        # Most knobs have no conditions. The shortcut matters, because this method runs for
+        # thousands of configurations.
         if not self.never_with and not self.active_when:
             return True
         if any(values[name] == excluded for name, excluded in self.never_with.items()):

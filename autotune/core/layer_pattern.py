@@ -5,10 +5,10 @@ from typing import Any
 
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """Return the prefix and the period of a sequence; their sum is as small as possible.
+    """Return the lengths of a sequence's prefix and of its period; their sum is the smallest.
 
     After `prefix` items, the next `period` items repeat until the end of the sequence. The period
-    is None unless its items occur at least twice.
+    is None if no items occur twice in this way.
     """
     length = len(kinds)
     for total in range(1, length):

@@ -7,12 +7,12 @@ ALL_LINEAR: str = KNOBS["lora_targets"].default
 
 
 def target_modules(model_type: str, targets: str) -> list[str] | None:
-    """Return the ends of the module paths for a value of the knob `lora_targets`.
+    """Return the path endings of the modules that a value of the knob `lora_targets` selects.
 
     `model_type` is transformers' name of the model family. If adapters are on all linear layers
     except the head, the result is None: PEFT finds these layers. If PEFT refuses adapters on some
-    layers of the family, the result lists the others. The result is empty if the family has no
-    layer of this kind.
+    layers of the family, the result lists the other layers. The result is empty if the family has
+    no layer of the selected kind.
     """
     if targets not in KNOBS["lora_targets"].choices:
         return targets.split(",")
@@ -22,7 +22,7 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
 
 
 def saved_modules(model_type: str, saved: str) -> list[str] | None:
-    """Return the ends of the module paths for a value of `modules_to_save`, or None for `none`."""
+    """Return the path endings that a value of `modules_to_save` selects, or None for `none`."""
     table = load_data("autotune.core", "lora_targets")["ends"]
     ends: list[str] = table.get(model_type, ["embed_tokens", "lm_head"])
     return {"none": None, "embedding": ends[:1], "head": ends[1:]}.get(saved, ends)

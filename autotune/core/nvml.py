@@ -220,8 +220,8 @@ def visible() -> list[int | str]:
 def first_visible() -> int | str:
     """Return the card that CUDA would call device 0, by index or UUID.
 
-    If CUDA_VISIBLE_DEVICES is not set, the result is card 0. Its values "" and "-1" hide all cards.
-    They are returned unchanged, and `Nvml.open` finds no card for them.
+    If CUDA_VISIBLE_DEVICES is not set, the result is card 0. The values "" and "-1" of this
+    variable hide all cards. They are returned unchanged, and `Nvml.open` finds no card for them.
     """
     named = _named_cards()
     return 0 if named is None else named[0]

@@ -1,4 +1,4 @@
-"""Jinja environments for the templates of a package. Only this file imports jinja2, when used."""
+"""Jinja environments for the templates of a package. This file imports jinja2 only on use."""
 
 from typing import TYPE_CHECKING
 

@@ -51,7 +51,7 @@ class Parallelism:
         if (self.num_gpus == 1) is not (self.strategy == "none"):
             raise ValueError(
                 f"strategy {self.strategy} does not match num_gpus {self.num_gpus}:"
-                " none is for one GPU, the other strategies are for several"
+                " the strategy none is for one GPU, and the other strategies are for several"
             )
 
         if self.strategy not in FSDP2 and (self.sync_each_batch or self.offload or self.copies > 1):

@@ -38,7 +38,7 @@ class Outcome(StrEnum):
 
 
 class Rung(StrEnum):
-    """The purpose of a probe, which determines the amount that it measures."""
+    """The purpose of a probe, which determines how much the probe measures."""
 
     GATE = "gate"
     SHALLOW = "shallow"
@@ -317,7 +317,7 @@ class RankAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The hardware and software that a measurement is valid for; its digest is compared."""
+    """The hardware and software that a measurement is valid for, compared by digest."""
 
     device: str
     compute_capability: str | None = None
@@ -334,7 +334,7 @@ class Fingerprint:
     def has_bf16(self) -> bool:
         """Whether a GPU computes bf16 in hardware, from compute capability 8.0 on.
 
-        Older GPUs emulate it.
+        Older GPUs emulate bf16.
         """
         return float(self.compute_capability or 0) >= 8.0
 
@@ -422,7 +422,7 @@ class KernelTimes:
     `fp8_s` is the time of matrix products in 8 bits, and `products_s` of products in more bits.
     `attention_s` is the time of fused attention, and `bytes_s` of kernels that move bytes. `busy_s`
     is the time while at least one kernel ran. `micro_s` is the time of the same micro batch without
-    profiling. In the rest of `micro_s`, the device waits for the host or between two kernels.
+    profiling. During the rest of `micro_s`, the device waits: for the host, or between two kernels.
     """
 
     products_s: float
@@ -434,7 +434,8 @@ class KernelTimes:
     num_kernels: int
 
 
-# A micro batch is CPU-bound if the host needs at least this share of its time to issue kernels.
+# A micro batch is CPU-bound if the host needs at least this share of the micro batch's time to
+# issue kernels.
 HOST_SHARE = 0.8
 
 
@@ -452,7 +453,7 @@ class Measurement:
         phase_s: The time of a step in each phase.
         phase_peak_gib: The peak memory in each phase.
         segment_peak_gib: The peak memory in each segment of a step. The forward and backward passes
-            have several segments, because their peak may be in another segment in a deeper model.
+            have several segments, because the peak of a deeper model may be in another segment.
         kind_s: The (share, seconds) of each kind of micro batch, in the order of the request.
         host_micro_s: The time that the host takes to issue a micro batch. With many layers, the
             device's queue becomes full, and the time includes the host's waiting. It is None on a
@@ -575,7 +576,7 @@ class Measurement:
 
 
 # Suffixes of operation names in `DryCount.flops`. In an unaligned product, rows of a matrix begin
-# at addresses that fast kernels cannot load from. In a wide attention, a head does not fit into
+# at addresses that fast kernels cannot load from. In wide attention, a head does not fit into
 # registers.
 UNALIGNED = "unaligned"
 WIDE = "wide"
@@ -586,11 +587,11 @@ class DryCount:
     """A training step's memory and work, counted on the meta device, for one number of layers.
 
     The peaks have the keys of `Measurement`. The memory excludes the CUDA context. `flops` has the
-    operations of arithmetic in matrix products and attention of one micro batch, by name; some
-    names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that operations read and write, by
-    kind: matrix products, thin products that are bound by bandwidth, strided tensors, gathered or
-    scattered rows, and all others. `operations` is the number of torch operations; each launches a
-    kernel.
+    floating-point operations of one micro batch in matrix products and attention, by operation
+    name; some names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that operations read and
+    write, by kind: matrix products, thin products that are bound by bandwidth, strided tensors,
+    gathered or scattered rows, and all others. `operations` is the number of torch operations; each
+    launches a kernel.
     """
 
     model_gib: float
@@ -634,7 +635,7 @@ class OomDetail:
 class ProbeResult:
     """The result of one probe request.
 
-    `seconds` has the wall time of the phases load, first_step, steady and cleanup, and `total`. Its
+    `seconds` has the wall time of the phases load, first_step, steady and cleanup, and `total`. The
     key `turn` is the time that the probe waited for processes that compile later probes on the same
     device. `compile` is the compilation time within `total`. `disturbed` says how other work on the
     machine changed the times, or is None.
@@ -656,7 +657,7 @@ class ProbeResult:
     notes: tuple[str, ...] = ()
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
-    # host:pid:ticks of the process that requested the probe; earlier versions did not store them
+    # host:pid:ticks of the process that requested the probe; results of earlier versions lack it
     node: str | None = None
     schema_version: int = SCHEMA_VERSION
 

@@ -31,8 +31,8 @@ def scratch_directory() -> Iterator[str]:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_SH)
 
-        # The directory gets its final name only now, after it was locked. Another process could
-        # otherwise remove it before.
+        # The directory gets its final name only now, after it was locked. With this name, another
+        # process could remove an unlocked directory.
         path = new.replace("autotune-new-", NAME)
         os.rename(new, path)
         try:

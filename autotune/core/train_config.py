@@ -14,7 +14,8 @@ from autotune.core.knobs import KNOBS, SELECTIVE, checkpoint_every
 
 # If alpha is the same for all ranks, the best learning rate hardly depends on the rank.
 LORA_ALPHA = 32
-# Divided by the square root of 16 it is 2, which is also 32 / 16: LoRA's scale at rank 16.
+# rsLoRA divides alpha by the square root of the rank. At rank 16, its scale 8 / 4 equals LoRA's
+# scale 32 / 16.
 RSLORA_ALPHA = 8
 
 # Each knob's name, the knob, and its default. A sentinel replaces the default if the values of
@@ -69,8 +70,8 @@ class TrainConfig:
     offload: bool = KNOBS["offload"].default
 
     def __post_init__(self) -> None:
-        # In this order, a knob comes after the knobs that decide whether it has an effect, so one
-        # pass over all knobs is enough.
+        # In KNOBS, a knob comes after the knobs that decide whether it has an effect, so one pass
+        # over all knobs is enough.
         values = {name: getattr(self, name) for name in KNOBS}
 
         for name, knob, staying in _ROWS:
@@ -110,7 +111,7 @@ class TrainConfig:
 
     @property
     def knows_ends(self) -> bool:
-        """Whether attention in a packed row is computed only within each example, by their ends."""
+        """Whether the attention kernel knows where each example of a packed row ends."""
         return self.attention == "flash_attention_2" or self.packed_attention == "varlen"
 
     @property
@@ -140,7 +141,7 @@ class TrainConfig:
 
     @property
     def lora_alpha(self) -> int | None:
-        """The numerator of LoRA's scale; equal for all ranks, so one learning rate fits them."""
+        """The numerator of LoRA's scale; equal for all ranks, so one learning rate fits all."""
         if self.lora_rank is None:
             return None
         return RSLORA_ALPHA if self.rslora else LORA_ALPHA
