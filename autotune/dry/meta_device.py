@@ -273,7 +273,7 @@ def _drop(
 ) -> torch.Tensor:
     """Drop values with CUDA's kernel, which keeps a mask of one byte for each value.
 
-    Other devices keep factors in the dtype of the inputs.
+    On other devices, torch keeps a factor for each value, in the dtype of the inputs.
     """
     if inputs.is_meta and training and 0.0 < p < 1.0 and not inplace:
         dropped: torch.Tensor = torch.native_dropout(inputs, p, True)[0]

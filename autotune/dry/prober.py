@@ -183,8 +183,8 @@ def shipped_answers() -> dict[str, Any]:
     """The answers that the package ships, as data, by `key_of` without library versions.
 
     Each key contains DRY_VERSION, so after an increase no request finds an answer here. If the
-    installed transformers is older than the version used for counting, the result is empty: with
-    transformers 5.17, state-space models need five times the memory that they need with 5.23.
+    installed transformers is older than the version used for counting, the result is empty. For
+    example, state-space models need five times as much memory with transformers 5.17 as with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]

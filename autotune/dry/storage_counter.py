@@ -53,8 +53,8 @@ ALIGNMENT = 16  # bytes
 # Memory-efficient attention keeps its sums in registers for heads of up to this size, and in memory
 # for larger heads.
 WIDEST_IN_REGISTERS = 128
-# Torch has no FLOP formula for these products: bitsandbytes' product of inputs and a 4-bit weight,
-# its product in 8 bits, and the grouped product of experts.
+# Torch has no FLOP formula for these products: bitsandbytes' products with a 4-bit weight and in 8
+# bits, and the grouped product of experts.
 UNPACKED_PRODUCT = "gemm_4bit"
 PRODUCT_IN_8_BITS = "int8_scaled_mm"
 GROUPED_PRODUCT = "_grouped_mm"

@@ -1,8 +1,9 @@
 """Divides the device's time in a micro batch by kind of work, from a profile of one micro batch.
 
 The name of a kernel gives its kind of work, because a profile has no other description. A kernel
-that is neither a matrix product nor fused attention counts as `bytes`, because memory traffic sets
-its time: elementwise kernels, reductions, copies, and all kernels that Inductor fuses.
+that is neither a matrix product nor fused attention counts as `bytes`: elementwise kernels,
+reductions, copies, and all kernels that Inductor fuses. Memory traffic sets the time of all these
+kernels.
 """
 
 import re

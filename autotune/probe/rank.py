@@ -35,7 +35,7 @@ def refusal(request: ProbeRequest) -> str | None:
 
 
 class Rank:
-    """This process as a rank of a request's world. A request for one GPU has no process group.
+    """This process as a rank in a request's world; a request for one GPU has no process group.
 
     Each process sees only its own device, so LOCAL_RANK is 0 in all processes.
     """

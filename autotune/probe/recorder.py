@@ -180,7 +180,7 @@ class Recorder:
         """Begin a micro batch with its forward pass."""
         now = time.perf_counter()
         if self.starts[self.step]:
-            # Include the host's work between the last micro batch and this one.
+            # Include the host's work between the previous micro batch and this one.
             self.issue_s[-1] = now - self._began
         self._began = now
         self.enter(Phase.FORWARD)

@@ -34,8 +34,8 @@ class LostText:
 
     Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
     mark in place of each text. A missing mark shows that the template leaves out the text, however
-    short the text is. Each conversation's own texts are searched too, because a template can depend
-    on them.
+    short the text is. Each conversation's own texts are searched too, because a template may treat
+    some texts differently.
     """
 
     def __init__(self) -> None:
