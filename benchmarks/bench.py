@@ -404,7 +404,8 @@ def predicted(pool: RankPool | WorkerProber, whole: ProbeRequest) -> tuple[Measu
     if shape is None or pair is None:
         raise Failed("no two depths are known for this model")
     probes = [(depth, measured(pool, shortened(whole, depth))) for depth in pair]
-    return extrapolate(probes, shape.num_layers).measurement, [*pair, shape.num_layers]
+    prediction = extrapolate(probes, shape.num_layers, shape.single_layers)
+    return prediction.measurement, [*pair, shape.num_layers]
 
 
 def collect(

@@ -148,8 +148,8 @@ class Nvml:
         """Return the mean share of the card's time that processes other than `own` used.
 
         The mean covers the time since `since_s`, in seconds since 1970. The processes in `own` use
-        the card, so the result is None if the driver reports none of them: it then hides other
-        processes too.
+        the card, so the result is None if the driver knows none of them: it then lists them under
+        other numbers, or hides them as it hides other processes.
         """
         import pynvml
 
@@ -160,7 +160,9 @@ class Nvml:
             if sample.smUtil <= 100:  # above 100, the driver has not set the entry
                 shares.setdefault(sample.pid, []).append(sample.smUtil / 100)
 
-        if not shares.keys() & set(own):
+        # A short step beside a busy process may have no sample of its own.
+        known = shares.keys() | {process.pid for process in self._processes()}
+        if not shares or not known & set(own):
             return None
         return sum(statistics.fmean(shares[pid]) for pid in shares.keys() - set(own))
 

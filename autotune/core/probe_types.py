@@ -130,6 +130,11 @@ class ModelShape:
     sees_images: bool = False
     tileable: bool = True
 
+    @property
+    def single_layers(self) -> int:
+        """The number of layers outside the whole periods. Each truncated model keeps them."""
+        return self.prefix + (self.num_layers - self.prefix) % (self.period or 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:

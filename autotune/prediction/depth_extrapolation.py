@@ -197,15 +197,19 @@ def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) 
     return shape.prefix + period + rest, period
 
 
-def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:
+def extrapolate(
+    probes: Sequence[tuple[int, Measurement]], num_layers: int, single_layers: int = 0
+) -> Extrapolation:
     """Predict a whole model's measurement from probes of one configuration at two depths.
 
+    `single_layers` is the number of layers that do not repeat (`ModelShape.single_layers`).
     Raises ValueError unless the smaller depth comes first.
     """
     (shallow, low), (wide, high) = probes
     if shallow >= wide:
         raise ValueError(f"two depths are needed, the smaller first, not {shallow} and {wide}")
     reach = (num_layers - shallow) / (wide - shallow)
+    longer = (num_layers - single_layers) / (shallow - single_layers)
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
         # Once the device's queue is full, the host waits before it issues more work, and the wait
@@ -214,10 +218,10 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
         # in the shallow probe.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, reach),
-            low.host_micro_s * num_layers / shallow,
+            low.host_micro_s * longer,
         )
 
-    extrapolation = _times(low, high, reach, host)
+    extrapolation = _times(low, high, reach, longer, host)
     return replace(
         extrapolation, measurement=_with_memory(extrapolation.measurement, low, high, reach)
     )
@@ -259,25 +263,31 @@ def count_at_depth(
     )
 
 
-def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:
+def _times(
+    low: Measurement, high: Measurement, reach: float, longer: float, host: float | None
+) -> Extrapolation:
     """Extrapolate the times of the whole model, and keep the memory of the deeper probe unchanged.
 
+    The whole model has `longer` times the repeating layers of the shallow one.
     `host` is the predicted time that the host needs to issue a micro batch, or None if unknown.
     """
-    whole = _line(min(low.micro_step_s), min(high.micro_step_s), reach)
+    shortest = min(low.micro_step_s)
+    whole = min(_line(shortest, min(high.micro_step_s), reach), longer * shortest)
     share = 0.0
     if host is not None:
         share = host / whole if whole > 0 else 1.0
 
     takes_shortest = share > FREE_SHARE
     middle = _middle(low, takes_shortest)
-    micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
+    micro, error = _time(low.micro_step_s, high.micro_step_s, reach, longer, middle)
     # The rest of a step is the time outside its micro batches. A delay between two micro batches
     # makes the rest look too short, so the median replaces the minimum.
     typical = middle
     if takes_shortest:
         typical = statistics.median
-    rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
+    rest, rest_error = 0.0, 0.0
+    if high.rest_s:
+        rest, rest_error = _time(low.rest_s, high.rest_s, reach, longer, typical)
     if host is not None:
         # In a truncated model, the host issues the layers while the device still computes the head,
         # so the host's time does not lengthen the micro batch. In the whole model it does.
@@ -433,17 +443,22 @@ def _time(
     low: Sequence[float],
     high: Sequence[float],
     reach: float,
+    longer: float,
     middle: Callable[[Sequence[float]], float],
 ) -> tuple[float, float]:
     """Return the seconds at full depth and their standard error, by a line through two averages.
 
     `middle` computes the average at each depth. The two averages and their errors are added with
-    the same weights.
+    the same weights. The whole model has `longer` times the repeating layers of the shallow one.
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
+    # The rest of the model takes no negative time. The line is steeper than that allows if the host
+    # slows down between the two probes.
+    value = min(value, middle(low) * longer)
     # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe
     # makes the line too flat.
-    return max(value, middle(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
+    value = max(value, middle(high))
+    return value, math.hypot((1 - reach) * _error(low), reach * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:
@@ -503,7 +518,9 @@ class DepthPredictor:
             return None
         probes = [(depth, probed.measurement) for depth, probed in truncated]
         disturbed = next((probed.disturbed for _, probed in truncated if probed.disturbed), None)
-        return replace(extrapolate(probes, self._shape.num_layers), disturbed=disturbed)
+        shape = self._shape
+        extrapolation = extrapolate(probes, shape.num_layers, shape.single_layers)
+        return replace(extrapolation, disturbed=disturbed)
 
     def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """Return the extrapolation, corrected by measured whole models.

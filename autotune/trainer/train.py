@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 from transformers import (
     AutoProcessor,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     TrainerCallback,
     TrainingArguments,
@@ -86,7 +87,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     else:
         shape = json.loads(model_config.read_text(encoding="utf-8"))
         base = build(settings, shape, device)
-        examples = random_examples(settings, options, base.config.vocab_size)
+        examples = random_examples(settings, options, base.config)
 
     examples, drawn = rows.hold_out(examples, held_out_share(settings, options), settings.seq_len)
     trained, held_out = rows.split(
@@ -376,8 +377,14 @@ def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., t
     return chunked_loss(base) if settings.loss == "chunked" else None
 
 
-def random_examples(settings: RunSettings, options: Options, vocab_size: int) -> list[torch.Tensor]:
-    """Return random examples for the whole run, with the measured lengths or a file's lengths."""
+def random_examples(
+    settings: RunSettings, options: Options, config: PreTrainedConfig
+) -> list[torch.Tensor]:
+    """Return random examples for the whole run, with the measured lengths or a file's lengths.
+
+    `config` is the model's.
+    """
+    vocab_size = config.get_text_config().vocab_size
     lengths = settings.lengths
     if options.lengths:
         lengths = rows.read_lengths(options.lengths, settings.seq_len)

@@ -635,10 +635,26 @@ def test_a_time_beyond_both_depths_by_hand() -> None:
     """Means of 1.1 s and 2.2 s, with errors of 0.1 s and 0.2 s; three times as far from the first
     as the second is.
     """
-    value, error = _time((1.0, 1.2), (2.0, 2.4), 3.0, statistics.fmean)
+    value, error = _time((1.0, 1.2), (2.0, 2.4), 3.0, 9.0, statistics.fmean)
     assert (value, error) == pytest.approx((4.4, math.hypot(2 * 0.1, 3 * 0.2)))
-    assert _time((1.0, 1.2), (2.0, 2.4), 3.0, min)[0] == pytest.approx(4.0)
-    assert _time((5.0,), (2.0, 2.4), 3.0, min)[0] == 2.0  # no less than the part of it took
+    assert _time((1.0, 1.2), (2.0, 2.4), 3.0, 9.0, min)[0] == pytest.approx(4.0)
+    assert _time((5.0,), (2.0, 2.4), 3.0, 9.0, min)[0] == 2.0  # no less than the part of it took
+    assert _time((1.0, 1.2), (2.0, 2.4), 3.0, 3.5, min)[0] == 3.5  # at most that much longer
+
+
+def test_a_host_that_slows_down_between_the_probes_does_not_make_the_line_too_steep() -> None:
+    """On an H200 whose host was busy, 4, 8 and all 32 layers took 0.067, 0.147 and 0.5 s."""
+    probes = [(4, hosts_layers(0.067)), (8, hosts_layers(0.147))]
+    found = extrapolate(probes, LAYERS).measurement
+    assert found.micro_step_s == pytest.approx((8 * 0.067,))
+    assert found.host_share == pytest.approx(1.0)
+    # With three layers that occur once, one layer of the shallow model repeats, and 29 of the whole.
+    (seconds,) = extrapolate(probes, LAYERS, single_layers=3).measurement.micro_step_s
+    assert seconds == pytest.approx(0.067 + 7 * 0.08)
+
+
+def hosts_layers(seconds: float) -> Measurement:
+    return affine(4, micro_step_s=(seconds,) * 3, rest_s=(), host_micro_s=seconds)
 
 
 def test_micro_batches_of_a_whole_model_by_hand() -> None:

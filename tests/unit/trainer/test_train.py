@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Gemma4Config, LlamaConfig, TrainerCallback
 
 from autotune.core.train_config import TrainConfig
 from autotune.export import script
@@ -242,8 +242,11 @@ def test_what_was_trained_is_saved_where_it_is_asked_for(
     assert not list(tmp_path.glob("False/*")) and not list(tmp_path.glob("True/checkpoint-*"))
 
 
+WORDS = LlamaConfig(vocab_size=3)
+
+
 def lengths_of(made: RunSettings, **options: Any) -> list[int]:
-    return [len(one) for one in train.random_examples(made, replace(OPTIONS, **options), 128)]
+    return [len(one) for one in train.random_examples(made, replace(OPTIONS, **options), WORDS)]
 
 
 def test_random_examples_have_the_measured_lengths_in_turn(tmp_path: Path) -> None:
@@ -257,7 +260,9 @@ def test_random_examples_have_the_measured_lengths_in_turn(tmp_path: Path) -> No
 
 
 def test_random_examples_use_the_whole_vocabulary_and_repeat_after_64() -> None:
-    examples = train.random_examples(settings({"lengths": [16, 8], "examples": 150}), OPTIONS, 3)
+    examples = train.random_examples(
+        settings({"lengths": [16, 8], "examples": 150}), OPTIONS, WORDS
+    )
     assert len(examples) == 150 and set(torch.cat(examples[:64]).tolist()) == {0, 1, 2}
     assert len({example.data_ptr() for example in examples}) == 64
     assert examples[64] is examples[0]
@@ -459,9 +464,16 @@ def test_rows_hold_one_example_unless_they_are_packed() -> None:
     assert [[len(one) for one in row] for row in packed] == [[16], [9, 6], [3]]
 
 
+def test_random_examples_of_a_wrapper_use_the_words_of_its_text_model() -> None:
+    wrapper = Gemma4Config(text_config={"vocab_size": 3})
+    assert not hasattr(wrapper, "vocab_size")
+    (example,) = train.random_examples(settings({"lengths": [16], "examples": 1}), OPTIONS, wrapper)
+    assert set(example.tolist()) <= {0, 1, 2}
+
+
 def test_many_lengths_are_no_reason_for_more_examples() -> None:
     examples = train.random_examples(
-        settings({"lengths": [*range(1, 101)], "examples": 250}), OPTIONS, 3
+        settings({"lengths": [*range(1, 101)], "examples": 250}), OPTIONS, WORDS
     )
     assert len(examples) == 250 and len({id(example) for example in examples}) == 100
 
