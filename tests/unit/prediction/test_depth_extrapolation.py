@@ -648,7 +648,7 @@ def test_a_host_that_slows_down_between_the_probes_does_not_make_the_line_too_st
     found = extrapolate(probes, LAYERS).measurement
     assert found.micro_step_s == pytest.approx((8 * 0.067,))
     assert found.host_share == pytest.approx(1.0)
-    # With three layers that occur once, one layer of the shallow model repeats, and 29 of the whole.
+    # Without the three layers that occur once, the models have 1 and 29 layers.
     (seconds,) = extrapolate(probes, LAYERS, single_layers=3).measurement.micro_step_s
     assert seconds == pytest.approx(0.067 + 7 * 0.08)
 
