@@ -18,7 +18,8 @@ FILE = Path(__file__).parents[2] / "autotune/catalog/data/default_sizes.yaml"
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 HEAD = """\
 # For each model type: the sizes that apply if a config.json leaves them out. They come from the
-# text part of transformers' default config. tests/helpers/refresh_default_sizes.py writes this file.
+# text part of transformers' default config. The program tests/helpers/refresh_default_sizes.py
+# writes this file.
 """
 
 
