@@ -95,12 +95,12 @@ def memory_terms(estimated: Estimate) -> str:
 def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
     """Format a speed with its interval and its basis.
 
-    For example '1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', with
-    the calibrated parts of the estimate at the end.
+    For example '1,109 useful tokens/s (934 to 1,318, narrowed by measurements on this card: 2)',
+    with the calibrated parts of the estimate at the end.
     """
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations
-    basis = f", tightened by {count} measured on this card" if count else ""
+    basis = f", narrowed by measurements on this card: {count}" if count else ""
     basis = ", no measurement of this kind of card" if estimated.is_guess else basis
     basis += f", {estimated.calibrated}" if estimated.calibrated else ""
     return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{basis})"

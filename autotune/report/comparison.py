@@ -73,7 +73,7 @@ def _evidence(row: CardRow) -> str:
     """Describe the evidence, the number of measurements behind it, and the calibrated parts."""
     count = row.measurements_on_this_card
     guess = ", no measurement of this kind of card" if row.is_guess else ""
-    basis = f", tightened by {count} measured on this card" if count else guess
+    basis = f", narrowed by measurements on this card: {count}" if count else guess
     calibration = f", {row.calibrated}" if row.calibrated else ""
     return (row.evidence or DASH) + basis + calibration
 
@@ -87,7 +87,7 @@ def _relative_speed(row: CardRow) -> str:
 class Column:
     """A column for people: its heading, and the function that formats a row's data.
 
-    `table` is the name of the narrow table that has this column.
+    The page divides the columns into narrow tables; `table` names the table of this column.
     """
 
     title: str
@@ -195,7 +195,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         card.name if card else "none" for card in (group.smallest, group.smallest_compared)
     )
     sentences.append(
-        f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these"
+        f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these cards"
     )
 
     # Sentences on the limits of the comparison: counted plans, configurations of the reserve space,

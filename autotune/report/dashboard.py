@@ -38,7 +38,7 @@ PAGE = "/dashboard/studies/0"  # the page of the only study in `Copy`, whose num
 TITLES = {  # titles of the figures to show: the ones that are readable in half a window
     "scatter": "Useful tokens/s against peak reserved memory",
     "history": "Useful tokens/s of each trial",
-    "importances": "Share of the variation of speed between the values of each knob",
+    "importances": "Share of the variation of speed that each knob explains",
     "memory": "Memory of winner and baseline",
     "quality": "Held-out loss of the finalists against the hours of their full run",
 }
@@ -274,8 +274,8 @@ def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
     """Copy a trial, with its constraints under the key that optuna-dashboard 0.21 reads.
 
     optuna-dashboard reads them under the key `constraints`, as Optuna wrote them before version 5.
-    The keys of Optuna 5 are removed, because the constraints would count twice. The attribute
-    `config` is removed, because it repeats the trial's parameters.
+    The keys of Optuna 5 are removed, because otherwise the constraints would count twice. The
+    attribute `config` is removed, because it repeats the trial's parameters.
     """
     visible = copy.copy(trial)
     others = {

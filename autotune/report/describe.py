@@ -48,7 +48,7 @@ NOT_MEASURED = "Nothing was measured here. Estimated"
 SPEED = "Performance"
 MEMORY = "Memory"
 COST = "Cost of the full run"
-SAME_GIB = 0.005  # a smaller difference in memory prints as 0.00
+SAME_GIB = 0.005  # two needs for memory that differ by less GiB are called the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ def gpu_choices(plan: GpuPlan | Scaling, within_hours: float | None) -> list[str
     """Describe the cheapest and the fastest row of a plan.
 
     With a deadline, also describe the cheapest row that meets it. If a row fits and its speed is
-    unknown, the text says that the comparison leaves it out.
+    unknown, the text says that only rows with a known speed are compared.
     """
     rows = plan.trainable
     among = " of those with a known speed" if rows and plan.has_unknown_speed else ""
@@ -215,11 +215,11 @@ def mfu_basis(recipe: Recipe) -> str:
 def intervals(candidate: Candidate) -> str:
     """Return a sentence on the meaning of the candidate's intervals of time and cost."""
     meanings = {
-        Evidence.MEASURED: "cover the spread of the measured steps, "
-        "at least the difference between two probes, "
+        Evidence.MEASURED: "cover the spread of the measured steps "
+        "(or the difference between two probes, if that is larger), "
         "and for the full run the drift of its host or CPU",
-        Evidence.EXTRAPOLATED: "hold the possible error of the extrapolation from a few layers",
-        Evidence.PROJECTED: "hold 80% of the cases of the projection from another card, "
+        Evidence.EXTRAPOLATED: "cover the possible error of the extrapolation from a few layers",
+        Evidence.PROJECTED: "cover 80% of the errors of the projection from another card, "
         "and the spread of the steps",
     }
     return f"Intervals {meanings.get(candidate.evidence, 'come from the formula')}."
@@ -298,7 +298,7 @@ def overrun(row: TrialRecord) -> str:
 
 
 def memory_gib(row: TrialRecord) -> float | None:
-    """Return the peak reserved memory of a trial, or its least need if it did not fit."""
+    """Return the peak reserved memory of a trial, or its known least need if it did not fit."""
     if row.peak_reserved_gib is None and row.margin is not None and row.limit_gib is not None:
         return row.limit_gib * (1.0 + row.margin)
     return row.peak_reserved_gib
@@ -325,7 +325,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = {
         "none": "",
-        "fp8": " on a base that is kept, and multiplies, in 8-bit floats",
+        "fp8": " on a base that is stored and multiplied in 8-bit floats",
         "int8": " on an 8-bit base",
         "nf4": " on a 4-bit (NF4) base" + (", double quantised" if config.double_quant else ""),
     }[config.quantization]
@@ -418,11 +418,13 @@ def verification(result: Verification) -> list[str]:
 
     if not result.probed:
         lines.append(
-            f"{result.file} is not what was probed: its speed and memory were not predicted"
+            f"{result.file} differs from the probed run: its speed and memory were not predicted"
         )
     if result.better:
         better = " and ".join(result.better)
-        lines.append(f"a wrong prediction: the run is {better} by over {result.tolerance:.0%}")
+        lines.append(
+            f"a wrong prediction: the run is {better} than predicted by over {result.tolerance:.0%}"
+        )
     if result.soak:
         lines.append(_memory_growth(result))
     return lines
@@ -467,7 +469,7 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
         if knob.outcome not in (Outcome.OOM, Outcome.REFUSED) or not knob.peak_gib:
             return f"without it: {knob.outcome.value}"
         need = f"{fmt_gib(knob.peak_gib)} of {fmt_gib(knob.limit_gib)}"
-        return f"does not fit without it: at least {need}"
+        return f"does not fit without it: needs at least {need}"
 
     ratio = winner.tokens_per_s / knob.tokens_per_s
     unclear = abs(ratio - 1) <= math.hypot(knob.error, winner.error)

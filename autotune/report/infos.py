@@ -200,7 +200,7 @@ def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
 def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
     """Return the GiB by TERMS for winner and baseline.
 
-    Activations, logits and the remainder of the allocator are one term.
+    Activations, logits and all other tensors are one term.
     """
     bars = {}
     for name, candidate in candidates(summary).items():
@@ -298,10 +298,10 @@ def fingerprint(recipe: Recipe) -> dict[str, str]:
 
 
 def parallel(summary: StudySummary) -> ParallelInfo:
-    """Return a parallel-coordinates plot: a line for each configuration with a known speed.
+    """Return the data of parallel coordinates: a line for each configuration with a known speed.
 
-    Its axes are the knobs that vary and the speed.
-    If fewer than two knobs vary, there are no axes.
+    The axes are the knobs that vary, and the speed. If fewer than two knobs vary, there are no
+    axes.
     """
     speeds: dict[TrainConfig, float] = {}
     for row in summary.trials:

@@ -1,6 +1,7 @@
-"""The form and the JSON Schema of each command's `--json`, derived from the types of the answers.
+"""Derives the form and the JSON Schema of each command's `--json` output from the answers' types.
 
-A form has every key of its output and forbids other keys. Unknown values are null.
+A form is a pydantic type that has every key of the output and forbids other keys. Unknown values
+are null.
 """
 
 from functools import cache

@@ -21,7 +21,7 @@ def profile_answer(report: ProfileReport) -> Answer:
     """Return the tables, with the longest times first, and sentences about them."""
     profile = report.profile
     unit = "kernel" if profile.on_gpu else "operator"
-    caption = f"Time of its {unit}s by part of the model and stage"
+    caption = f"Time of the {unit}s by part of the model and stage"
     tables = (
         _class_table(profile, unit),
         _part_table(profile),
@@ -40,13 +40,13 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 
 def _findings(report: ProfileReport) -> Iterator[str]:
-    """Yield the main uses of time, the largest loss, and the parts of the host that are too slow.
+    """Yield sentences on the main uses of time, the largest loss of time, and the machine.
 
-    A part of the host may also be too small.
+    The sentence on the machine names its parts that are too slow or too small for the run.
     """
     yield f"The configuration is {report.config.label()}."
 
-    # Compiled layers hide the parts of the model. Then name the kinds of kernels instead.
+    # If layers are compiled, the parts of the model are unknown, so name the kinds of kernels.
     work = report.profile.micro_work
     total = sum(one.seconds for one in work) or 1.0
     hidden = any(one.part is None for one in work)
@@ -75,7 +75,7 @@ def _findings(report: ProfileReport) -> Iterator[str]:
 
 
 def _whole_s(report: ProfileReport) -> float:
-    """Return the seconds of a micro batch; shares of the time refer to these seconds.
+    """Return the seconds of a micro batch, of which the table shows shares.
 
     On a CPU, the seconds include the profiler's overhead.
     """
@@ -154,7 +154,7 @@ def _class_table(profile: MicroBatchProfile, unit: str) -> Table:
         if seconds
     )
     columns = {f"{unit}s": "left", "time": "right", "share": "right", "number": "right"}
-    return Table(title=f"By what its {unit}s do", columns=columns, rows=rows)
+    return Table(title=f"By kind of {unit}", columns=columns, rows=rows)
 
 
 def _part_table(profile: MicroBatchProfile) -> Table:

@@ -187,7 +187,7 @@ def distance(one: TrainConfig, other: TrainConfig) -> float:
 def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
     """Return remedies, starting with the largest term of memory.
 
-    If no term is known, the advice starts with the usual terms.
+    If no term is known, the remedies are for activations, optimizer and weights.
     """
     ranked = sorted(terms, key=lambda term: -term.gib)
     names = [term.name for term in ranked if term is ranked[0] or term.share >= WORTH_ADVICE]
@@ -274,11 +274,11 @@ def _smaller_batch(config: TrainConfig) -> Advice:
     if config.micro_batch_size > 1:
         why = (
             "fewer sequences at a time; "
-            "more micro batches are accumulated, so that the global batch stays"
+            "more micro batches are accumulated, so the global batch stays the same"
         )
         yield "micro_batch_size", config.micro_batch_size // 2, why
     if config.seq_len > 1:
-        why = "only if few examples are longer: the rest of each is cut off"
+        why = "only if few examples are longer: the rest of a longer example is cut off"
         yield "seq_len", config.seq_len // 2, why
 
 

@@ -1,6 +1,6 @@
-"""The look of figures. Only this file imports plotly, and only when a figure needs it.
+"""Gives figures a common look, and imports plotly only when a figure needs it.
 
-The page sets the colours that depend on its light or dark theme when it draws.
+Colours that depend on the page's light or dark theme are set by the page when it draws a figure.
 """
 
 import html
@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.core.probe_types import Outcome
 
-# Mid-tones that are visible on white and on near-black, after Okabe and Ito.
+# Colours that are visible on white and on near-black, similar to the palette of Okabe and Ito.
 ACCENT = "#d9541e"
 BLUE = "#2a7fc4"
 PALE_BLUE = "#8fc1ea"

@@ -64,7 +64,7 @@ class TimelineInfo:
 
     @property
     def spent(self) -> dict[str, float]:
-        """The seconds of each of KINDS."""
+        """The total seconds of the spans of each kind in KINDS."""
         seconds = dict.fromkeys(KINDS, 0.0)
         for span in self.spans:
             seconds[span.kind] += span.seconds
@@ -72,7 +72,7 @@ class TimelineInfo:
 
     @property
     def probe_s(self) -> float:
-        """The seconds of probing."""
+        """The total seconds of all probes."""
         return sum(self.spent.values())
 
     @property

@@ -79,7 +79,7 @@ def test_a_run_that_is_better_than_promised_is_a_wrong_prediction_but_no_failure
     assert done.holds and describe.failed_verification(done) is None
     assert all("predict" in line for line in describe.verification(done))
     assert describe.verification(done)[2:] == (
-        [f"a wrong prediction: the run is {better} by over 5%"] if better else []
+        [f"a wrong prediction: the run is {better} than predicted by over 5%"] if better else []
     )
     page = render(replace(summary(), verification=done), "out")
     assert ("The prediction did not hold" in page) is (better is not None)

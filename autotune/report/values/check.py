@@ -164,9 +164,10 @@ class SingleChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faster:
-    """A faster configuration that learns the same; `times` is its speed divided by the run's.
+    """A faster configuration with the same training result.
 
-    `command` is the shell command that measures it.
+    `times` is its speed divided by the run's speed. `command` is the shell command that measures
+    the configuration.
     """
 
     config: TrainConfig

@@ -160,7 +160,7 @@ class Group:
         return card.tokens_per_s / self.fastest.tokens_per_s if card.best and self.fastest else None
 
     def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
-        """Return the cards whose interval overlaps the chosen card's: either may be better."""
+        """Return the cards whose interval overlaps the chosen card's, so they may be better."""
         bounds = interval(chosen) if chosen else None
         others = [(card.device.name, interval(card)) for card in self.cards if card is not chosen]
         if bounds is None:

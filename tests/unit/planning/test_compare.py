@@ -155,7 +155,7 @@ def test_a_card_of_a_kind_that_nobody_measured_is_not_named() -> None:
     texts = [cells(group(one, other), one, date(2026, 1, 1))["evidence"] for one in (guess, known)]
     assert texts == [
         "estimated, no measurement of this kind of card",
-        "estimated, tightened by 1 measured on this card",
+        "estimated, narrowed by measurements on this card: 1",
     ]
 
 
@@ -223,7 +223,7 @@ def test_observations_on_the_card_are_reported() -> None:
     one = replace(one, plan=replace(plan(), best=replace(one.best, num_observations=2)))
     assert (
         cells(group(one), one, TODAY)["evidence"]
-        == "estimated, tightened by 2 measured on this card"
+        == "estimated, narrowed by measurements on this card: 2"
     )
 
 
@@ -439,7 +439,7 @@ def test_a_table_with_every_cell_whole() -> None:
     assert result.exit_code == 0, result.output
     assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
     assert "1/4 of an instance of 4" in result.stdout and "within 100 h: " in result.stdout
-    assert "tightened by 2 measured on this card" in result.stdout
+    assert "narrowed by measurements on this card: 2" in result.stdout
 
 
 def test_an_own_card_joins_the_comparison() -> None:

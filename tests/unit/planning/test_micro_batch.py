@@ -200,4 +200,4 @@ def test_the_report_as_data_and_as_tables() -> None:
     (figure,) = answer.figures().values()
     assert sum(sum(bar["x"]) for bar in figure["data"]) == pytest.approx(1000 * (0.19 + 0.01))
     on_cpu = profile_answer(report(profile=replace(PROFILE, on_gpu=False)))
-    assert "This is a CPU" in "\n".join(on_cpu.notes) and "operators" in on_cpu.tables[0].title
+    assert "This is a CPU" in "\n".join(on_cpu.notes) and "operator" in on_cpu.tables[0].title

@@ -549,7 +549,9 @@ def test_evidence_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
 def test_the_command_prints_estimates_and_their_basis(capsys: pytest.CaptureFixture[str]) -> None:
     command.plan(StudySpec(model="mistral-7b", gpu="a10"), evidence=HERE)
     text = capsys.readouterr().out
-    assert "Nothing was measured here" in text and "tightened by 2 measured on this card" in text
+    assert (
+        "Nothing was measured here" in text and "narrowed by measurements on this card: 2" in text
+    )
     assert "best  lora r" in text and "guides  lora r16" in text
     assert re.search(r"\$1\.29/h, lambda, .* old", text)
     assert "full fine-tuning, bf16_mixed, adamw_torch_fused: does not fit" in text

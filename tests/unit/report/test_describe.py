@@ -206,7 +206,7 @@ def ablated(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
         ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
         (
             {"outcome": Outcome.OOM, "peak_gib": 30.0, "limit_gib": 22.0},
-            "does not fit without it: at least 30.0 GiB of 22.0 GiB",
+            "does not fit without it: needs at least 30.0 GiB of 22.0 GiB",
         ),
         ({"outcome": Outcome.CRASH}, "without it: crash"),
     ],

@@ -191,7 +191,10 @@ def test_the_cost_of_capability_says_in_which_direction(
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Evidence.MEASURED, "spread of the measured steps"), (Evidence.PROJECTED, "80% of the cases")],
+    [
+        (Evidence.MEASURED, "spread of the measured steps"),
+        (Evidence.PROJECTED, "80% of the errors"),
+    ],
 )
 def test_the_caption_says_what_the_intervals_are(
     study: StudySummary, kind: Evidence, said: str
