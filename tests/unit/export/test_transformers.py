@@ -97,7 +97,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "allocator": ALLOCATORS[config.allocator] in files["transformers_notes.md"],
         "num_gpus": config.num_gpus == 1,
     }
-    gaps = files["transformers_notes.md"].partition("What the files cannot hold:\n\n")[2]
+    gaps = files["transformers_notes.md"].partition("Settings that the files cannot hold:\n\n")[2]
     named = {item.split()[1].rstrip(":") for item in gaps.splitlines()}
     assert set(config.as_dict()) <= {knob for knob, is_held in holds.items() if is_held} | named
     assert ("autocast_adapter_dtype=False" in code) is (
