@@ -31,7 +31,7 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation.
+    """A GPU product or a CPU. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
     A rate is None if the rate is unknown or the hardware lacks the number format. `link_gb_s` is
     the bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if

@@ -17,7 +17,8 @@ MIRRORS = frozenset(
 # Organisations that publish only quantised copies. A run loads the original model instead of such a
 # copy.
 QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
-# Old and new names of an organisation, and pairs of organisations that publish the same models.
+# Each set has the old and the new name of one organisation, or two organisations that publish the
+# same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
 # The ending of an nf4 copy's name; the rest names the original. The knob `quantization` quantises

@@ -56,7 +56,7 @@ class ModelSpec:
     directory with the model's tokenizer. `processor` is the content of a preprocessor_config.json,
     which determines the scale of images. `stored_as` is the format of a quantised checkpoint: 'fp8'
     and 'mxfp4' weights become 16-bit weights before they are trained; 'int8', 'nf4' and
-    'nf4-double' weights stay as they are, below adapters.
+    'nf4-double' weights stay quantised, and only adapters are trained.
     """
 
     JSON: ClassVar = keys(
@@ -147,8 +147,8 @@ class ModelSpec:
         if unknown := set(_paths(_shape_of(overrides))) - known:
             key = min(unknown)
             raise UsageError(
-                f"no config of a model that is known here has {key!r}{did_you_mean(key, known)}",
-                remedy="correct the key, or name a directory with such a config.json as the model",
+                f"no model config known to autotune has the key {key!r}{did_you_mean(key, known)}",
+                remedy="correct the key, or give a model directory whose config.json has the key",
             )
 
         return replace(self, config=shape, params=None, weights=None)
@@ -275,7 +275,7 @@ def _from_directory(path: Path) -> ModelSpec:
     if (path / "adapter_config.json").exists():
         raise UsageError(
             f"{path} has adapters beside the model (adapter_config.json),"
-            " which would be loaded with it",
+            " which transformers would load with the model",
             remedy="merge them into the weights, or move the files adapter_* away",
         )
 
@@ -432,7 +432,7 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
     encoders = load_data("autotune.catalog", "data/models")["not_causal"]
     if config.get("model_type") in encoders and config.get("is_decoder") is not True:
         raise UsageError(
-            f"{shown} is of a {config['model_type']} model, in which a token sees those after it",
+            f"{shown} is of a {config['model_type']} model, in which a token sees later tokens",
             remedy="pass a causal language model",
         )
 

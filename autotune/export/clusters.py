@@ -119,7 +119,7 @@ def training_job(recipe: Recipe) -> JobSpec:
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
     if recipe.model.weights:
         notes.append(
-            "The weights are a local directory, which that machine needs too:"
+            "The weights are a local directory, which the job's machine needs too:"
             " model in train_config.json."
         )
     elif not has_published_weights(recipe):
@@ -188,7 +188,7 @@ def workers_job(
         device=device,
         fingerprint=fingerprint,
         limit_s=math.ceil((budget_s + STARTING_S) / 60) * 60,
-        hopeless=[2, 3, 4, 6],  # after 1 or 5, another node may succeed
+        hopeless=[2, 3, 4, 6],  # after exit code 1 or 5, another node may succeed
         annotations={"autotune-study": study},
         # Kubernetes replaces $(NAME) in this list by a variable. $$ stands for a dollar sign.
         command=["autotune", "worker", argument.replace("$", "$$"), "--out=/tmp/worker"],

@@ -33,8 +33,8 @@ Entries = dict[str, Any]
 class Row:
     """Each tool's entries for the knob or setting `of`; if `of` is None, the entries are constant.
 
-    With `of`, a tool's cell is a key or a mapping. A key takes autotune's value unchanged. A
-    mapping has the tool's keys, and maps, for each key, autotune's values to the tool's values.
+    With `of`, a tool's cell is a key or a mapping. A key takes autotune's value unchanged. In a
+    mapping, each of the tool's keys has its own mapping from autotune's values to the tool's.
     `defaults` has the value that each tool assumes if a file omits the key.
     """
 
@@ -138,7 +138,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def eval_batch(tool: str, recipe: Recipe) -> int:
-    """Return the examples in a batch of an evaluation: the micro batch of the training if it fits.
+    """Return the batch size of an evaluation: the micro batch size of the training, if it fits.
 
     For a chunked loss, Axolotl and LLaMA-Factory use Liger's head. In an evaluation, this head
     computes the logits of all tokens, which may not fit. The batch is then smaller, down to one
@@ -240,7 +240,7 @@ def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
 
 
 def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
-    """Return whether each value of `conditions` equals the value in `values`, or lists it."""
+    """Return whether `values` meets each condition: one wanted value, or a list of them."""
     return all(
         values.get(name) in (wanted if isinstance(wanted, list) else [wanted])
         for name, wanted in conditions.items()

@@ -98,7 +98,7 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
     """Return the rounds of the search, or raise UsageError if a search is impossible."""
     if reason := impossible(recipe.model, recipe.workload, str(dataset)):
         raise UsageError(
-            f"nothing can be learned: {reason}",
+            f"learning is impossible: {reason}",
             remedy="run the study with --model DIR --dataset FILE",
         )
 
@@ -154,7 +154,7 @@ class Learner:
     """The process that trains (`probe.learner`). It is killed on exit, and if this process dies."""
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
-        """`arguments` are an exported folder and options of its script; `train` starts it."""
+        """`arguments` are an exported folder and its script's options. `with` starts a process."""
         self._arguments = arguments
         self._log = log
         self._should_stop = should_stop

@@ -53,7 +53,7 @@ def command(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Create an empty folder, and remove it at the end. It replaces a killed session's folder."""
+    """Create an empty folder in place of any leftover folder, and remove it at the end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

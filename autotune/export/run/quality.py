@@ -112,7 +112,9 @@ def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
 def sample(
     dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int
 ) -> str:
-    """Return rows drawn from the first `number`, as JSON lines: to train on, then held out.
+    """Draw rows from the first `number` rows: first the rows to train on, then held-out rows.
+
+    The result has one JSON object per line.
 
     Raises UsageError if the dataset has fewer than `number` rows.
     """
@@ -128,7 +130,8 @@ def sample(
 
     if "" in lines:
         raise UsageError(
-            f"{dataset} has fewer rows than at the start", remedy="run again on the whole file"
+            f"{dataset} has fewer rows than when the study read it",
+            remedy="run again on the whole file",
         )
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,7 @@ class Progress:
 
     `trained_s` and `spent_usd` are totals of the training in all sessions. `projected_s` and
     `projected_usd` are the study's projection for the whole run. `left_s` is the remaining time at
-    the speed of this session. `slowdown` is the step time divided by the measured step time, minus
+    the speed of this session. `slowdown` is the step time divided by the study's step time, minus
     1; it is None on a CPU and in the first SETTLED_STEPS steps of a session.
     """
 

@@ -143,7 +143,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """Return the extra step time of a short run, because new row lengths are more frequent.
+    """Return the extra time per step of a short run, because it meets new row lengths more often.
 
     The micro batches from `begin` to `end`, counted from the start of the run, are timed.
     """
@@ -153,7 +153,7 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 
 
 class _StepReporter:
-    """Reports progress after each tenth of a run, by a file that gets a line for each step."""
+    """Reports progress after each tenth of a run, from a file with a line for each step."""
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
         self._added_lines = AddedLines(file)

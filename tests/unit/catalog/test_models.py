@@ -235,8 +235,11 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
             r"quantised except for single layers \(model.layers.7.mlp\)",
         ),
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
-        (LLAMA | {"model_type": "bert"}, "of a bert model, in which a token sees those after it$"),
-        (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees those after it$"),
+        (
+            LLAMA | {"model_type": "bert"},
+            "of a bert model, in which a token sees later tokens$",
+        ),
+        (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees later tokens$"),
         ({key: LLAMA[key] for key in LLAMA if key != "model_type"}, "no model_type"),
         (LLAMA | {"model_type": ["llama"]}, "no model_type"),
         (LLAMA | {"num_hidden_layers": "32"}, "no positive integer num_hidden_layers"),
