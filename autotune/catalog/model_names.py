@@ -34,8 +34,8 @@ _LAST_TUNED = re.compile(_WORDS + "$")
 class Match:
     """The position of the catalogue row that matches a name.
 
-    `published` is the name on the Hub to load the weights from. If it is None, the weights come
-    from the row's own name.
+    `published` is the name on the Hub to load the weights from. If `published` is None, the weights
+    come from the row's own name.
     """
 
     row: int

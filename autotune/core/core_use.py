@@ -26,7 +26,7 @@ IDLE = ("idle", "iowait")
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """Counters of used processor time: all processes on usable cores, and our process tree."""
+    """Processor time: `all_s` of all processes on usable cores, `own_s` of our process tree."""
 
     at_s: float
     all_s: float

@@ -52,8 +52,8 @@ def load_data(package: str, name: str) -> Any:
 def shipped_files(inside: str, beside: str) -> dict[str, Path]:
     """Return name -> path of the YAML files in a folder that comes with the package.
 
-    In an installed wheel, the folder is `inside`, a path within the package. In a checkout, it is
-    `beside`, a path next to the package.
+    In an installed wheel, the folder is `inside`, a path within the package. In a checkout, the
+    folder is `beside`, a path next to the package.
     """
     package = Path(str(files("autotune")))
     folder = package / inside
@@ -65,7 +65,7 @@ def shipped_files(inside: str, beside: str) -> dict[str, Path]:
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 
-    Raises OSError for any other kind of file. A pipe without a writer raises it at once.
+    Raises OSError for any other kind of file. A pipe without a writer raises this error at once.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

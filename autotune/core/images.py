@@ -28,8 +28,8 @@ class Picture:
 
     In a row of tokens, `tokens` placeholders represent the image, and `beside` other tokens, such
     as markers, are around and between them. `pixels` is the shape of the pixel values: (images or
-    tiles, channels, height, width). For a model that cuts images into patches, it is (patches,
-    values per patch), and `grid` is the number of patches: (frames, rows, columns).
+    tiles, channels, height, width). For a model that cuts images into patches, `pixels` is
+    (patches, values per patch), and `grid` is the number of patches: (frames, rows, columns).
     """
 
     tokens: int
@@ -68,9 +68,9 @@ def picture_of(
 ) -> Picture:
     """Return an image of this size, in the form that a model with this transformers config gets.
 
-    `processor` is the content of its preprocessor_config.json; by default, the published values
-    apply. Raises UsageError for a model of another family, and for an image that the processor
-    refuses.
+    `processor` is the content of the model's preprocessor_config.json; by default, the published
+    values apply. Raises UsageError for a model of another family, and for an image that the
+    processor refuses.
     """
     if not sees_images(config):
         raise UsageError(

@@ -39,9 +39,9 @@ class KnobSpec:
         form: The kind of values. The value of a choice is one of `choices`. An integer is from 1 to
             `MAX_INTEGER`. The value of `modules` is one of `choices`, or module names separated by
             commas.
-        default: The value if a configuration does not set the knob. If omitted, it is the first
-            choice, or false for a boolean. If the default is not among the choices, a knob that has
-            an effect takes the first choice instead.
+        default: The value if a configuration does not set the knob. If omitted, the default is the
+            first choice, or false for a boolean. If the default is not among the choices, a knob
+            that has an effect takes the first choice instead.
         affects: The quantities that the knob changes. `weights` is the size of the base model, or
             of adapters of one rank. `micro_time` is the time of a micro batch, and `rest_of_step`
             the time of the optimizer step after the micro batches. `depth_error` is the error of a

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """Return the lengths of a sequence's prefix and of its period; their sum is the smallest.
+    """Return the lengths of a sequence's prefix and period, with the smallest sum.
 
     After `prefix` items, the next `period` items repeat until the end of the sequence. The period
     is None if no items occur twice in this way.

@@ -8,7 +8,7 @@ the rank (Schulman et al., LoRA Without Regret, 2025).
 from autotune.core.objective import Objective
 
 # For models above this size, the learning rate is halved. QLoRA (Dettmers et al., 2023, table 9)
-# halves it for 33B and 65B, at every rank.
+# halves the learning rate for 33B and 65B, at every rank.
 LARGE = 20e9  # parameters
 _USUAL = {"lora": 2e-4, "full": 1e-5}
 # From the example commands in TRL 1.16's scripts. The script for KTO uses one rate for both

@@ -16,9 +16,9 @@ WRITTEN_BYTES = 256 * MIB
 AT_MOST_S = 3.0
 CPUINFO = Path("/proc/cpuinfo")
 # oneDNN, torch's library for matrix products on a CPU, needs one of these sets of processor
-# features for fast bf16. Without them, a bf16 product takes about 200 times as long as an fp32
-# product. On two cores of an AMD EPYC with AVX2, a product of 256 x 1024 by 1024 x 4096 took 6.8 s
-# instead of 0.03 s.
+# features for fast bf16. Without such features, a bf16 product takes about 200 times as long as an
+# fp32 product. On two cores of an AMD EPYC with AVX2, a product of 256 x 1024 by 1024 x 4096 took
+# 6.8 s instead of 0.03 s.
 BF16_FEATURES = ({"avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"}, {"bf16"})
 
 

@@ -81,8 +81,8 @@ class MicroBatchProfile:
 
     `micro_s` is the time of the micro batch without profiling, and `profiled_s` with profiling.
     `busy_s` is the time within the micro batch during which a GPU ran any kernel. On a CPU
-    (`on_gpu` is false), it is the total time of all operators. `longest` has the kernel names with
-    the largest total times. `loader_rows_per_s` is the speed of the data loader: the rows per
+    (`on_gpu` is false), `busy_s` is the total time of all operators. `longest` has the kernel names
+    with the largest total times. `loader_rows_per_s` is the speed of the data loader: the rows per
     second that it makes from tokenised examples.
     """
 
@@ -109,5 +109,5 @@ class MicroBatchProfile:
 
     @property
     def idle_s(self) -> float:
-        """The device's idle time in an unprofiled micro batch; mostly, it waits for the host."""
+        """The device's idle time in an unprofiled micro batch, mostly a wait for the host."""
         return max(self.micro_s - self.busy_s, 0.0)

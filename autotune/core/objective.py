@@ -48,9 +48,9 @@ class Objective(StrEnum):
     def num_labels(self) -> int | None:
         """The number of values that the head computes for a row.
 
-        It is None if the head computes a value for each token of the vocabulary. Classification
-        gets 2 labels for any number of classes, because the size of a head over classes is
-        negligible.
+        The number is None if the head computes a value for each token of the vocabulary.
+        Classification gets 2 labels for any number of classes, because the size of a head over
+        classes is negligible.
         """
         return {Objective.REWARD: 1, Objective.CLASSIFICATION: 2}.get(self)
 

@@ -17,8 +17,8 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-# The version of the probe. It is increased if probes measure something differently, so that stored
-# results of earlier versions are not used.
+# The version of the probe. The version is increased if probes measure something differently, so
+# that stored results of earlier versions are not used.
 PROBE_VERSION = 9
 
 
@@ -96,8 +96,8 @@ class ModelShape:
     Attributes:
         num_layers: The number of decoder layers.
         prefix: The number of layers before the repeating layers.
-        period: After the prefix, each `period` layers are like the `period` layers before them. It
-            is None if the layers do not repeat.
+        period: After the prefix, the kinds of layers repeat every `period` layers. `period` is None
+            if the layers do not repeat.
         unquantized: The share of all parameters that quantisation does not change, because they are
             in the layers but not in a linear module. The fused experts of a mixture are an example.
         untrained: The share of all parameters that is in `unquantized` and gets no adapter, even if
@@ -142,9 +142,9 @@ class MicroBatch:
 
     `rows` has the lengths of the examples in each row, and each row is padded to `length` tokens.
     `share` is the share of the run's micro batches that the kind represents. A kind with share 0 is
-    the longest possible micro batch. It determines the peak memory, and is not timed. `images` has
-    the images of each row, and is empty if rows contain only text. The lengths in `rows` include
-    the tokens of images.
+    the longest possible micro batch. This kind determines the peak memory, and is not timed.
+    `images` has the images of each row, and is empty if rows contain only text. The lengths in
+    `rows` include the tokens of images.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -170,9 +170,9 @@ class ProbeRequest:
         model: The transformers config as plain data.
         weights: A local directory with safetensors, or None for random weights.
         device: "cuda" or "cpu".
-        micro_steps: The number of micro batches in each probed optimizer step, for each GPU. It is
-            2 if the full run accumulates gradients, because live gradients raise the peak of the
-            second micro batch.
+        micro_steps: The number of micro batches in each probed optimizer step, for each GPU. The
+            number is 2 if the full run accumulates gradients, because live gradients raise the peak
+            of the second micro batch.
         memory_gib: The memory of the device that the run may use.
         headroom: The share of `memory_gib` that must stay free.
         rung: The purpose of the probe.
@@ -187,8 +187,8 @@ class ProbeRequest:
         evaluate: Whether the probe also evaluates a few micro batches and saves a checkpoint of the
             adapters, because full runs may fail in an evaluation or a save.
         seed: The seed of all random numbers.
-        micro_batches: The kinds of micro batch that represent the run on each GPU. Their order
-            makes consecutive kinds differ much. If empty, all rows are full.
+        micro_batches: The kinds of micro batch that represent the run on each GPU. The order of the
+            kinds makes consecutive kinds differ much. If empty, all rows are full.
         trained_share: The share of an example's tokens that enter the loss. These tokens are at the
             end of the example.
         profile: Whether to time the kernels of one micro batch, after all other measurements. A
@@ -286,8 +286,8 @@ class ProbeRequest:
             {
                 "config": self.config.as_dict(),
                 "model": self.model,
-                # With real weights, the losses are checked. They depend on the weights and the
-                # seed.
+                # With real weights, the losses are checked. The losses depend on the weights and
+                # the seed.
                 "weights": self.weights is not None and [self.weights, self.seed],
                 "device": self.device,
                 "micro_steps": self.micro_steps,
@@ -461,11 +461,11 @@ class Measurement:
             have several segments, because the peak of a deeper model may be in another segment.
         kind_s: The (share, seconds) of each kind of micro batch, in the order of the request.
         host_micro_s: The time that the host takes to issue a micro batch. With many layers, the
-            device's queue becomes full, and the time includes the host's waiting. It is None on a
-            CPU, and if `host_waits`.
+            device's queue becomes full, and the time includes the host's waiting. The time is None
+            on a CPU, and if `host_waits`.
         host_share: The host's time to issue a micro batch, without waiting, as a share of the micro
-            batch's time. It is known only from truncated models, which do not fill the device's
-            queue.
+            batch's time. The share is known only from truncated models, which do not fill the
+            device's queue.
         host_waits: Whether the host must wait for the device within a micro batch, as with images.
         kernels: The kernel times of a micro batch, from truncated models, or None.
         time_error: The relative error of extrapolated times; 0 for measured times.
@@ -478,7 +478,7 @@ class Measurement:
         checkpoint_s: The time to write a checkpoint; unknown if it was not measured.
         model_gib: The memory of the base weights on the device.
         gradients_gib: The largest total size of one micro batch's gradients that are alive at once.
-        peak_reserved_gib: The peak memory that the allocator reserves. It must fit under
+        peak_reserved_gib: The peak memory that the allocator reserves. This peak must fit under
             `limit_gib`.
         limit_gib: The memory that the run may use, minus CUDA context, headroom and managed memory.
         context_gib: The memory of the CUDA context, with kernels and libraries; unknown if the
@@ -492,7 +492,7 @@ class Measurement:
         other_cores: The mean number of cores that processes outside the study used during the timed
             steps.
         other_gpu: The mean share of the GPU's time that processes outside the study used during the
-            timed steps. It is unknown on a CPU, and if the driver hides processes.
+            timed steps. The share is unknown on a CPU, and if the driver hides processes.
     """
 
     step_s: tuple[float, ...]
@@ -591,12 +591,12 @@ WIDE = "wide"
 class DryCount:
     """A training step's memory and work, counted on the meta device, for one number of layers.
 
-    The peaks have the keys of `Measurement`. The memory excludes the CUDA context. `flops` has the
-    floating-point operations of one micro batch in matrix products and attention, by operation
-    name; some names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that operations read and
-    write, by kind: matrix products, thin products that are bound by bandwidth, strided tensors,
-    gathered or scattered rows, and all others. `operations` is the number of torch operations; each
-    launches a kernel.
+    `segment_peak_gib` has the same keys as in `Measurement`. The memory excludes the CUDA context.
+    `flops` has the floating-point operations of one micro batch in matrix products and attention,
+    by operation name; some names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that
+    operations read and write, by kind: matrix products, thin products that are bound by bandwidth,
+    strided tensors, gathered or scattered rows, and all others. `operations` is the number of torch
+    operations; each launches a kernel.
     """
 
     model_gib: float

@@ -52,7 +52,7 @@ def module_command(module: str) -> list[str]:
     """Return the command line that runs a module of this package.
 
     By default, Python looks for every module in the working directory first, which may hold another
-    user's files. The option `-P` skips the working directory. It is omitted only if the package
+    user's files. The option `-P` skips the working directory. `-P` is omitted only if the package
     itself is in the working directory.
     """
     safe = [] if Path.cwd() == Path(__file__).parents[2] else ["-P"]

@@ -1,8 +1,8 @@
 """TrainConfig: one candidate configuration of a training run, which all packages use.
 
-It is canonical: a knob without effect always has the same value, so configurations that behave
-equally have equal digests. It does not include the global batch size, which the user chooses for
-all candidates (`problem.workload`).
+A TrainConfig is canonical: a knob without effect always has the same value, so configurations that
+behave equally have equal digests. A TrainConfig does not include the global batch size, which the
+user chooses for all candidates (`problem.workload`).
 """
 
 import hashlib
@@ -76,7 +76,7 @@ class TrainConfig:
 
         for name, knob, staying in _ROWS:
             # Nearly every knob is at a default that no other knob can change. This shortcut skips
-            # it, because the program makes thousands of configurations.
+            # such a knob, because the program makes thousands of configurations.
             if values[name] is staying:
                 continue
 

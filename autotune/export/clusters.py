@@ -1,8 +1,8 @@
 """Files that start the full training run or a study's workers on Kubernetes, SkyPilot or Slurm.
 
 A JobSpec describes the job, and each system has a renderer for it. The user provides the container
-image and the dataset. Names that other people chose, such as a study's name, are untrusted. They
-appear in YAML, as sanitised names or as one quoted argument, but never in shell code or its
+image and the dataset. Names that other people chose, such as a study's name, are untrusted. Such
+names appear in YAML, as sanitised names or as one quoted argument, but never in shell code or its
 comments. No file contains the URL of a study's database, which comes from a secret or the
 environment.
 """
@@ -36,8 +36,8 @@ UNPROJECTED_H = 0.5
 # A worker's time limit is the study's budget plus this number of seconds, because the job also
 # pulls the image, installs packages and waits in a queue.
 STARTING_S = 1800.0
-# The seconds between the termination signal and the kill. They are enough to finish a step and to
-# save the checkpoint that the next attempt continues from.
+# The seconds between the termination signal and the kill. This time is enough to finish a step and
+# to save the checkpoint that the next attempt continues from.
 GRACE_S = 120
 # The number of further attempts after a preemption; other failures get no further attempt
 RETRIES = 3

@@ -1,9 +1,10 @@
 """The key table: TRL's, Axolotl's and LLaMA-Factory's keys for each knob and run setting.
 
-The table is `keys.yaml`. The exporters write their files from it, and `planning.foreign_config`
-reads other people's files with it. A new knob needs a row for the tools that can express it. The
-comment at the top of a tool's file lists the knobs that the tool cannot express. For each of these
-knobs, the comment gives the reason in the table, or says that the tool has no key for it.
+The table is `keys.yaml`. The exporters write their files from this table, and
+`planning.foreign_config` reads other people's files with it. A new knob needs a row for the tools
+that can express it. The comment at the top of a tool's file lists the knobs that the tool cannot
+express. For each of these knobs, the comment gives the reason in the table, or says that the tool
+has no key for it.
 """
 
 import functools
@@ -71,7 +72,7 @@ def sections() -> dict[str, tuple[Row, ...]]:
 
 
 def gaps() -> dict[str, list[Entries]]:
-    """Return the settings that tools cannot express, by knob: `tools`, `when` and `reason`."""
+    """Return, by knob, the entries (`tools`, `when`, `reason`) on what tools cannot express."""
     return dict(load_data("autotune.export", "keys")["gaps"])
 
 

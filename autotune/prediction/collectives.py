@@ -30,8 +30,8 @@ SLOWEST_LINK = 1.5
 SLOWEST_MEASURED_LINK = 1.1  # the same factor for a calibrated link
 # Several GPUs wait for each other, so their computation takes longer than one GPU's by this
 # fraction. The true fraction is between 0 and twice this value. Steps on two and four H100s and
-# H200s were compared with one card that simulated a rank, for three strategies and models. They
-# took between 0.4 % less and 5.1 % more time.
+# H200s were compared with one card that simulated a rank, for three strategies and models. The
+# steps on several cards took between 0.4 % less and 5.1 % more time.
 TOGETHER = 0.03
 
 
@@ -40,10 +40,10 @@ class Traffic:
     """Bytes that a rank sends in a step.
 
     Each micro batch sends `forward` bytes in its forward pass and `backward` bytes in its backward
-    pass. It also sends `ends` bytes before the first layer and after the last layer, when no
-    computation overlaps. The backward pass of the last micro batch also sends `last_backward`
-    bytes, and `after` bytes follow that pass. `gradients` is the part of all these bytes that FSDP2
-    sends to scatter gradients.
+    pass. Each micro batch also sends `ends` bytes before the first layer and after the last layer,
+    when no computation overlaps. The backward pass of the last micro batch also sends
+    `last_backward` bytes, and `after` bytes follow that pass. `gradients` is the part of all these
+    bytes that FSDP2 sends to scatter gradients.
     """
 
     forward: float = 0.0
@@ -76,10 +76,10 @@ class RankStepTime:
 def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
     """Return the bytes that a rank sends in a step.
 
-    The result is None for one GPU, and for a model or trained modules without a formula. It is also
-    None if the model is offloaded to the host, because offloading sends more bytes. On N GPUs, an
-    all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an all-reduce sends twice
-    this number.
+    The result is None for one GPU, and for a model or trained modules without a formula. The result
+    is also None if the model is offloaded to the host, because offloading sends more bytes. On N
+    GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an all-reduce
+    sends twice this number.
     """
     sizes = Sizes.of(model)
     if (

@@ -28,9 +28,10 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 
-# The assumed relative error of an extrapolated step time, about two standard deviations. It applies
-# even if all timed steps take equally long (`benchmarks/depth_extrapolation.py`). GPU-bound steps:
-# on an H200, extrapolations from 2 layers and 8 to 32 layers had errors of 1 to 4 %.
+# The assumed relative error of an extrapolated step time, about two standard deviations. The
+# assumed error applies even if all timed steps take equally long
+# (`benchmarks/depth_extrapolation.py`). GPU-bound steps: on an H200, extrapolations from 2 layers
+# and 8 to 32 layers had errors of 1 to 4 %.
 DEVICE_BOUND = 0.02
 # CPU-bound steps: the errors were 2 to 5 % on an idle host. If other programs used the host, a
 # tenth of the errors exceeded 15 %.
@@ -290,7 +291,8 @@ def _times(
         rest, rest_error = _time(low.rest_s, high.rest_s, reach, longer, typical)
     if host is not None:
         # In a truncated model, the host issues the layers while the device still computes the head,
-        # so the host's time does not lengthen the micro batch. In the whole model it does.
+        # so the host's time does not lengthen the micro batch. In the whole model, it does lengthen
+        # the micro batch.
         micro = _at_pace(host, low, high, reach, micro)
 
     step = high.micro_steps * micro + rest

@@ -1,9 +1,10 @@
 """The estimate of one configuration without a probe: memory, step time and cost.
 
-`estimate` is the only function that computes all three, for any number of GPUs and hosts. It uses a
-formula if one covers the configuration. Otherwise it uses the count of a dry probe, if the caller
-passes a counter (this package cannot import `dry`). A caller that read another tool's file passes
-its own memory and step time, and a caller that measured the run passes the measured values.
+`estimate` is the only function that computes all three, for any number of GPUs and hosts. The
+function uses a formula if one covers the configuration. Otherwise it uses the count of a dry probe,
+if the caller passes a counter (this package cannot import `dry`). A caller that read another tool's
+file passes its own memory and step time, and a caller that measured the run passes the measured
+values.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,11 +60,11 @@ from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 
 # A function that counts a training step of a whole model in a dry probe, or returns None if the
-# step cannot be counted. Its arguments are the model, the configuration, the number of micro
-# batches in a step, and the objective.
+# step cannot be counted. The function's arguments are the model, the configuration, the number of
+# micro batches in a step, and the objective.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
 KEPT_BYTES = 16  # for each token kept for metrics: its prediction and its label, 8 bytes each
-# A function that returns the step time of one GPU. It is called only if the run may fit.
+# A function that returns the step time of one GPU. The function is called only if the run may fit.
 Clock = Callable[[], StepTimeEstimate | None]
 
 
@@ -88,9 +89,9 @@ class Evaluation:
     def needs_less(self, config: TrainConfig) -> bool:
         """Return whether an evaluation surely needs less memory than a training step.
 
-        It needs less if its batch has the training's loss and no more examples than a micro batch,
-        and no predictions are kept. With CUDA graphs the result is false, because the graphs keep
-        the memory of a training step during the evaluation.
+        An evaluation needs less if its batch has the training's loss and no more examples than a
+        micro batch, and no predictions are kept. With CUDA graphs the result is false, because the
+        graphs keep the memory of a training step during the evaluation.
         """
         smaller = (self.rows or 1) <= config.micro_batch_size and self.loss == config.loss
         return smaller and not self.kept_tokens and config.cuda_graphs == "none"
@@ -154,8 +155,8 @@ class Estimate:
             speed.
         calibration: the calibration that the speed was computed with, or None.
         accumulation: micro batches in a step of each GPU.
-        single_gpu: the step time of one GPU without communication. It is known even if the
-            bandwidth of the link is not.
+        single_gpu: the step time of one GPU without communication. This time is known even if the
+            bandwidth of the link is unknown.
         step: the step time of the GPUs together, with communication.
     """
 
@@ -490,7 +491,7 @@ def _link(
         return None
 
     # If each host holds a copy of the model, the copies exchange gradients over the network. With a
-    # single copy, all GPUs form one ring. Its slowest link determines its speed.
+    # single copy, all GPUs form one ring, and the slowest link determines the speed of the ring.
     if parallelism.copies == 1:
         return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
     of_copy = traffic(task.model, config, parallelism.of_copy)

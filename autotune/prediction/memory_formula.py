@@ -50,8 +50,8 @@ COUNT_ERROR = 0.015
 # models on an H200 held up to 9 % more than the count.
 INT8_ERROR = 0.09
 # Neither the memory nor the time on the reference card depends on the target card, so a comparison
-# of cards asks for the same results repeatedly. They are cached: this cache size exceeds the number
-# of configurations in a plan.
+# of cards asks for the same results repeatedly. The results are cached, and this cache size exceeds
+# the number of configurations in a plan.
 KEPT_ANSWERS = 2**14
 _BLOCK = 256  # the number of values of 8-bit optimizer state that share one scale of 4 bytes
 # Bytes of scales for each 4-bit weight, with `double_quant` off and on. 64 weights share one scale.
@@ -92,8 +92,8 @@ _SHARED_INPUTS = (
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """Return the table `kept_factors.yaml` for `eager` or `compiled` layers.
 
-    It maps a family, and then a method with a precision such as `lora_mixed`, to the bytes that a
-    layer keeps for each unit of four sizes: hidden, intermediate, queries and keys.
+    The table maps a family, and then a method with a precision such as `lora_mixed`, to the bytes
+    that a layer keeps for each unit of four sizes: hidden, intermediate, queries and keys.
     """
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
@@ -162,7 +162,7 @@ class MemoryBreakdown:
         return self.peak_reserved_gib + self.pools
 
     def terms(self) -> dict[str, float]:
-        """Return the terms that are not zero, by name. Their sum is `peak_reserved_gib`."""
+        """Return the terms that are not zero, by name; the terms sum to `peak_reserved_gib`."""
         named = {name: getattr(self, name) for name in self.__slots__ if name not in NO_TERMS}
         return {name: value for name, value in named.items() if value}
 
@@ -418,9 +418,9 @@ def step_moments(
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0
-    # The gradient of a tied head is kept until the embedding's gradient exists. Then both are
-    # summed, and the sum is added to the gradient of earlier micro batches. With an unchunked loss
-    # in 16 bits, the sum is a separate tensor.
+    # The gradient of a tied head is kept until the embedding's gradient exists. Then both gradients
+    # are summed, and the sum is added to the gradient of earlier micro batches. With an unchunked
+    # loss in 16 bits, the sum is a separate tensor.
     shared = embedding if sizes.tied else 0.0
     final_sum = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
 
@@ -505,9 +505,9 @@ def evaluation_moments(
 def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float:
     """Return the bytes that a trained head needs during a chunked loss.
 
-    They are the head's gradient, summed over chunks, plus the logits of a chunk or the gradient of
-    a chunk, whichever is larger. Under autocast, the bytes include the cast of the head, and the
-    gradient of a chunk is in 16 bits.
+    These bytes are the head's gradient, summed over chunks, plus the logits of a chunk or the
+    gradient of a chunk, whichever is larger. Under autocast, the bytes include the cast of the
+    head, and the gradient of a chunk is in 16 bits.
     """
     gradient = base_bytes * sizes.embedding
     cast = 2 * sizes.embedding
@@ -609,7 +609,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     )
     of_hidden, of_inner, of_queries, of_keys = table[case]
     # Liger's norms and MLPs keep the same tensors as compiled norms and MLPs. Autocast adds the
-    # same number of bytes to them as to eager layers.
+    # same number of bytes to these layers as to eager layers.
     if config.kernels == "liger" and not pure:
         pure_case = case.replace("mixed", "pure")
         factors = (

@@ -15,8 +15,8 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# The assumed relative error of a line outside its measured points. It applies to the memory that
-# the line adds beyond the nearest point. `benchmarks/memory.py gate` checks this assumption.
+# The assumed relative error of a line outside its measured points. The error applies to the memory
+# that the line adds beyond the nearest point. `benchmarks/memory.py gate` checks this assumption.
 LINE_DOUBT = 0.02
 
 # A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
@@ -67,7 +67,7 @@ class Known:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The key of configurations whose temporary memory is on the same line in tokens."""
+        """The key of configurations with the same line of temporary memory over tokens."""
         return _compute_signature(self.config, self.measurement.micro_steps)
 
 
@@ -77,8 +77,8 @@ class MemoryEstimate:
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
     in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
-    upper bound only if `bounded`. It is no upper bound if those configurations have steps of two
-    micro batches instead of one, or if the optimizer is paged and all of them have other
+    upper bound only if `bounded`. `high_gib` is no upper bound if those configurations have steps
+    of two micro batches instead of one, or if the optimizer is paged and all of them have other
     optimizers.
     """
 
@@ -95,11 +95,12 @@ class MemoryPredictor:
     """Predicts a configuration's peak memory from other configurations, for one model and device.
 
     The peak of each segment of a step is static memory plus temporary memory. Static memory is
-    weights, adapters, gradients and optimizer state. Each of these is known separately, because it
-    depends only on the LoRA rank, the quantisation or the optimizer. Among configurations with the
-    same `_compute_signature`, temporary memory is affine in the tokens of a micro batch. Neither
-    coefficient of this line is negative. So a measurement at one number of tokens gives an upper
-    and a lower bound at any other number. Measurements at two numbers of tokens give the line.
+    weights, adapters, gradients and optimizer state. Each of these four parts is known separately,
+    because it depends only on the LoRA rank, the quantisation or the optimizer. Among
+    configurations with the same `_compute_signature`, temporary memory is affine in the tokens of a
+    micro batch. Neither coefficient of this line is negative. So a measurement at one number of
+    tokens gives an upper and a lower bound at any other number. Measurements at two numbers of
+    tokens give the line.
     """
 
     def __init__(self) -> None:
@@ -191,9 +192,9 @@ class MemoryPredictor:
         """Return the known configurations with the same compute signature.
 
         If steps have one micro batch, and no known configuration has such steps, LoRA
-        configurations with two micro batches are returned; they give a lower bound. With two,
-        gradients exist throughout the second micro batch; with one, they appear during the backward
-        pass. The gradients of adapters are small, so the bound is close.
+        configurations with two micro batches are returned; they give a lower bound. With two micro
+        batches, gradients exist throughout the second one; with one micro batch, gradients appear
+        during the backward pass. The gradients of adapters are small, so the bound is close.
         """
 
         def with_steps(steps: int) -> list[Known]:
@@ -243,7 +244,8 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
 def _compute_knobs() -> tuple[str, ...]:
     """Return the knobs that determine the bytes needed for each token.
 
-    They are all knobs that affect memory, except the optimizer and the sizes of the micro batch.
+    The result has all knobs that affect memory, except the optimizer and the sizes of the micro
+    batch.
     """
     return tuple(
         name

@@ -26,8 +26,8 @@ class Observation:
 
     `tokens_per_s` includes padding, because the share of useful tokens depends on the data.
     `tokens_per_row` is the mean length of a padded row, or None if all rows have `seq_len` tokens.
-    `model` is a name in the catalogue. For a model outside the catalogue it is None, and
-    `model_digest` identifies the model's shape.
+    `model` is a name in the catalogue, or None for a model outside the catalogue. `model_digest`
+    then identifies the model's shape.
     """
 
     device: str

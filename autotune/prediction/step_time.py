@@ -34,15 +34,15 @@ from autotune.problem.speed_transfer import SpeedTransfer
 # How many times faster an fp8 matrix multiplication is than a bf16 one, including the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
-# Bytes moved, including bytes of temporary tensors. The three values are for each byte that a layer
-# keeps for its backward pass, for each logit, and for each weight of a 4-bit base.
+# The numbers of bytes moved, including temporary tensors: for each byte that a layer keeps for its
+# backward pass, for each logit, and for each weight of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
 # In full fine-tuning, a layer moves this fraction of the bytes that a layer with adapters moves.
 FULL = 0.7
 # The host's milliseconds for one layer with adapters, in one micro batch
 HOST_MS = {"eager": 6.0, "compiled": 3.5}
-NF4_MS = 2.0  # extra for a 4-bit base, which the host has to unpack
+NF4_MS = 2.0  # extra milliseconds of the host to issue the unpacking of a layer's 4-bit base
 FULL_MS = 2.5  # the host's milliseconds for a layer without adapters
 AGAIN = 0.7  # recomputing a layer adds this fraction of the layer's host time
 # Bytes moved for each logit in TRL's tiles. A forward pass writes and reads each logit in 16 bits:
@@ -190,8 +190,8 @@ def counted_step_time(
     """Return the time of a step on the reference card, from the counted work of the whole model.
 
     The result is None if only memory was counted, if activation checkpoints are offloaded to the
-    host, or with CUDA graphs, because their time was never measured. It is also None unless all
-    products are in 16 bits. Bases in int8 or fp8 multiply in 8 bits, and experts multiply in 16
+    host, or with CUDA graphs, because their time was never measured. The result is also None unless
+    all products are in 16 bits. Bases in int8 or fp8 multiply in 8 bits, and experts multiply in 16
     bits only if the experts are in bf16.
     """
     in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")

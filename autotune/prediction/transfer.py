@@ -39,11 +39,11 @@ OF_POWER = 0.3
 # pairs is 15 %, and would be 17 % with OF_MEMORY.
 OF_MEMORY = 0.61
 # A card with an unknown power limit is assumed to reach this fraction of its peak. Cards in the
-# catalogue reach 0.58 to 0.95, and this is the middle.
+# catalogue reach 0.58 to 0.95, and 0.75 is about the middle.
 WITHOUT_POWER = 0.75
 CEILING = 0.95  # the largest fraction of its peak that any card is assumed to reach
-# The share of an H200's time that matrix products take in the published pairs. It is used for
-# configurations without a formula.
+# The share of an H200's time that matrix products take in the published pairs. The share is used
+# for configurations without a formula.
 USUAL_SHARE = 0.3
 # Standard deviations of the logarithm of a speed ratio: between pairs of cards (for one method),
 # and between configurations of one method on one pair
@@ -54,16 +54,16 @@ WITHIN = 0.09
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
 # The standard deviation of the speed ratio of two cards with the same chip, if a profile divides
-# the device's time into its parts. It was 2.7 % between an H100 and an H200, for one model and
-# micro batches whose host share was below 0.2.
+# the device's time into its parts. The deviation was 2.7 % between an H100 and an H200, for one
+# model and micro batches whose host share was below 0.2.
 PROFILED = 0.03
 # These factors convert a calibration's rates to the rates of the step time formula. IN_TRAINING is
 # the speed of matrix products in training, relative to products that run alone. COPIED is the share
-# of the data sheet's bandwidth that a copy reaches. Both assume an H200 whose products, if they run
-# alone, reach 0.72 of the peak, and whose copies reach 0.88 of the bandwidth. 0.72 is the middle of
-# the range that cards keep under their power cap. Later, calibrations of an H100 and an H200
-# measured 0.67 and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the bandwidth.
-# The training in a calibration corrects the combined error of both factors.
+# of the data sheet's bandwidth that a copy reaches. Both factors assume an H200 whose products, if
+# they run alone, reach 0.72 of the peak, and whose copies reach 0.88 of the bandwidth. 0.72 is the
+# middle of the range that cards keep under their power cap. Later, calibrations of an H100 and an
+# H200 measured 0.67 and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the
+# bandwidth. The training in a calibration corrects the combined error of both factors.
 IN_TRAINING = REACHED / 0.72
 COPIED = 0.88
 
@@ -137,13 +137,13 @@ def speed_transfer(
         source: the card with the known speed.
         target: the card whose speed is wanted.
         known: measured speeds on the target with the same method, divided by the expected speeds.
-            They are ignored if the target is calibrated, because the calibration includes a
-            training.
+            The measured speeds are ignored if the target is calibrated, because the calibration
+            includes a training.
         precision: the precision of the products: bf16, fp16 or fp8.
         calibration: a calibration of either card.
         side: the side of the multiplied matrices, as in `Calibration.products_tflops`.
-        alike: whether the calibration's training has the same method. If so, this training counts
-            as one measurement.
+        alike: whether the calibration's training has the same method. If the methods are the same,
+            this training counts as one measurement.
     """
     if source.name == target.name:
         return SpeedTransfer(products=1.0, bytes=1.0, error=0.0, fp8=1.0, profiled_error=0.0)
@@ -159,8 +159,8 @@ def speed_transfer(
     noise = WITHIN**2
     shift = 1.0
     count = len(known)
-    # `autotune calibrate` also times a short training run. Its result is already part of a
-    # calibrated card's rates, so the card needs no further correction.
+    # `autotune calibrate` also times a short training run. The result of this run is already part
+    # of a calibrated card's rates, so the card needs no further correction.
     if calibration is not None and calibrated:
         count = int(alike and calibration.reference is not None)
     else:

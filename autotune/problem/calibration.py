@@ -32,12 +32,12 @@ class Calibration:
     """The measured rates of a card and its host. Raises ValueError for an implausible number.
 
     Args:
-        device: the card's name in the catalogue, or its name on this machine if the catalogue
-            lacks it.
+        device: the card's name in the catalogue, or its name on this machine if the catalogue lacks
+            it.
         layer_ms: the host's milliseconds to issue one uncompiled decoder layer with adapters: its
             forward pass, recomputation and backward pass.
         reference: the measured speed of a short training, divided by the speed that the formula
-            predicts from `rates`. It is None if no formula covers the device.
+            predicts from `rates`, or None if no formula covers the device.
         processor: the name of the host's processor; `cores` and `memory_gib` also describe the
             host.
         disk_mb_s: the host's disk speed, or None if no file could be written.

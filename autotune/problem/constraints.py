@@ -37,8 +37,8 @@ WORTH_PACKING = 1.05
 MOST_LENGTHS = 16
 MIN_RANK = 16
 MAX_TRUNCATED = 0.01
-# For each knob, three things: the option that allows all its values, a test for the values that are
-# allowed without this option, and a description of the other values.
+# Each knob has three items: the option that allows all its values, a test for the values that are
+# allowed without this option, and a description of the values that need the option.
 NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "quantization": (
         "allow_quantized",
@@ -334,7 +334,7 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
 
     A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the device has
     no bf16, and the space does not have the knob `precision`, the space gets the device's usual
-    precision. A single precision that the user chose is never replaced: if it is unsupported, an
+    precision. If the user allows only one precision, it is never replaced: if it is unsupported, an
     error is raised.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
@@ -658,7 +658,7 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
             # Pure bf16 saves much memory in full fine-tuning, so it stays in the reserve. With
-            # adapters it saves little.
+            # adapters, pure bf16 saves little memory.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
             when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"

@@ -47,7 +47,8 @@ COLUMNS = {
     Objective.REWARD: "chosen and rejected",
     Objective.CLASSIFICATION: "text and label",
 }
-# Some datasets store the prompt in a column with one of these names. TRL does not read them.
+# Some datasets store the prompt in a column with one of these names. TRL does not read these
+# columns.
 PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *CHATS)
 PAIR = ("chosen", "rejected", "label")
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
@@ -64,10 +65,10 @@ def dataset_lengths(
 ) -> Lengths:
     """Return the length of each example in tokens.
 
-    `tokenizer` is a directory with a tokenizer, which counts the tokens. If it is None, tokens are
-    estimated from the number of bytes. For next-token prediction, the tokens are also cached
-    (`token_cache`) for a later training on the same files. For a pair of answers, the length of the
-    prompt with the longer answer counts. `say` gets progress messages.
+    `tokenizer` is a directory with a tokenizer, which counts the tokens. If `tokenizer` is None,
+    tokens are estimated from the number of bytes. For next-token prediction, the tokens are also
+    cached (`token_cache`) for a later training on the same files. For a pair of answers, the length
+    of the prompt with the longer answer counts. `say` gets progress messages.
 
     Raises:
         UsageError: if a row has an unknown form; the message names the row.

@@ -1,7 +1,7 @@
 """Judges whether other work on the machine disturbed the timed steps of a probe.
 
-The times of a disturbed probe are not evidence. Its memory and its outcome are still evidence,
-because other processes do not change them.
+The times of a disturbed probe are not evidence. The memory and the outcome of a disturbed probe are
+still evidence, because other processes do not change them.
 """
 
 import os
@@ -16,8 +16,8 @@ FULL = 0.9  # if at least this share of the cores is in use, other work delays t
 # A probe counts as disturbed if the range of its step times exceeds this share of their median. 8
 # of 1,158 probes on H200s and H100s (`benchmarks/data`) have a larger range.
 STEADY_RANGE = 0.5
-# If this environment variable is set, no probe counts as disturbed. Tests set it, because their
-# probes run at the same time and always disturb each other.
+# If this environment variable is set, no probe counts as disturbed. Tests set the variable, because
+# probes of tests run at the same time and always disturb each other.
 ASSUME_QUIET = "AUTOTUNE_ASSUME_QUIET"
 
 

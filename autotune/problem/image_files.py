@@ -112,8 +112,8 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
         content = {"content": texts or [{"type": "text", "text": ""}]}
-        # Flags limit training to some messages. For a text that ends before the last image, they
-        # are left out, because all its tokens are counted.
+        # Flags limit training to some messages. A text that ends before the last image gets no
+        # flags, because all its tokens are counted.
         flags = () if whole else FLAGS
         messages.append({key: message[key] for key in message if key not in flags} | content)
 

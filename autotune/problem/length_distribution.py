@@ -21,7 +21,7 @@ from autotune.core.files import read_user_text
 Source = Literal["assumed", "given", "counted", "characters", "summary"]
 P99 = NormalDist().inv_cdf(0.99)
 MAX_BYTES = 2**30  # the largest accepted file of lengths: enough for a hundred million examples
-BINS = 1000  # the number of equally likely bins in a distribution that is described by mean and p99
+BINS = 1000  # the number of bins, all equally likely, for a distribution given by its mean and p99
 
 SAYS: dict[Source, str] = {
     "assumed": "assumed",

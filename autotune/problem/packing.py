@@ -10,7 +10,7 @@ from autotune.problem.length_distribution import Lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """`number` equal rows; each has examples with the lengths `examples`, in tokens."""
+    """`number` equal rows. Each row has examples with the lengths `examples`, in tokens."""
 
     number: int
     examples: tuple[int, ...]

@@ -93,10 +93,10 @@ def batch_maxima(draw: Draw) -> Maxima:
 def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
     """Return a function that converts a share of examples to a share of micro batches.
 
-    The function's argument is the share of examples that have at most some length. Its result is
-    the share of micro batches without a longer example. Among the examples sorted together, the
-    number of longer examples is binomial. Because of the sorting, the longer examples are in the
-    smallest possible number of micro batches.
+    The function's argument is the share of examples that have at most some length. The function's
+    result is the share of micro batches without a longer example. Among the examples sorted
+    together, the number of longer examples is binomial. Because of the sorting, the longer examples
+    are in the smallest possible number of micro batches.
     """
     number = draw.sorted_together // draw.size * draw.size
     log_ways = [
@@ -166,8 +166,8 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
 
     Each rank computes `each` micro batches before it waits. Micro batches are drawn independently,
     or are made of sorted examples and distributed to the ranks. With several micro batches, the
-    result is the mean of simulated steps. Its error is below 0.01 for lengths that vary like the
-    lengths of chats.
+    result is the mean of simulated steps. The error of this mean is below 0.01 for lengths that
+    vary like the lengths of chats.
     """
     ends = buckets(draw) if bucketed else ()
     if each == 1:  # the slowest rank has the longest row of all ranks' rows together
@@ -258,14 +258,14 @@ def bucket_shares(draw: Draw) -> dict[int, float]:
 def stand_ins(draw: Draw) -> dict[int, float]:
     """Return at most MAX_STAND_INS lengths to time instead of all lengths, with their shares.
 
-    Two of the lengths are at most the mean length, and three are above it. One of the three is the
-    longest possible length, unless its share is 0.
+    Two of the lengths are at most the mean length, and three are above it. The longest possible
+    length is one of the three, unless its share is 0.
 
     If a micro batch's time is quadratic in the length, the weighted mean of the few times is exact
     except for rounding. A CPU-bound time is constant up to some length, and the error of the mean
     time is then 1.2 %, and at most 3.1 % (120 draws of 12 distributions, each with the worst such
     length). With three Gauss nodes for all lengths, the error would be 4.5 %, and at most 14.6 %.
-    With four nodes, it would be 2.5 %, and at most 9.2 %.
+    With four nodes, the error would be 2.5 %, and at most 9.2 %.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:

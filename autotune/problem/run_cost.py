@@ -33,7 +33,7 @@ TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the numbers of examples in a repor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """The evaluations and checkpoints of a run. Their total seconds are None if unknown.
+    """The evaluations and checkpoints of a run. The total seconds of either are None if unknown.
 
     `disk_gib` is the largest total size on disk: the kept checkpoints, and one more while it is
     being written.
@@ -60,10 +60,10 @@ class Pauses:
 class CostProjection:
     """The cost of the full run without start-up (`startup_s`, if known).
 
-    The time of evaluations and checkpoints is included if it is known. If `pauses` is None, it is
-    left out. Each interval is (low, high), from the spread of the measured steps. If steps are
-    CPU-bound, the interval also includes the drift of the host's speed. `spot_usd` does not include
-    the cost of interruptions.
+    The times of evaluations and checkpoints are included if they are known, and left out if
+    `pauses` is None. Each interval is (low, high), from the spread of the measured steps. If steps
+    are CPU-bound, the interval also includes the drift of the host's speed. `spot_usd` does not
+    include the cost of interruptions.
     """
 
     examples: int

@@ -69,7 +69,7 @@ class Knob:
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
-        """Return the wanted value if `values` has it, else its nearest number or first value."""
+        """Return the wanted value if `values` has it, else the nearest number or first value."""
         if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
         return wanted if wanted in values else values[0]
@@ -318,7 +318,8 @@ class SearchSpace:
     def sample(self, number: int) -> Iterator[dict[str, Any]]:
         """Yield `number` random configurations, for a space that is too large to enumerate.
 
-        They have the same form as in `enumerate`. Every call yields the same configurations.
+        The configurations have the same form as in `enumerate`. Every call yields the same
+        configurations.
         """
         generator = random.Random(0)  # noqa: S311 (no secret depends on it)
         for _ in range(number):
@@ -385,8 +386,8 @@ def _read(path: Path) -> SearchSpace:
     return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
 
 
-# Files of the package do not change, and a plan of many models reads them repeatedly. So they are
-# cached.
+# Files of the package do not change, and a plan of many models reads them repeatedly, so the spaces
+# are cached.
 _shipped = functools.cache(_read)
 
 

@@ -1,4 +1,4 @@
-"""SpeedTransfer: factors that convert a speed to another card. `prediction.transfer` makes them."""
+"""SpeedTransfer: factors from `prediction.transfer` that convert a speed to another card."""
 
 from dataclasses import dataclass
 

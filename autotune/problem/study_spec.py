@@ -36,8 +36,8 @@ MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow
 class InvalidSpec(UsageError, ValueError):
     """An impossible value in a study.
 
-    It is also a ValueError, because pydantic reports the key at which a ValueError occurred. So the
-    message can name the line of the file.
+    InvalidSpec is also a ValueError, because pydantic reports the key at which a ValueError
+    occurred. So the message can name the line of the file.
     """
 
     def __init__(self, message: str) -> None:
@@ -49,9 +49,9 @@ class Option:
     """The command-line option of one field of StudySpec, and the field's possible values.
 
     `metavar` is the value's placeholder in the help, or None to show the type. The help ends with
-    `shown_default` in brackets. `allows` returns whether a value of the right type is valid. It is
-    not called for None, which is valid if the type includes None. `choices` lists all valid values
-    of an option that accepts only certain words.
+    `shown_default` in brackets. `allows` returns whether a value of the right type is valid.
+    `allows` is not called for None, which is valid if the type includes None. `choices` lists all
+    valid values of an option that accepts only certain words.
     """
 
     help: str
@@ -151,8 +151,8 @@ class NamedConfig:
 class StudySpec:
     """One study as a user requests it.
 
-    A field's name is its key in a YAML file. With dashes instead of underscores, it is an option of
-    the command. Raises UsageError for a value of the wrong type or out of range, and for
+    A field's name is its key in a YAML file. With dashes instead of underscores, the name is an
+    option of the command. Raises UsageError for a value of the wrong type or out of range, and for
     contradictory fields.
     """
 
@@ -486,7 +486,7 @@ def shipped_suites() -> dict[str, Path]:
 def _spec_file(path: Path) -> Path:
     """Return the file at this path, or else the file of the package's suite with this name.
 
-    Raises UsageError if there is neither.
+    Raises UsageError if there is neither a file nor a suite.
     """
     shipped = shipped_suites()
     if os.path.lexists(path):

@@ -44,7 +44,7 @@ class Target:
     def held_by_others_gib(self) -> float:
         """The GiB of this machine's GPU that other processes hold.
 
-        It is 0 for a CPU, and if they hold at most `IGNORED_GIB`.
+        The result is 0 for a CPU, and if other processes hold at most `IGNORED_GIB`.
         """
         if self.card is not None and self.card.used_gib > IGNORED_GIB:
             return self.card.used_gib

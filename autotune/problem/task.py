@@ -18,7 +18,7 @@ from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.workload import Workload
 
 # The configuration that guides usually recommend, with the padding of the usual trainers. The study
-# measures it first, and compares the winner with it.
+# measures this configuration first, and compares the winner with it.
 BASELINE = TrainConfig(padding="masked")
 MOST_SLACK = 1.0  # the largest value of --slack
 
@@ -93,11 +93,11 @@ class Task:
     def score(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> float:
         """Return the score of a configuration with this speed. The search maximizes the score.
 
-        The score is the useful tokens per second. If several GPU counts are compared, it is the
-        speed per GPU, so that the lowest cost per token wins. A run that misses the deadline scores
-        lower than every run that meets it, by more than the largest value of --slack. Among late
-        runs, the fastest is the best. `hours` is the length of the run, if it includes more than
-        optimizer steps.
+        The score is the useful tokens per second. If several GPU counts are compared, the score is
+        the speed per GPU, so that the lowest cost per token wins. A run that misses the deadline
+        scores lower than every run that meets it, by more than the largest value of --slack. Among
+        late runs, the fastest is the best. `hours` is the length of the run, if it includes more
+        than optimizer steps.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):
@@ -156,7 +156,8 @@ class Task:
             vision=workload.vision,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=workload.micro_batches(config),
-            # It is rounded, so that studies of similar datasets can reuse the probe's result.
+            # The share is rounded, so that studies of similar datasets can reuse the probe's
+            # result.
             trained_share=max(0.01, round(workload.lengths.trained_share, 2)),
             memory_gib=memory_gib,
             headroom=headroom,

@@ -104,8 +104,8 @@ class Workload:
     Args:
         lengths: the lengths of the examples. If the objective needs pairs of answers, a pair's
             length is the length of the prompt with the longer answer.
-        global_batch: the number of examples in an optimizer step, which the user chooses. It is the
-            same for every candidate; with packed rows, it is nearly the same.
+        global_batch: the number of examples in an optimizer step, which the user chooses. Every
+            candidate has the same global batch, or with packed rows nearly the same.
         eval_share: the share of the examples that is held out: used for evaluation, but not for
             training.
         loss_on: the tokens to train on: completion, assistant or all. With None, each row of the
@@ -113,8 +113,8 @@ class Workload:
         form: the form of the dataset's first row (`dataset.form_of`).
         dealt: whether the trainer sorts the padded rows of each step by length and deals them out
             to micro batches, as train.py does.
-        pictured: representative examples with images (`problem.images`). Their lengths include the
-            images' tokens.
+        pictured: representative examples with images (`problem.images`). The lengths of these
+            examples include the images' tokens.
         images_end: the largest position, in tokens, of an image's end in a row; 0 if unknown.
         vision: whether a vision tower is also trained.
     """
@@ -298,8 +298,8 @@ class Workload:
     def new_length_share(self, config: TrainConfig, micro_batches: int | None = None) -> float:
         """Return the share of micro batches with a padded length that has not occurred before.
 
-        It covers the run's first `micro_batches` micro batches, by default the whole run. It is 0
-        if rows are padded to fixed lengths.
+        The share is over the run's first `micro_batches` micro batches, by default the whole run.
+        If rows are padded to fixed lengths, the share is 0.
         """
         if not config.has_any_length:
             return 0.0
@@ -311,9 +311,9 @@ class Workload:
     def deals(self, config: TrainConfig) -> bool:
         """Return whether the trainer sorts the rows of a step by length and divides them evenly.
 
-        The result is false if sorting would change nothing. It is also false for the padding
-        `masked` of the usual trainers, which do not sort rows, and if rows are grouped by length
-        instead.
+        The result is false if sorting would change nothing. The result is also false for the
+        padding `masked` of the usual trainers, which do not sort rows, and if rows are grouped by
+        length instead.
         """
         differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
         return (

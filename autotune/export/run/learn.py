@@ -46,8 +46,8 @@ def learn(
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
     After the search, the `others` best candidates with other ranks, lengths or number formats train
-    at the learning rate that was found. Their steps are not limited by `share`. No other process
-    may use the device. `out` is the study's directory, which gets a log.
+    at the learning rate that was found. The steps of these trainings are not limited by `share`. No
+    other process may use the device. `out` is the study's directory, which gets a log.
 
     Raises:
         UsageError: There are no weights or examples, or the full run is too short for a search.
@@ -151,7 +151,10 @@ def _search(
 
 
 class Learner:
-    """The process that trains (`probe.learner`). It is killed on exit, and if this process dies."""
+    """The process that trains (`probe.learner`).
+
+    It is killed at the end of the `with` block, and if this process dies.
+    """
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
         """`arguments` are an exported folder and its script's options. `with` starts a process."""

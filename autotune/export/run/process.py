@@ -104,8 +104,9 @@ def run_exported(
 
     If the script fails or prints no object, the result is the reason as text. The script gets the
     environment variables of a probe, with all GPUs if it needs several, and the variables in
-    `environment`. Its stderr is written to `log`. The script is killed after `limit_s` seconds.
-    `while_running` is called ten times a second. Raises Cancelled if `should_stop` returned true.
+    `environment`. The script's stderr is written to `log`. The script is killed after `limit_s`
+    seconds. `while_running` is called ten times a second. Raises Cancelled if `should_stop`
+    returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"

@@ -1,8 +1,8 @@
 """Held-out losses of the finalists, from short real trainings on the user's examples.
 
-The exported script trains all finalists on the same examples with the same seed. It never trains on
-the held-out examples, and measures their loss before and after the training. The speed of a
-configuration does not show how well the model learns; a few steps with one seed show a little of
+The exported script trains all finalists on the same examples with the same seed. The script never
+trains on the held-out examples, and measures their loss before and after the training. The speed of
+a configuration does not show how well the model learns; a few steps with one seed show a little of
 it.
 """
 

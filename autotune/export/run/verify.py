@@ -102,8 +102,8 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
-    # The prediction is for the full run. It is corrected, because this short run has another mean
-    # row length, and more of its micro batches have a new row length.
+    # The prediction is for the full run. The prediction is corrected, because this short run has
+    # another mean row length, and more of its micro batches have a new row length.
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
