@@ -108,8 +108,10 @@ def speed_up(recipe: Recipe) -> str:
     """
     if recipe.unsteady is not None:
         return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
-    if recipe.baseline is None or recipe.speedup is None:
+    if recipe.baseline is None:
         return "no baseline was measured"
+    if recipe.speedup is None:
+        return "unknown: only the baseline was tried"
     if recipe.config == recipe.baseline.config:
         return "the baseline is the best configuration"
     if not recipe.differs:

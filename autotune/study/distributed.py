@@ -414,7 +414,7 @@ class SharedTrials:
         row = to_record(number, evaluation, self.task)
         if counts:
             self.rows.append(row)
-        self.selection.add_result(evaluation.result)
+        self.selection.add_result(evaluation.result, reused=evaluation.reused)
         return row
 
     def _finish(self, number: int, evaluation: Evaluation) -> bool:

@@ -78,7 +78,7 @@ def restore(
                 trial.number, Evaluation(result=result, reused=trial.reused, seconds=spent), task
             )
         )
-        selection.add_result(result)
+        selection.add_result(result, reused=trial.reused)
 
     for row in searched:
         if row.trial is None and row.result.rung is Rung.FULL:

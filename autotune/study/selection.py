@@ -55,11 +55,13 @@ class CandidateRecord:
     says that the configuration could win by this extrapolation. `late_s` says by how many seconds
     the first step takes longer than later steps. `cannot_win` marks a baseline that failed its
     confirmation; the winner is still compared with it. The times of `disturbed` results count only
-    if no other result exists; their memory always counts.
+    if no other result exists; their memory always counts. `measured` is `reused` if an earlier
+    study measured it, perhaps while the machine was faster or slower than now.
     """
 
     config: TrainConfig
     measured: Measurement | None = None
+    reused: bool = False
     extrapolated: Measurement | None = None
     undecided: bool = False
     confirmed: list[Measurement] = field(default_factory=list)
@@ -149,8 +151,11 @@ class Selection:
         """Return the record of a configuration to write to; create it if necessary."""
         return self.records.setdefault(config.digest, CandidateRecord(config=config))
 
-    def add_result(self, result: ProbeResult) -> None:
-        """Add a probe's result if it has a measurement."""
+    def add_result(self, result: ProbeResult, *, reused: bool = False) -> None:
+        """Add a probe's result if it has a measurement.
+
+        `reused` says that an earlier study measured it.
+        """
         self.tried.add(result.config)
         if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
             return
@@ -162,6 +167,7 @@ class Selection:
             record.extrapolated = result.measurement
         else:
             record.measured = result.measurement
+            record.reused = reused
 
         if result.is_prediction:
             record.undecided = result.outcome is Outcome.OK
@@ -537,6 +543,7 @@ class Selection:
             numerics=self._numerics_in_words(winner.config),
             run_options=task.run_options,
             unsteady=self.unsteady(baseline, winner.config) if baseline else None,
+            alone=len(self.tried) == 1,
             caveats=(*self.caveats, *_assumptions(task, best), *self._doubts(winner, pool)),
         )
 
@@ -550,7 +557,7 @@ class Selection:
     def disagreement(self, config: TrainConfig) -> float:
         """The relative range of the step times of a configuration's confirmations.
 
-        The range is divided by the shortest step time. A single confirmation is compared with the
+        The range is divided by the shortest step time. A single confirmation is compared with this
         search's measurement.
         """
         accumulation = self.task.workload.run_shape(config).accumulation
@@ -558,10 +565,11 @@ class Selection:
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
     def _repeats(self, config: TrainConfig) -> list[Measurement]:
-        """Return the confirmations, or the only confirmation and the search's measurement."""
+        """Return the confirmations, or the only confirmation and this search's measurement."""
         record = self.record(config)
-        single = len(record.confirmed) == 1 and record.measured is not None
-        return [*record.confirmed, *([record.measured] if single and record.measured else [])]
+        if len(record.confirmed) != 1 or record.measured is None or record.reused:
+            return record.confirmed
+        return [*record.confirmed, record.measured]
 
     def unsteady(self, *configs: TrainConfig) -> str | None:
         """The reason why the machine is too unsteady to compare the configurations, or None.

@@ -92,6 +92,7 @@ class Recipe:
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
     `learning` has the learning rates that were tried for the winner. `unsteady` says why the
     measurements of winner and baseline are too unsteady for a speed-up; it is None if they are not.
+    `alone` says that no other configuration than the winner was tried.
     """
 
     study: str
@@ -114,6 +115,7 @@ class Recipe:
     caveats: tuple[str, ...] = ()
     learning: Learning | None = None
     unsteady: str | None = None
+    alone: bool = False
 
     @property
     def learning_rate(self) -> float:
@@ -152,9 +154,9 @@ class Recipe:
     def speedup(self) -> float | None:
         """The winner's useful tokens/s, divided by the baseline's.
 
-        It is None without a baseline, and on an unsteady machine.
+        It is None without a baseline, on an unsteady machine, and if nothing else was tried.
         """
-        if self.baseline is None or self.unsteady is not None:
+        if self.baseline is None or self.unsteady is not None or self.alone:
             return None
         return (
             self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second

@@ -211,6 +211,18 @@ def test_measurements_that_differ_by_more_than_their_intervals_are_unsteady() ->
     assert repeated((1.0, 1.0)).unsteady(BASELINE) is None
 
 
+def test_a_baseline_without_rivals_allows_no_speed_up(start: Start) -> None:
+    """A budget that ends after the baseline says nothing about other configurations."""
+    session = start(machine(rate=by_tokens))
+    selection = Selection(session.study.trials.task)
+    selection.add_result(session.evaluator.evaluate(BASELINE, 0).result)
+    recipe = selection.recipe(session.prober.fingerprint)
+    assert recipe.alone and recipe.speedup is None and recipe.speedup_interval is None
+    assert describe.speed_up(recipe) == "unknown: only the baseline was tried"
+    selection.add_result(session.evaluator.evaluate(MIDDLE, 1).result)
+    assert not selection.recipe(session.prober.fingerprint).alone
+
+
 MIDDLE = TrainConfig(micro_batch_size=4, seq_len=512, checkpointing="none")
 
 

@@ -467,6 +467,16 @@ def test_disagreement_is_in_whole_steps(again, difference):
     assert made.disagreement(FAST) == pytest.approx(difference)
 
 
+def test_an_earlier_study_may_have_measured_a_faster_machine():
+    """A confirmation is compared with this study's search alone."""
+    made = Selection(SUBJECT)
+    made.add_result(result(FAST, measurement=steady(0.5)), reused=True)
+    made.confirm(FAST, steady(0.7))
+    assert made.disagreement(FAST) == 0
+    made.add_result(result(FAST, measurement=steady(0.5)))
+    assert made.disagreement(FAST) == pytest.approx(0.4)
+
+
 @pytest.mark.parametrize(("config", "steps"), [(FAST, (0.5, 0.55)), (SLOW, (1.0, 1.1))])
 def test_measurements_that_differ_are_doubtful(config, steps):
     made = selection()
