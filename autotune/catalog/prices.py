@@ -168,7 +168,7 @@ def describe_price(price: Price | None, today: date) -> str:
         return f"{DASH} ({NO_PRICE})"
     if price.provider == EXAMPLE:
         return f"{fmt_usd(price.usd_per_hour)}/h, an example and no market price"
-    part = f", 1/{price.count} of an instance of {price.count}" if price.count > 1 else ""
+    part = f", 1/{price.count} of an instance with {price.count} GPUs" if price.count > 1 else ""
     doubt = "" if price.quotable else ", a reference and not a quote"
     return (
         f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"

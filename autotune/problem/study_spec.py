@@ -197,7 +197,7 @@ class StudySpec:
     )
     p99_tokens: float | None = _count(None, "99th percentile of the lengths of the examples.")
     lengths: str | None = _option(
-        None, "Lengths of the examples in tokens, one per line.", metavar="FILE"
+        None, "File with the lengths of the examples in tokens, one per line.", metavar="FILE"
     )
     dataset: str | None = _option(
         None,
@@ -262,7 +262,9 @@ class StudySpec:
     trials: int | None = _count(None, "Largest number of trials, including refused trials.")
     patience: int = _count(40, "Stop after this number of trials without an improvement.")
     memory_gib: float | None = _option(
-        None, "Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
+        None,
+        "Use at most this number of GiB of the device's memory.",
+        allows=lambda size: 0 < size < math.inf,
     )
     headroom: float = _option(
         0.05, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
@@ -322,7 +324,7 @@ class StudySpec:
     )
     ray: str | None = _option(
         None,
-        "Probe on all GPUs of a Ray cluster that are of the same product (pip install ray).",
+        "Probe on all GPUs of a Ray cluster that are the target's product (pip install ray).",
         metavar="ADDRESS",
     )
     compile_ahead: str = _choice(

@@ -44,8 +44,8 @@ def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str
         return f"it needs the model's tokenizer beside its weights, in {model.weights}"
     if _num_steps(workload) < 1:
         return (
-            f"{workload.lengths.number:,} examples are too few"
-            f" for a step of {workload.global_batch}"
+            f"{workload.lengths.number:,} examples are too few:"
+            f" some are held out, and a step needs {workload.global_batch}"
         )
     return None
 

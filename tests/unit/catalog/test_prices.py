@@ -79,10 +79,10 @@ def test_a_price_is_described_with_its_age_and_the_instance_that_it_is_part_of()
     assert describe_price(one, today) == "$0.75/h, lambda, 3 months old"
     assert (
         describe_price(replace(one, count=2), today)
-        == "$0.75/h, lambda, 3 months old, 1/2 of an instance of 2"
+        == "$0.75/h, lambda, 3 months old, 1/2 of an instance with 2 GPUs"
     )
     eighth = replace(one, count=8, quotable=False)
     assert describe_price(eighth, today) == (
-        "$0.75/h, lambda, 3 months old, 1/8 of an instance of 8, a reference and not a quote"
+        "$0.75/h, lambda, 3 months old, 1/8 of an instance with 8 GPUs, a reference and not a quote"
     )
     assert describe_price(None, today) == "– (no price is known)"

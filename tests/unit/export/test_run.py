@@ -554,7 +554,10 @@ def test_why_no_loss_can_be_measured() -> None:
     assert "examples to learn from" in str(quality.impossible(model, workload, None))
     assert "tokenizer" in str(quality.impossible(replace(model, tokenizer="t"), workload, "d"))
     few = study(3, 3)[0].workload
-    assert quality.impossible(model, few, "d") == "3 examples are too few for a step of 3"
+    assert (
+        quality.impossible(model, few, "d")
+        == "3 examples are too few: some are held out, and a step needs 3"
+    )
     assert quality.impossible(model, study(4, 3)[0].workload, "d") is None
 
 

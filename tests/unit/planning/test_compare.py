@@ -201,7 +201,7 @@ def test_the_price_of_a_part_of_an_instance_names_provider_and_age() -> None:
     one = entry("a100-40gb", price=price)
     assert (
         cells(group(one), one, TODAY)["price"]
-        == "$4.10/h, aws, 2 years old, 1/8 of an instance of 8, a reference and not a quote"
+        == "$4.10/h, aws, 2 years old, 1/8 of an instance with 8 GPUs, a reference and not a quote"
     )
 
 
@@ -438,7 +438,7 @@ def test_a_table_with_every_cell_whole() -> None:
     result = run("--gpus", "a10,l4", "--gpus", "gb200", "--max-hours", "100")
     assert result.exit_code == 0, result.output
     assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
-    assert "1/4 of an instance of 4" in result.stdout and "within 100 h: " in result.stdout
+    assert "1/4 of an instance with 4 GPUs" in result.stdout and "within 100 h: " in result.stdout
     assert "narrowed by measurements on this card: 2" in result.stdout
 
 
