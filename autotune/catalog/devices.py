@@ -171,8 +171,8 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
 
     The result is None if the product is not in the catalogue or the name is ambiguous. Every word
     of the name must match. An A10G, a MIG slice, a laptop or a SUPER variant is never taken for the
-    card whose name it contains. `memory_gib` selects the size of a product, because the driver uses
-    one name for an RTX 3060 with 8 GB or 12 GB.
+    card whose name it contains. `memory_gib` selects the product with this amount of memory,
+    because the driver uses one name for an RTX 3060 with 8 GB or 12 GB.
     """
     for device in list_devices():
         names = (known.casefold() for known in device.nvml_names)

@@ -496,7 +496,7 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
 def _multiplied_params(config: dict[str, Any], params: int) -> int:
     """Return the number of parameters that a token is multiplied by.
 
-    An embedding is only looked up, so it does not count. If the embedding is tied to the head, it
+    An embedding is only looked up, so it does not count. An embedding that is tied to the head
     counts, because the head multiplies by its weights.
     """
     family = config["model_type"]

@@ -42,7 +42,7 @@ def load_yaml(text: str) -> Any:
 
 @functools.cache
 def load_data(package: str, name: str) -> Any:
-    """Return the parsed `<name>.yaml` of one of our packages.
+    """Return the parsed file `<name>.yaml` of a package of autotune.
 
     All callers share the result, so a caller must copy the parts that it returns.
     """

@@ -66,9 +66,9 @@ class Extrapolation:
     Errors are relative, about two standard deviations. If `shortest`, the line through the two
     depths goes through their shortest micro batch times, otherwise through their average times.
     `noise` is the error from the scatter of the timed steps, and `rest_noise` is the part of
-    `noise` from the time after the micro batches. `unseen` is the assumed error besides `noise`.
-    `disturbed` describes how other work on the machine changed the times of a truncated model, or
-    is None.
+    `noise` from the time after the micro batches. `unseen` is the assumed error that is added to
+    `noise`. `disturbed` describes how other work on the machine changed the times of a truncated
+    model, or is None.
     """
 
     measurement: Measurement
@@ -480,7 +480,7 @@ class _Truncated(NamedTuple):
 class DepthPredictor:
     """Collects measurements of one model and predicts the measurement at full depth.
 
-    `shape` has the number of layers and the period of the layer pattern. If it is None, every
+    `shape` has the number of layers and the period of the layer pattern. If `shape` is None, every
     prediction is None.
     """
 

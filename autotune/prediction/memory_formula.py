@@ -580,7 +580,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """Return, for each group of adapted matrices with one input, its (in, out) and sum of ranks."""
+    """Return the joint shape (in, out) and summed rank of each group of adapters with one input."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)

@@ -262,10 +262,10 @@ def stand_ins(draw: Draw) -> dict[int, float]:
     length is one of the three, unless its share is 0.
 
     If a micro batch's time is quadratic in the length, the weighted mean of the few times is exact
-    except for rounding. A CPU-bound time is constant up to some length, and the error of the mean
-    time is then 1.2 %, and at most 3.1 % (120 draws of 12 distributions, each with the worst such
-    length). With three Gauss nodes for all lengths, the error would be 4.5 %, and at most 14.6 %.
-    With four nodes, the error would be 2.5 %, and at most 9.2 %.
+    except for rounding. A CPU-bound time is constant up to some length, and the mean time then has
+    an error of 1.2 % on average and at most 3.1 % (120 draws of 12 distributions, each with the
+    worst such length). With three Gauss nodes for all lengths, the error would be 4.5 %, and at
+    most 14.6 %. With four nodes, the error would be 2.5 %, and at most 9.2 %.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:

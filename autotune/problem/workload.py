@@ -335,7 +335,7 @@ class Workload:
         )
 
     def attended(self, config: TrainConfig) -> int:
-        """Return the length of equal examples with the same attention time per token as these."""
+        """Return the length at which equal examples need the same attention time per token."""
         tokens = [(min(tokens, config.seq_len), number) for tokens, number in self.lengths.counts]
         return round(
             sum(one * one * number for one, number in tokens)
