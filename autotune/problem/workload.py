@@ -335,7 +335,10 @@ class Workload:
         )
 
     def attended(self, config: TrainConfig) -> int:
-        """Return the length at which equal examples need the same attention time per token."""
+        """Return the mean length of truncated examples, weighted by their tokens.
+
+        The attention time per token is proportional to this length.
+        """
         tokens = [(min(tokens, config.seq_len), number) for tokens, number in self.lengths.counts]
         return round(
             sum(one * one * number for one, number in tokens)
