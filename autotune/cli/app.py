@@ -52,8 +52,8 @@ COMMANDS = {
     ),
     "explain": (
         "analysis:explain",
-        "Probe a study's winner with each knob set back to the baseline in turn, and print "
-        "each gain.",
+        "Probe a study's winner with one knob after another set back to the baseline's value, "
+        "and print each knob's gain.",
     ),
     "verify": (
         "analysis:verify",
@@ -95,8 +95,8 @@ COMMANDS = {
     ),
     "longest": (
         "longest:longest",
-        "Find the longest row that fits a GPU, by method: predicted, and tried by real steps "
-        "if this machine has the GPU.",
+        "Find the longest row that fits a GPU, for each training method. If this machine has "
+        "the GPU, real steps verify the predicted length.",
     ),
     "calibrate": (
         "calibrate:calibrate",

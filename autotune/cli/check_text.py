@@ -32,7 +32,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         text = f"then it {needs} {fmt_gib(report.fix.estimate.need_gib)}"
         yield "change", f"{edits_text(report.fix.edits)}: {text}{_truncation(report, report.fix)}"
     elif checked.state != FITS:
-        yield "change", "no change that was tried surely makes it fit"
+        yield "change", "no change that was tried surely makes the run fit"
     for fixed, saved in report.fixes:
         estimated = fixed.estimate
         text = (
@@ -86,7 +86,7 @@ def _faster_text(report: CheckReport, faster: Faster) -> str:
     cost = f", {fmt_usd(usd / faster.times)} instead of {fmt_usd(usd)}" if usd else ""
     rows = " on full rows" if full_rows else ""
     times = f"{faster.times:.1f} times as fast{rows}{cost}"
-    return f"{times}, estimated: {', '.join(changes)}; to prove it: {faster.command}"
+    return f"{times}, estimated: {', '.join(changes)}; to measure it: {faster.command}"
 
 
 def edits_text(edits: Edits) -> str:

@@ -188,7 +188,7 @@ class Display(AbstractContextManager["Display"]):
             self._best = row
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """Show the trial that is being probed in the status. Its line is printed when it ends."""
+        """Show in the status which trial is being probed; `trial` prints its line later."""
         self._step = f"trial {number}: {config.label()}"
 
     def trial(self, row: TrialRecord) -> None:
@@ -336,7 +336,7 @@ class Display(AbstractContextManager["Display"]):
         )
 
     def _best_run(self) -> str:
-        """Return text about the best trial that is not yet confirmed, or an empty text.
+        """Return text about the best trial so far, before its confirmation, or an empty text.
 
         For example: 'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082'.
         """
@@ -362,7 +362,10 @@ class Display(AbstractContextManager["Display"]):
     def _hang(
         self, start: str, text: str, style: str | None, *, start_style: str | None = None
     ) -> None:
-        """Print `start` and a text; on a narrow terminal, more lines are indented like the text."""
+        """Print `start` and a text.
+
+        On a narrow terminal, the text continues on further lines, indented by the width of `start`.
+        """
         from rich.text import Text
 
         if self._status is not None:

@@ -5,7 +5,7 @@ from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.report.answers import gpu_answer
 from autotune.study.scaling import GpuPlan, RankPlan
 
-NO_LINK = "it is unknown how fast these cards exchange data: set link_gb_s in a card of your own"
+NO_LINK = "it is unknown how fast these cards exchange data: set link_gb_s in your own card's data"
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",
@@ -45,7 +45,7 @@ def print_gpu_plan(gpu_plan: GpuPlan) -> None:
     ):
         if num_unknown:
             print(
-                f"{number} {strategy}: {num_unknown:,} more fit, but no formula knows their speed: "
+                f"{number} {strategy}: {num_unknown:,} more fit, but no formula gives their speed: "
                 "`autotune run` measures it"
             )
 

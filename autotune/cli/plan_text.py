@@ -1,4 +1,4 @@
-"""The text of `autotune plan`, and lines about an estimate that `autotune check` also prints."""
+"""The text of `autotune plan` for one GPU: the best configuration, and tables of sizes that fit."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The options of a study, made from the fields of StudySpec, and their StudySpec."""
+"""Makes the options of commands from the fields of StudySpec, and a StudySpec from the options."""
 
 import inspect
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def _spaces(incomplete: str) -> list[str]:
 
 
 _COMPLETIONS = {"model": _models, "gpu": gpu_names, "space": _spaces}
-# Options that set knobs; they are not fields of StudySpec
+# Options with a definition of their own; all others are made from a field of StudySpec
 _PINS: dict[str, Any] = {
     "spec": Annotated[
         Path | None,
@@ -88,7 +88,10 @@ def _annotation(name: str) -> Any:
 
 
 def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options of a study to a command that takes **options; they precede its own options."""
+    """Add options of a study to a command that takes **options, before the command's own options.
+
+    `names` are the names of the added options.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY

@@ -1,1 +1,1 @@
-"""The commands of the CLI. A file has one command or a few small ones; it is imported on use."""
+"""The commands of the CLI. A file has one or a few commands, and is imported when one runs."""

@@ -67,7 +67,7 @@ def explain(
     from autotune.study.progress import TextProgress
 
     if trial is not None and not profile:
-        raise UsageError("--trial is for --profile", remedy="add --profile")
+        raise UsageError("--trial needs --profile", remedy="add --profile")
     result = load_study(study, storage)
     if profile:
         _profile(result, _config_of(result, trial), as_json=json_)
@@ -116,13 +116,13 @@ def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
     if trial is None:
         return result.winner
 
-    hint = "`trials.jsonl` in its directory lists them"
+    hint = "`trials.jsonl` in the study's directory lists the trials"
     row = next((one for one in result.summary.trials if one.number == trial), None)
     if row is None:
         raise UsageError(f"study {result.summary.study!r} has no trial {trial}", remedy=hint)
     if row.outcome not in (Outcome.OK, Outcome.SLOW):
         raise UsageError(
-            f"trial {trial} ended with {row.outcome}", remedy=f"name one that fits: {hint}"
+            f"trial {trial} ended with {row.outcome}", remedy=f"name a trial that fits: {hint}"
         )
     return row.config
 
@@ -174,7 +174,7 @@ def _profile_report(
     rates: "DeviceRates",
     trace: str,
 ) -> "ProfileReport":
-    """Return the report of a profile: also the micro batch's least time, and the run's needs."""
+    """Return the report of a profile, with the least possible times and the needs for the host."""
     from autotune.core.machine import disk_mb_s
     from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
@@ -183,7 +183,7 @@ def _profile_report(
     task = result.task
     config = request.config
     spec = result.record.spec
-    print_note("counting what a micro batch computes and moves")
+    print_note("counting the arithmetic and moved bytes of a micro batch")
     count_answer = count_work(request, profile)
 
     shape = task.workload.run_shape(config)

@@ -61,7 +61,7 @@ def calibrate(
     if calibration.on_gpu:
         print(f"{place}: estimates for {calibration.device} on this machine use it from now on")
     else:
-        print(f"{place}: `--calibration` with this file uses its host in an estimate for a GPU")
+        print(f"{place}: with `--calibration` and this file, estimates for a GPU use this host")
 
 
 def facts(calibration: "Calibration") -> dict[str, str]:

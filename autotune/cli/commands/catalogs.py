@@ -1,4 +1,4 @@
-"""`autotune gpus`, `models`, `prices`, `spaces` and `suites` print lists; `schema` JSON forms."""
+"""Prints lists of GPUs, models, prices, search spaces and suites, and JSON Schemas of commands."""
 
 from datetime import date
 from pathlib import Path
@@ -34,7 +34,7 @@ def gpus(json_: Json = False) -> None:
         return
 
     print_table(
-        "GPUs (dense peaks; prices are seeds, override with --price)",
+        "GPUs (peak rates without sparsity; prices are no quotes, --price sets another)",
         {
             "name": "left",
             "memory GiB": "right",
@@ -137,8 +137,8 @@ def prices(
         return
 
     print_table(
-        "USD of one GPU (seeds, not quotes; a file of your own with --prices, today's offers "
-        "with --live)",
+        "USD of one GPU (no quotes; --prices reads a file of your own, --live asks for today's "
+        "offers)",
         {"GPU": "left", "provider": "left", "GPUs": "right"}
         | dict.fromkeys(("an hour", "a day", "a week", "an hour at spot"), "right")
         | {"age": "left", "source": "left"},
@@ -165,7 +165,8 @@ def prices(
 
 def schema(
     command: Annotated[
-        str | None, typer.Argument(help='Such as plan, "plan --gpu", "status --nodes".')
+        str | None,
+        typer.Argument(help='A command, such as plan, "plan --gpu" or "status --nodes".'),
     ] = None,
 ) -> None:
     """Print the JSON Schema of a command's --json output; without a command, list the commands.

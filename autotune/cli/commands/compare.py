@@ -41,14 +41,17 @@ def compare_command(
         typer.Option(
             "--gpus",
             metavar="NAMES",
-            help="GPUs, separated by commas; repeatable. [with --buy: all within its price]",
+            help="GPUs, separated by commas; repeatable. [with --buy: all within that price]",
         ),
     ] = None,
-    model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model, as for `autotune run`; repeatable.")
+    ] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAMES", help="Compare each of these: lora, qlora, full. [those of --space]"
+            metavar="NAMES",
+            help="Training methods to compare: lora, qlora, full. [by --space]",
         ),
     ] = None,
     max_usd: Annotated[float | None, typer.Option(help="Highest cost of the run.")] = None,
@@ -75,11 +78,14 @@ def compare_command(
         typer.Option(metavar="USD", help="Find the card to buy for at most this price."),
     ] = None,
     hours_per_week: Annotated[
-        float, typer.Option(help="With --buy: how long the card would be used.")
+        float, typer.Option(help="With --buy: hours per week that the card would be used.")
     ] = 40.0,
     format_: Annotated[
         str | None,
-        typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]"),
+        typer.Option(
+            "--format",
+            help="table, markdown, csv, html or json. [by the suffix of --out, or table]",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")

@@ -24,7 +24,7 @@ def dashboard(
         str, typer.Option(help="Address of this machine to listen at; loopback only.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port, or a free one if it is taken.")
+        int, typer.Option(min=0, max=65535, help="Port; if it is taken, another free port.")
     ] = 8080,
     storage: Storage = None,
 ) -> None:
@@ -65,7 +65,7 @@ def dashboard(
             print(f"port {port} is taken, so the dashboard uses port {actual_port}")
         print(f"http://{_in_url(host)}:{actual_port}{PAGE}")
         print(f"from another machine, first run: {_tunnel(actual_port, host)}")
-        print("a copy of the study, which follows its progress; Ctrl-C ends the page", flush=True)
+        print("the page shows a copy of the study as it progresses; Ctrl-C ends it", flush=True)
         server.serve_forever()
 
 

@@ -18,7 +18,7 @@ def learn(
         Path | None, typer.Option(metavar="PATH", help="Your examples. [the study's]")
     ] = None,
     split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Part of --dataset. [the study's]")
+        str | None, typer.Option(metavar="NAME", help="Split of --dataset. [the study's]")
     ] = None,
     share: Annotated[
         float, typer.Option(help="Share of the full run's steps that the search may take.")
@@ -27,7 +27,8 @@ def learn(
         int,
         typer.Option(
             min=0,
-            help="Number of other ranks, lengths or formats to train at the rate that was found.",
+            help="Number of other configurations to train at the rate that was found: other ranks, "
+            "lengths or number formats.",
         ),
     ] = 0,
     storage: Storage = None,

@@ -55,7 +55,7 @@ def longest(
     """Print the longest row, in tokens, that fits a card, for each method.
 
     The length is predicted without a GPU. If the GPU is in this machine, real training steps verify
-    it.
+    the length.
 
     Raises:
         UsageError: the model, the card, a method or a knob is unknown or impossible, or no dry
@@ -137,8 +137,8 @@ def _print(query: "Longest", rows: list["LongestRow"]) -> None:
             for row in estimated_rows
         ):
             print(
-                "cuDNN's attention needs more than was counted: on an H100 capped at 24 GB, a row "
-                "9 % shorter than predicted did not fit."
+                "cuDNN's attention needs more memory than counted: on an H100 capped at 24 GB, a "
+                "row 9 % shorter than predicted did not fit."
             )
 
     other_cards = {

@@ -80,9 +80,9 @@ def run_spec(
     spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False
 ) -> None:
     """Run or continue a study. Raises AutotuneError for every failure that a user can act on."""
-    if not quiet and sys.stderr.isatty():  # show a message, because the next imports take seconds
+    if not quiet and sys.stderr.isatty():  # print something before imports that take seconds
         title = f"looking for the best way to train {spec.model} (--gpu {spec.gpu})"
-        print_note(f"{title}: the search takes {spec.budget} at most, then comes the answer")
+        print_note(f"{title}: the answer comes after the search, which takes {spec.budget} at most")
 
     from autotune.api.main import main
     from autotune.cli.console import Display

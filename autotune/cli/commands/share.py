@@ -47,13 +47,13 @@ def submit(
         gpus = recipe.config.num_gpus
         target = device if gpus == 1 else f"{gpus} GPUs {device}"
         raise UsageError(
-            f"its speeds are projected: no training was measured on {target}",
+            f"the study's speeds are projected: no training was measured on {target}",
             remedy=f"run the study on {target}",
         )
 
     if recipe.winner.evidence is Evidence.DISTURBED:
         raise UsageError(
-            "its speeds are disturbed: other work ran on the machine",
+            "the study's speeds are disturbed: other work ran on the machine",
             remedy="run the study again while nothing else runs",
         )
 

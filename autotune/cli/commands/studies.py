@@ -80,7 +80,10 @@ def status(
 
 
 def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> dict[str, str]:
-    """Return the lines of a study's status by name; `process` is running the study, or is None."""
+    """Return the lines of a study's status by name.
+
+    `process` names the process that runs the study, or is None.
+    """
     from autotune.report.describe import broken_promise, candidate_line
 
     counts = [
@@ -123,7 +126,7 @@ def _print_nodes(
 
 
 def list_all(storage: Storage = None, json_: Json = False) -> None:
-    """Print the studies of a database: each one's model and device, progress and best result.
+    """Print the studies of a database: the model, device, progress and best result of each study.
 
     Raises UsageError if the database `storage` does not exist.
     """

@@ -43,13 +43,13 @@ def train(
         typer.Option(metavar="PATH", help="File or folder of examples, or org/name[:config]."),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")
+        str | None, typer.Option(metavar="NAME", help="Split of --dataset. [train, if any]")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Only try the speed, without data.")
+        bool, typer.Option("--random-weights", help="Only measure the speed, without data.")
     ] = False,
     output: Annotated[
         Path | None,
@@ -207,7 +207,7 @@ def _check(
         check_exists(dataset, split)
 
     try:
-        remedy = "train there, or here with --other-device: slower, or out of memory"
+        remedy = "train there, or add --other-device: the run may be slower or not fit here"
         require_device(recipe.device, remedy, recipe.config.num_gpus)
     except EnvironmentProblem as difference:
         if not other_device:
@@ -277,8 +277,8 @@ class TrainingDisplay:
         if not self._stopping:
             self._stopping = True
             self.say(
-                "stopping: this step will end and a checkpoint be saved; a second signal ends the "
-                "run at once"
+                "stopping: this step will end, and a checkpoint will be saved; a second signal "
+                "ends the run at once"
             )
         return True
 
@@ -306,6 +306,6 @@ class TrainingDisplay:
             self._warned = True
             direction = "longer" if now.slowdown > 0 else "less"
             self.say(
-                f"note: a step takes {abs(now.slowdown):.0%} {direction} than measured (other "
-                "rows, or a busy device)"
+                f"note: a step takes {abs(now.slowdown):.0%} {direction} than measured (the rows "
+                "may differ, or other work may use the device)"
             )

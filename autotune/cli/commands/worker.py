@@ -29,7 +29,9 @@ def worker(
     wait: Annotated[
         str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")
     ] = None,
-    parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
+    parent: Annotated[
+        int | None, typer.Option(hidden=True, help="End when the process with this number ends.")
+    ] = None,
     quiet: Quiet = False,
     json_: Json = False,
 ) -> None:

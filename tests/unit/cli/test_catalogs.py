@@ -24,7 +24,7 @@ def output(*args: str) -> str:
 
 def test_gpus():
     lines = output("gpus").splitlines()
-    assert "GPUs (dense peaks" in lines[0]
+    assert "GPUs (peak rates without sparsity" in lines[0]
     row = next(line for line in lines if " h200-sxm " in line)
     assert [cell.strip() for cell in row.strip("│┃ ").split("│")] == [
         "h200-sxm",

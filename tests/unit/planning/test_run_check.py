@@ -236,7 +236,7 @@ def test_nothing_helps(answer: Callable[..., CheckReport]) -> None:
     text = changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B")
     found = answer(text, "t4")
     assert found.fix is None and found.faster is None and found.runnable is None
-    assert "no change that was tried surely makes it fit" in printed(
+    assert "no change that was tried surely makes the run fit" in printed(
         found
     ) and "useful tokens/s" not in printed(found)
 
@@ -483,7 +483,7 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
         " --tokens-per-example 2048 --examples 2000 --set precision=bf16_mixed --set"
         " optimizer=adamw_torch_fused"
     )
-    assert f"to prove it: {found.faster.command}" in printed(found)
+    assert f"to measure it: {found.faster.command}" in printed(found)
     full = answer(changed(FACTORY_FULL, pure_bf16=True, optim="adamw_bnb_8bit"), "h100-sxm").faster
     assert (
         full is not None

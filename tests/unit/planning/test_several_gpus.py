@@ -321,10 +321,10 @@ def test_what_one_gpu_alone_can_do_is_said(monkeypatch: Any, capsys: Any) -> Non
     code, out, err = run(monkeypatch, capsys, *asked)
     assert code == 0 and "left out: tiling tokens: " in err
     assert (
-        "\n1 none: 2 more fit, but no formula knows their speed: `autotune run` measures it\n"
+        "\n1 none: 2 more fit, but no formula gives their speed: `autotune run` measures it\n"
         in out
     )
-    assert out.count("no formula knows") == 1
+    assert out.count("no formula gives") == 1
     _, out, _ = run(monkeypatch, capsys, *asked, "--set", "cuda_graphs=micro_batch")
     refused = ", ".join(f"2 {strategy}" for strategy in STRATEGIES[1:])
     assert f"{refused}: cuda_graphs micro_batch works only with number of GPUs 1\n" in out
