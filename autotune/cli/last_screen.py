@@ -75,7 +75,7 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
 
 
 def _too_large(summary: StudySummary) -> str:
-    """Describe the trial that exceeded the memory by the least, or return an empty text."""
+    """Describe the trial that exceeded the memory limit by the least, or return an empty text."""
     misses = [
         row for row in summary.trials if row.outcome is Outcome.OOM and row.margin is not None
     ]

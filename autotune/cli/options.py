@@ -46,6 +46,7 @@ Evidence = Annotated[
     Path,
     typer.Option(
         metavar="DIR",
-        help="Results that `autotune import` stored; they make estimated speeds more exact.",
+        help="Directory with the results of `autotune import`, which make estimated speeds more "
+        "exact.",
     ),
 ]

@@ -39,7 +39,7 @@ class _Guarded:
 
 
 def _closest(error: UnicodeError) -> tuple[str, int]:
-    """Return the replacement for characters that an encoding lacks, and the next position."""
+    """Return a replacement for characters that an encoding lacks, and where encoding continues."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join("-" if char == DASH else "?" for char in lacking), error.end

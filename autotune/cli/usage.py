@@ -84,7 +84,10 @@ def _usage(error: Any, help_: str) -> str:
 
 
 def _value(names: Sequence[str], words: Sequence[str]) -> str | None:
-    """Return the value that the command line has for an option, or None for an argument."""
+    """Return the value that follows one of `names` in the command line.
+
+    Returns None for an argument, which is not named in the command line.
+    """
     for place, word in enumerate(words):
         name, has_value, value = word.partition("=")
         if name in names and name.startswith("-"):

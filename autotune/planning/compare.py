@@ -1,9 +1,9 @@
 """Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
 
 The comparison also says when buying a card is cheaper than renting it. Each card's numbers are
-estimates from a plan for this card. All plans use the same formulas, so an error changes the speeds
-of all cards alike. The order of two cards is thus more certain than their overlapping intervals
-suggest.
+estimates from a plan for this card. All plans use the same formulas, so a formula's error changes
+the numbers of all cards alike. The order of two cards is thus more certain than their overlapping
+intervals suggest.
 """
 
 import math

@@ -17,7 +17,7 @@ from autotune.dry.prober import DryAnswer, DryProber
 def count(
     model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
 ) -> DryCount | None:
-    """Count a training step of the whole model.
+    """Count the memory and the work of a training step of the whole model.
 
     Returns None if the step cannot be counted; `no_count` says why.
     """

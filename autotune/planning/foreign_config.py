@@ -76,7 +76,7 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
             return targets, table("notes")["refused"].format(names=", ".join(layer_names))
         return targets, ""
 
-    # The file may list the same names as one of the knob's choices.
+    # If the file lists the same names as one of the knob's choices, return this choice.
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:

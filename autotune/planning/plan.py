@@ -64,7 +64,7 @@ def plan(
 ) -> Plan:
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
-    If no configuration of the space fits, the wider reserve space is planned
+    If no configuration of the space fits, the plan is for the reserve space, which has more values
     (`setup.open_reserve`). `say` gets warnings, progress, and the values left out of the space.
     With `counted`, a dry probe counts the baseline of a model without a formula.
 

@@ -402,8 +402,8 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
         between = "between none and all of it"
         yield (
-            f"No formula covers the offloaded memory: {between} stays on the GPU, and the reported "
-            "need assumes all."
+            f"No formula covers the offloaded memory: {between} stays on the GPU. The reported "
+            "need assumes that all of it stays."
         )
     if config.quantization == "int8":
         yield (

@@ -111,7 +111,7 @@ def trainable(
     """Return the models that the card can train, with the options of `spec` except its model.
 
     `models` are by default the result of `sizes`. `say` gets messages about the progress. Raises
-    UsageError if the card's memory is unknown or no plan exists for it.
+    UsageError if the card's memory is unknown, or if no model has a plan for the card.
     """
     if spec.objective != Objective.SFT:
         raise UsageError(

@@ -374,7 +374,7 @@ def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
         rows += [(one.card, "the same card", *itself), (one.card, "the cheapest", *cheapest)]
 
     columns = {"card": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
-    title = f"Hours of use until a purchase pays, and months at {budget.hours_per_week:g} h a week"
+    title = f"Hours of use until buying pays off, and months at {budget.hours_per_week:g} h a week"
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
@@ -414,15 +414,15 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
         )
         if rented
     ]
-    return [text, *(pays or [f"It is unknown when the card pays: {NO_PRICE}"])]
+    return [text, *(pays or [f"It is unknown when the card pays off: {NO_PRICE}"])]
 
 
 def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) -> str:
     """Say after how many hours of use buying the card is cheaper than renting."""
     if hours is None:
-        return f"The card never pays against {against}"
+        return f"The card never pays off against {against}"
     months = f"{budget.months(hours):,.1f} months at {budget.hours_per_week:g} h a week"
-    return f"The card pays after {hours:,.0f} h of use ({months}) against {against}"
+    return f"The card pays off after {hours:,.0f} h of use ({months}) against {against}"
 
 
 def _buying_basis(budget: PurchaseBudget) -> str:
@@ -432,7 +432,8 @@ def _buying_basis(budget: PurchaseBudget) -> str:
         f"A card costs its launch price ({source}), "
         f"and electricity for its power limit at {fmt_usd(budget.usd_per_kwh)} a kWh. "
         "The rest of the computer and the card's resale value do not count. "
-        "Hours against the cheapest card depend on estimated speeds. A dash: no price is known."
+        "The hours until a card pays off against the cheapest card depend on estimated speeds. "
+        "A dash: no price is known."
     )
 
 

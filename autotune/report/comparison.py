@@ -290,14 +290,14 @@ def _own_card(comparison: Comparison, group: Group) -> str:
         else ""
     )
     if own_run.never_pays:
-        return f"{text}; it never pays {against}: its electricity alone costs as much"
+        return f"{text}; it never pays off {against}: its electricity alone costs as much"
     if own_run.pays_after_runs is None:
-        return f"{text}; it is unknown when that pays: {NO_PRICE}"
+        return f"{text}; it is unknown when that pays off: {NO_PRICE}"
 
     hours = own_run.pays_after_runs * card.cost.full_run_hours
     late = f", more than its {owned.hours:,.0f} h" if hours > owned.hours else ""
     runs = f"{math.ceil(own_run.pays_after_runs):,} such runs ({fmt_hours(hours)}{late})"
-    return f"{text}; it pays after {runs} {against}"
+    return f"{text}; it pays off after {runs} {against}"
 
 
 # --- output formats

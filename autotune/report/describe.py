@@ -208,7 +208,10 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
 
 
 def mfu_basis(recipe: Recipe) -> str:
-    """Return the basis of MFU on a CPU, which has no data sheet. The text is empty for a GPU."""
+    """Return a phrase that says to which rate a CPU's MFU refers, since a CPU has no data sheet.
+
+    The phrase is empty for a GPU.
+    """
     return (
         " of what this processor reached in large products" if recipe.device.kind == "cpu" else ""
     )
@@ -408,7 +411,7 @@ def verification(result: Verification) -> list[str]:
 
     run = f"{result.micro_steps} micro batches of {result.file}"
     if result.soak:
-        lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short ones: succeeded"]
+        lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short rows: succeeded"]
     else:
         speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
         lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {speed}"]

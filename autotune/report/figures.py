@@ -430,7 +430,7 @@ def _model_label(model: ModelSpec) -> str:
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
     """Return the style of a card's line, with the colour that the card has in all figures.
 
-    `how` is the line's dash style. The default style only distinguishes cards with the same colour.
+    `how` is the line's dash style. By default, cards with the same colour get different styles.
     """
     number = [one.device.name for one in group.cards if one.cost].index(card)
     return {

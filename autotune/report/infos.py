@@ -223,7 +223,7 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
 
 
 def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
-    """Compare the winners of two studies in the same way.
+    """Compare the winners of two studies in the same way as `compare`.
 
     In the rows, `winner` is the second study's winner, and `baseline` the first study's winner.
     """

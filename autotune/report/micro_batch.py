@@ -228,7 +228,7 @@ def _longest_table(profile: MicroBatchProfile, unit: str) -> Table:
 
 
 def _host_table(needs: tuple[HostNeed, ...]) -> Table:
-    """Return the table of the run's needs for the machine, and of the amounts that it has."""
+    """Return the table that compares the run's needs with the parts of this machine."""
     answers = {True: "yes", False: "no", None: DASH}
     rows = tuple(
         (

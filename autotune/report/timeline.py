@@ -1,4 +1,4 @@
-"""How a study used its wall time, and the GPU's utilization in timed steps."""
+"""Computes how a study used its wall time, and the GPU's utilization in timed steps."""
 
 import statistics
 from collections.abc import Iterable, Iterator
@@ -181,7 +181,7 @@ def slices(info: TimelineInfo) -> tuple[Slice, ...]:
 
 
 def _overlaps(span: Span, width_s: float) -> Iterator[tuple[int, float]]:
-    """Yield (index of a slice, seconds of the span in it)."""
+    """Yield the index of each slice that the span overlaps, and the span's seconds in the slice."""
     end_s = span.start_s + span.seconds
     for index in range(int(span.start_s / width_s), min(int(end_s / width_s) + 1, NUM_SLICES)):
         yield (

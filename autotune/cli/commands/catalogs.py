@@ -90,7 +90,7 @@ def prices(
     own: Annotated[
         Path | None,
         typer.Option(
-            "--prices", metavar="FILE", help="A file of your own prices, used before all others."
+            "--prices", metavar="FILE", help="A file of your own prices, which are listed first."
         ),
     ] = None,
     live: Annotated[

@@ -143,7 +143,7 @@ def compare_command(
 
 
 def _form(name: str | None, out: Path | None, *, needs_page: bool) -> str:
-    """Return the form of the output: `name`, or the form by the suffix of `out`, or a table."""
+    """Return the output's format: `name`, else the format for the suffix of `out`, else table."""
     from autotune.report.comparison import FORMATS
 
     form = name or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
@@ -202,7 +202,10 @@ def _show(
     out: Path | None,
     html: Path | None,
 ) -> None:
-    """Print the comparison in a form, or write it to `out`; also write its HTML page to `html`."""
+    """Print the comparison in the format `form`, or write it to the file `out`.
+
+    With `html`, also write an HTML page.
+    """
     from autotune.report.answer import costs_answer
     from autotune.report.comparison import FORMATS
     from autotune.report.values.compared import compared

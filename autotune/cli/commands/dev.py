@@ -42,7 +42,7 @@ OUTCOMES = {
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
 }
-# For each fault, a part of the reason that the trial with the fault must have
+# For some faults, a text that the reason of the trial with the fault must contain
 REASONS = {
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
     "throttle": "slowed down",

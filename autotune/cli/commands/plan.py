@@ -97,7 +97,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     """Print a plan, or estimates of the configurations that the spec names.
 
     Raises:
-        UsageError: a part of the spec is unknown or impossible, or no formula covers it.
+        UsageError: a part of the spec is unknown or impossible, or no formula covers the training.
         NothingFits: no configuration of the space is certain to fit.
     """
     from autotune.planning.device_estimate import planned_device

@@ -91,7 +91,7 @@ def run_spec(
 
     @contextmanager
     def shown(plan: "SessionPlan") -> Iterator[Display]:
-        """Show the search on a Display inside the block. In the block, a signal requests a stop."""
+        """Show the search on a Display while the block runs, and stop the search on a signal."""
         display = Display(budget_s=plan.budget_s, quiet=quiet, events=events)
         with stop_on_signals(stop), display:
             yield display

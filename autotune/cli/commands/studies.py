@@ -158,7 +158,8 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
         return
     if not rows:
         print(
-            "there is no study in this database: start one with `autotune run`, or name --storage"
+            "there is no study in this database: start one with `autotune run`, or name another "
+            "database with --storage"
         )
         return
 

@@ -76,7 +76,7 @@ def train(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Train with a study's winner. Its exported script does the training, next to the weights.
+    """Train with a study's winner. The exported script, copied beside the weights, does the work.
 
     Raises:
         UsageError: there is no such study, there are no data, an environment variable is not set,

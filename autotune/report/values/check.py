@@ -48,13 +48,14 @@ class Uncounted:
 class ForeignConfig:
     """A fine-tuning run as another tool's YAML describes it.
 
-    `format` is one of TOOLS. `model` and `dataset` are names or paths as written; commas separate
-    several datasets. The micro batch counts examples; with some objectives, an example has two
-    rows. `num_gpus` is None if the file does not state it, and `epochs` is None if `max_steps`
-    decides. `max_examples` is the limit over all datasets together. Each of `notes` is a sentence:
-    an assumption, or a setting that affects memory or speed and that `config` lacks. `evaluation`
-    is None if the run does not evaluate between its steps. `uncounted` has the memory savings that
-    no formula covers. `ignored` names the keys that the tool does not know and ignores, or is "".
+    `format` is trl, axolotl or llamafactory. `model` and `dataset` are names or paths as written;
+    commas separate several datasets. The micro batch counts examples; with some objectives, an
+    example has two rows. `num_gpus` is None if the file does not state it, and `epochs` is None if
+    `max_steps` decides. `max_examples` is the limit over all datasets together. Each of `notes` is
+    a sentence: an assumption, or a setting that affects memory or speed and that `config` lacks.
+    `evaluation` is None if the run does not evaluate between its steps. `uncounted` has the memory
+    savings that no formula covers. `ignored` names the keys that the tool does not know and
+    ignores, or is "".
     """
 
     format: str

@@ -112,7 +112,7 @@ class Group:
 
     @property
     def plan(self) -> Plan | None:
-        """The first of the plans. All plans have the same workload."""
+        """A plan of the group, for values that all its plans share, such as the workload."""
         return next((card.plan for card in self.cards if card.plan), None)
 
     @property
@@ -389,9 +389,9 @@ class Comparison:
         )
 
     def unmet(self) -> str | None:
-        """Say why the run fits no card, or no card within the budget.
+        """Say why the run fits no card, or why no card is within the budget.
 
-        Return None if the run fits.
+        Return None if a card holds the run, and is within the budget if there is one.
         """
         planned = [group for group in self.groups if group.plan]
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]

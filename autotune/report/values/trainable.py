@@ -53,7 +53,7 @@ class Entry:
 class Trainable:
     """The entries of all `models` and `METHODS` on one card.
 
-    `lengths` are the tokens of the samples. `how_sure` says how the numbers were estimated, and
+    `lengths` describes the samples' lengths. `how_sure` says how the numbers were estimated, and
     `calibrated` says which of them were calibrated. `is_guess` says that no card of this kind was
     measured.
     """

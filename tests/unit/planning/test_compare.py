@@ -336,7 +336,7 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
     text = said(*cards, owned=OWNED)[-1]
     assert (
         "over 10,000 h, $0.50 a kWh at its power limit" in text
-        and "it pays after 643 such runs" in text
+        and "it pays off after 643 such runs" in text
     )
     assert (
         "more than its" not in text
@@ -346,7 +346,7 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
 
 def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
     made = comparison(entry("rtx-4090", 2, None), entry("h100", 1, 0.1), owned=OWNED)
-    assert "it never pays against h100-sxm rented at $0.1" in verdicts(made, made.groups[0])[-1]
+    assert "it never pays off against h100-sxm rented at $0.1" in verdicts(made, made.groups[0])[-1]
     assert json_data(compared(made))["groups"][0]["own_run"]["never_pays"] is True
 
 
@@ -360,7 +360,7 @@ def test_an_own_card_with_unknown_price_or_speed() -> None:
         and own_run(OWNED, large) is None
     )
     assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
-    assert "it is unknown when that pays" in said(unpriced, owned=OWNED)[-1]
+    assert "it is unknown when that pays off" in said(unpriced, owned=OWNED)[-1]
 
 
 def test_an_own_card_is_an_option_within_the_budget() -> None:
