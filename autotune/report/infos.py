@@ -438,8 +438,8 @@ def trade_offs(recipe: Recipe) -> list[str]:
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     """Return a table row for each tested seq_len, and for powers of two from SHORTEST_ROW on.
 
-    The powers of two end at about the longest example or tested seq_len. The result is empty if all
-    examples have the same length.
+    The powers of two end at about the length of the longest example, or at the largest tested
+    seq_len if it is shorter. The result is empty if all examples have the same length.
     """
     recipe = summary.recipe
     if recipe is None or len(recipe.workload.lengths.counts) == 1:

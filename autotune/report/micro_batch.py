@@ -95,8 +95,8 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
     # Sentences on where the time goes
     if report.idle_s is None:
         notes.append(
-            "This is a CPU, so the tables show its operators, "
-            "by the time that each took while profiled."
+            "This is a CPU, so the tables show PyTorch's operators, "
+            "with their times under the profiler."
         )
     else:
         notes.append(

@@ -227,7 +227,7 @@ def verify(
     format_: Annotated[
         str | None,
         typer.Option(
-            "--format", help="What to run: train (train.py) or trl (TRL's file). [as probed]"
+            "--format", help="Export to run: train (train.py) or trl (TRL's file). [as probed]"
         ),
     ] = None,
     soak: Annotated[

@@ -85,7 +85,7 @@ class Imported:
 class Training:
     """The content of training.json: the steps, time and cost of a run, next to the projection.
 
-    `steps` of the run's `of` steps are done. `error` is the time of a complete run divided by the
+    The run has done `steps` of its `of` optimizer steps. `error` is the time of a complete run divided by the
     projected time, minus 1.
     """
 
