@@ -85,8 +85,8 @@ class Imported:
 class Training:
     """The content of training.json: the steps, time and cost of a run, next to the projection.
 
-    The run has done `steps` of its `of` optimizer steps. `error` is the time of a complete run divided by the
-    projected time, minus 1.
+    The run has done `steps` of its `of` optimizer steps. `error` is the time of a complete run
+    divided by the projected time, minus 1.
     """
 
     schema_version: int

@@ -1061,7 +1061,7 @@ OTHERS: list[tuple[str, str, str, str]] = [
         "axolotl",
         "rl: dpo\nrl_adapter_ref_model: true",
         "dpo",
-        "rl_adapter_ref_model is not counted",
+        "with a separate reference model, the run needs more memory",
     ),
     (
         "llamafactory",
