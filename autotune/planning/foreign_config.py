@@ -381,6 +381,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         objective=objective,
         evaluation=evaluation,
         notes=tuple(dict.fromkeys(file.notes)),
+        needs_more=not file.noted.isdisjoint(table("needs_more")),
     )
 
 

@@ -1,7 +1,7 @@
 """Reads single values of another tool's file, checks their types, and collects notes on the run."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.errors import UsageError
@@ -28,12 +28,13 @@ class File:
     """The values of a file by key, with methods to read a value as a certain type.
 
     If a method takes several keys, it reads the first key that is set. `notes` collects sentences
-    about the run. A method for a type, such as `whole` or `flag`, raises Refused if the value has
-    another type.
+    about the run, and `noted` the names of these notes. A method for a type, such as `whole` or
+    `flag`, raises Refused if the value has another type.
     """
 
     values: dict[str, Any]
     notes: list[str]
+    noted: set[str] = field(default_factory=set)
 
     def get(self, *keys: str) -> tuple[str, Any]:
         """Return the first key that is set and its value.
@@ -71,6 +72,7 @@ class File:
     def note(self, applies: bool, note: str, /, **values: Any) -> None:
         """Add the note named `note` to the notes, if `applies` is true."""
         if applies:
+            self.noted.add(note)
             self.notes.append(table("notes")[note].format(**values))
 
     def whole(self, *keys: str, default: int, least: int = 1, most: int = MAX_KNOB) -> int:

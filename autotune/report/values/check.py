@@ -53,6 +53,7 @@ class ForeignConfig:
     example has two rows. `num_gpus` is None if the file does not state it, and `epochs` is None if
     `max_steps` decides. `max_examples` is the limit over all datasets together. Each of `notes` is
     a sentence: an assumption, or a setting that affects memory or speed and that `config` lacks.
+    `needs_more` says that such a setting needs memory that is not counted.
     `evaluation` is None if the run does not evaluate between its steps. `uncounted` has the memory
     savings that no formula covers. `ignored` names the keys that the tool does not know and
     ignores, or is "".
@@ -69,15 +70,11 @@ class ForeignConfig:
     dataset: str | None
     notes: tuple[str, ...]
     objective: Objective = Objective.SFT
+    needs_more: bool = False
     evaluation: Evaluation | None = None
     uncounted: Uncounted | None = None
     ignored: str = ""
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def needs_more(self) -> bool:
-        """Whether a note says that the run needs more memory than `config`."""
-        return any("the run needs more memory" in note for note in self.notes)
 
 
 CHECKED = keys(
