@@ -220,9 +220,9 @@ def _task(
     pins = {"seq_len": min(run.config.seq_len, context)}
     setup = set_up(replace(spec, gpu=device.option, pins=pins, global_batch=rows), device, say)
     is_assumed = setup.task.workload.lengths.source == "assumed"
-    return setup.task, () if is_assumed else tuple(
-        f"{text}." for text in setup.warnings if "cut off" in text
-    )
+    if is_assumed or setup.cut_off is None:
+        return setup.task, ()
+    return setup.task, (f"{setup.cut_off}.",)
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:

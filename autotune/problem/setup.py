@@ -60,12 +60,14 @@ class Setup:
     """The task of a study, the reserve space, the removals and the warnings.
 
     The reserve is a wider space, which is searched if no configuration of the task's space fits.
+    `cut_off` is the warning about tokens that are cut off, or None; `warnings` include it.
     """
 
     task: Task
     reserve: SearchSpace
     removals: tuple[Removal, ...]
     warnings: tuple[str, ...] = ()
+    cut_off: str | None = None
 
     @property
     def reserved(self) -> str:
@@ -149,10 +151,12 @@ def set_up(
     constraints.narrow_checkpointing(narrowing)
 
     _require_quantization(spec, narrowing)
+    cut_off = _cut_off(narrowing.space, workload)
     warnings = (
         *_notes_of_checkpoint(model),
         *_notes_of_kernels(model, probes_run_here),
         *_notes_of_images(spec, workload),
+        *((cut_off,) if cut_off else ()),
         *_warnings(spec, narrowing, workload, model.text_type),
     )
     calibration = calibration_of(spec, target.measured_on or target.device, say)
@@ -173,7 +177,11 @@ def set_up(
     )
 
     setup = Setup(
-        task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings
+        task=task,
+        reserve=narrowing.reserve,
+        removals=tuple(narrowing.removals),
+        warnings=warnings,
+        cut_off=cut_off,
     )
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
@@ -340,7 +348,8 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
     warnings = _warnings_of_layers(narrowing.space, shape)
     constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape)
-    return Setup(
+    return replace(
+        setup,
         task=replace(task, space=narrowing.space),
         reserve=narrowing.reserve,
         removals=tuple(narrowing.removals),
@@ -408,7 +417,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
 def _warnings(
     spec: StudySpec, narrowing: Narrowing, workload: Workload, model_type: str
 ) -> tuple[str, ...]:
-    """Return warnings: truncated or too few examples, fp16 overflow, and options without effect."""
+    """Return warnings: too few examples, fp16 overflow, and options without effect."""
     space = narrowing.space
     warnings = []
     overflow = fp16_warning(model_type)
@@ -435,15 +444,19 @@ def _warnings(
             f"{fewer}: a pass over them is one smaller step, and its time is overestimated"
         )
 
+    return tuple(warnings)
+
+
+def _cut_off(space: SearchSpace, workload: Workload) -> str | None:
+    """Return a warning about tokens that even the longest rows of the space cut off, or None."""
     longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)
-    if cut >= WORTH_A_WARNING:
-        longer = (
-            f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len"
-            " of the space"
-        )
-        warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be cut off")
-    return tuple(warnings)
+    if cut < WORTH_A_WARNING:
+        return None
+    return (
+        f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len of"
+        f" the space ({longest}): {cut:.0%} of the tokens will be cut off"
+    )
 
 
 def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[str]:
