@@ -56,7 +56,7 @@ def guard() -> None:
 
 
 def console(*, stderr: bool = False, **options: Any) -> "Console":
-    """Return a console of the library rich that makes all texts printable."""
+    """Return a console of the library rich that replaces control characters in all texts."""
     from rich.console import Console
     from rich.segment import Segment
 

@@ -51,7 +51,7 @@ class Stat:
 
 
 def render(summary: StudySummary, out_dir: str) -> str:
-    """Render the whole page. `out_dir` is the study's directory, as its commands name it."""
+    """Render the whole page. `out_dir` is the study's directory, as the page's commands name it."""
     return page("report.html.j2", _view(summary, out_dir))
 
 
