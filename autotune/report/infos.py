@@ -105,10 +105,10 @@ class CellRow:
     """The best candidate of one learning cell: of the configurations that learn alike.
 
     `extra` is the candidate's cost per useful token divided by the winner's, minus 1. `interval` is
-    the interval of `extra`, from the spreads of both speeds. `changes` names the learning knobs whose
-    values differ from the winner's; `learns_more` says whether the candidate learns more. `cut` is
-    the share of the dataset's tokens that is cut off, and `padding` the share of padding tokens in
-    the candidate's rows.
+    the interval of `extra`, from the spreads of both speeds. `changes` names the learning knobs
+    whose values differ from the winner's; `learns_more` says whether the candidate learns more.
+    `cut` is the share of the dataset's tokens that is cut off, and `padding` the share of padding
+    tokens in the candidate's rows.
     """
 
     candidate: Candidate
