@@ -49,7 +49,9 @@ def describe(model: dict[str, Any]) -> ModelShape:
     of images and text.
     """
     config = config_of(model)
-    if type(config) not in {*MODEL_FOR_CAUSAL_LM_MAPPING, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}:
+    # Iterating over a mapping would import each of transformers' models, for a second and a half.
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    if not any(type(config) in mapping for mapping in mappings):
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
 
     built = _build(config)

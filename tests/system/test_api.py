@@ -36,7 +36,6 @@ def test_the_documented_examples_run_and_their_study_is_resumed(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # on all cores, as a user's study runs
     engines: list[Any] = []
     create = sqlalchemy.create_engine
 
