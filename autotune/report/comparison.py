@@ -217,7 +217,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     reserve = [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]
     if reserve:
         sentences.append(
-            f"on {' and '.join(reserve)}, only configurations that learn differently fit"
+            f"on {' and '.join(reserve)}, only configurations fit that learn differently from those"
+            " on other GPUs"
         )
     for difference, names in group.training_differences().items():
         sentences.append(

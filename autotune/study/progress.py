@@ -33,10 +33,10 @@ class Progress(Protocol):
         """A trial has ended."""
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
-        """The study has ended, and its files are written to `out_dir`."""
+        """The study has ended; its files are in `out_dir`."""
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """The named configurations were probed, and their files are written to `out_dir`."""
+        """All configurations that the user named were probed; their files are in `out_dir`."""
 
 
 class TextProgress:

@@ -135,7 +135,7 @@ def why(
         return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"
 
     if any(config.capability > capability for config in tried):
-        larger = "nothing more capable is within the slack"
+        larger = f"no more capable configuration fits and costs at most {slack:.0%} more"
     elif any(config.capability > capability for config in more_capable(space, winner.config)):
         larger = "nothing more capable was tried"
     else:

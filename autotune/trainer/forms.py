@@ -433,7 +433,8 @@ def join_parts(message: Message, number: int) -> Message:
             kind = part.get("type") if isinstance(part, dict) else None
             has = f"type {kind}" if kind else f"{part!r:.40}"
             raise ValueError(
-                f"message {number} has a part of {has}: only parts with the key text are read here"
+                f"message {number} has a part of {has}:"
+                ' only parts with the key "text" are read here'
             )
     return message | {"content": "".join(part["text"] for part in content)}
 

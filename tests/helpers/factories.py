@@ -282,7 +282,8 @@ def summary(
         workload=workload,
         winner=winner,
         baseline=baseline,
-        reason="the cheapest above the floors; nothing more capable is within the slack",
+        reason="the cheapest above the floors; "
+        "no more capable configuration fits and costs at most 5% more",
         trainer="transformers",
         fingerprint=FINGERPRINT,
         by_examples=tuple(

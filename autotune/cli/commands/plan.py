@@ -123,7 +123,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     if result.best is None and result.reason not in LITTLE_KNOWN:
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
-            remedy=f"{ways_to_fit(result.leanest)}; `autotune compare` says which card holds it",
+            remedy=f"{ways_to_fit(result.leanest)}; `autotune compare` finds a GPU for it",
         )
 
 

@@ -424,7 +424,10 @@ def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     assert closed.state == OOM and closed.plan and not closed.plan.from_reserve
     held = compare_card(case, limit_gib)
     assert held.state == FITS and held.plan and held.plan.from_reserve
-    assert "on a10, only configurations that learn differently fit" in said(held)
+    assert (
+        "on a10, only configurations fit that learn differently from those on other GPUs"
+        in said(held)
+    )
 
 
 # The command

@@ -271,7 +271,9 @@ def test_a_tie_goes_to_less_memory_and_is_named():
 def test_what_ran_out_of_memory_was_tried():
     made = confirmed()
     made.add_result(result(replace(FAST, lora_rank=64), Outcome.OOM))
-    assert made.recipe(FINGERPRINT).reason.endswith("nothing more capable is within the slack")
+    assert made.recipe(FINGERPRINT).reason.endswith(
+        "no more capable configuration fits and costs at most 5% more"
+    )
 
 
 def test_a_conversion_that_all_speeds_share_does_not_blur_their_ratio():

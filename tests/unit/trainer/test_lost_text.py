@@ -135,7 +135,7 @@ def test_names_parts_and_flags_of_other_tools(
         ),
         (
             {"messages": [user("q"), assistant([{"type": "thinking", "thinking": "t"}])]},
-            "a part of type thinking: only parts with the key text are read here",
+            'a part of type thinking: only parts with the key "text" are read here',
         ),
         (
             {"messages": [user("q"), assistant("a", tool_calls=[{}])]},
