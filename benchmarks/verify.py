@@ -92,6 +92,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora, packed, small": (PHI, "transformers", PACKED),
     "nf4, compiled, small": (MISTRAL, "transformers", NF4 | COMPILED),
     "nf4, packed, recomputed, small": (LLAMA, "transformers", NF4 | PACKED | RECOMPUTED | CHUNKED),
+    # Models of new families: one stored in FP8, a wrapper, and one with short convolutions
+    "Ministral 3, chunked": ("ministral-3-3b", "transformers", CHUNKED | FOUR),
+    "Gemma 4, recomputed": ("gemma-4-e2b", "transformers", FOUR | RECOMPUTED),
+    "LFM2": ("lfm2-1.2b", "transformers", FOUR),
 }
 LONG = "lora, compiled"  # the case of the long run
 STUDY_S, START_S = 120.0, 60.0  # time allowed for a study, and for the start of a script
