@@ -25,6 +25,10 @@ _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", 
 # the original in the same way.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-(?:4bit|nf4(?:-bf16)?)$", re.IGNORECASE)
 _QUANTISED_FOR_MLX = re.compile(r"-[2-8]bit$", re.IGNORECASE)
+# The ending of the name of a copy in another quantised format, which no knob expresses exactly
+_STORED = re.compile(
+    r"-(?P<format>gptq|awq|nvfp4|aqlm)(?:-(?P<int8>int8|8bit)|-[\w.]+)*$", re.IGNORECASE
+)
 _WORDS = r"-(?:instruct|chat|base|it|pt|sft|dpo|hf|bf16|\d{4})"
 _TUNED = re.compile(_WORDS + "(?=-|$)")
 _LAST_TUNED = re.compile(_WORDS + "$")
@@ -40,6 +44,17 @@ class Match:
 
     row: int
     published: str | None
+
+
+def quantised_copy(name: str) -> tuple[str, str]:
+    """Return the name of the model that a quantised checkpoint was made from, and its format.
+
+    The format is GPTQ, AWQ, NVFP4 or AQLM, with "-8bit" for 8 bits. It is "" for another name.
+    """
+    ending = _STORED.search(name)
+    if ending is None:
+        return name, ""
+    return name[: ending.start()], ending["format"].upper() + ("-8bit" if ending["int8"] else "")
 
 
 class ModelNames:

@@ -44,7 +44,8 @@ def dry_count(
 
     The answer has the count, or the reason that the step cannot be counted.
     """
-    if config.knows_ends and (config.packing or not config.has_mask):
+    is_flex = config.attention == "flex_attention"  # it cannot be compiled on the meta device
+    if is_flex or (config.knows_ends and (config.packing or not config.has_mask)):
         # Count with torch's own flash attention. It needs the same memory as the configured
         # attention, and no extra package. But it cannot separate packed examples without a mask,
         # and the configured attention can. To avoid the mask, count each row as one example.

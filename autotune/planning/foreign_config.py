@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import ModelSpec
+from autotune.catalog.model_names import quantised_copy
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_user_text, read_user_yaml
@@ -27,11 +28,15 @@ from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
+from autotune.planning.foreign_v1 import V1, deepspeed_file, with_older_keys
 from autotune.problem.constraints import NO_SDPA
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
 # Modules outside the layers; the estimate leaves out adapters on these modules
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
+# Stands in the values of a run whose loss in chunks cannot be counted, and in the table `lessens`.
+# The logits of all tokens are counted instead.
+FUSED_LOSS = "the fused loss"
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
 TOOLS = ("trl", "axolotl", "llamafactory")
@@ -95,11 +100,27 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
 
 
 def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
-    """Return the run that the values of a file describe for `tool`, one of TOOLS.
+    """Return the run that the values of a file describe for `tool`, one of TOOLS or V1.
 
     Raises UsageError for an impossible value, and for an unsupported kind of run.
     """
-    return replace(_read(File(values=values, notes=[]), tool), values=values)
+    file = _completed(File(values=values, notes=[]), tool)
+    run = _read(file, "llamafactory" if tool == V1 else tool)
+    return replace(run, format=tool, values=file.values)
+
+
+def _completed(file: File, tool: str) -> File:
+    """Return the file with the keys that other keys imply."""
+    if tool == V1:
+        file = with_older_keys(file)
+    implied: dict[str, Any] = {}
+    if tool in ("llamafactory", V1) and file.text("finetuning_type") == "freeze":
+        implied["freeze_trainable_layers"] = 2
+    # No formula covers these formats of a checkpoint: the table `lessens` has their names.
+    _, storage = quantised_copy(file.text(key_of("llamafactory" if tool == V1 else tool, "model")))
+    if storage in ("NVFP4", "AQLM"):
+        implied[f"{storage} storage"] = True
+    return replace(file, values=implied | file.values)
 
 
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
@@ -111,14 +132,14 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     values = _load(path)
     tool = _tool_of(path, values)
     values.pop("objective", None)  # no tool has this key; it is only set below
-    if objective is not None and tool == "trl":
+    if objective is not None and tool in ("trl", V1):
         values["objective"] = _command_objective(objective)
 
     ignored = ""
     try:
         ignored = _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values.get("accelerate_config"))
-        values |= _deepspeed_settings(path, values.get("deepspeed"))
+        values |= _deepspeed_settings(path, deepspeed_file(values))
         ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
@@ -283,16 +304,17 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     if other := _other_tool(values):
         raise UsageError(f"{path} is a file of {other}, which is not supported", remedy=_TRAINING)
 
-    # Some YAML files belong to the supported tools but describe no training.
+    # Some YAML files belong to the supported tools but describe no training. LLaMA-Factory's v1 has
+    # the key for an export inside `peft_config`.
+    adapters = values.get("peft_config")
+    named = values | (adapters if isinstance(adapters, dict) else {})
     for other in table("other_files"):
-        if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
+        if not values.get("do_train") and any(map(named.get, other["keys"])):
             raise UsageError(
                 f"{path} is {other['what']}: it describes no training", remedy=_TRAINING
             )
     if any(key in values for key in table("marks_of_v1")):
-        raise UsageError(
-            f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
-        )
+        return V1
 
     # The file belongs to the tool that has the most identifying keys in the file.
     all_marks = table("marks")
@@ -388,9 +410,11 @@ def _read(file: File, tool: str) -> ForeignConfig:
 def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
     """Return the knobs that a file sets, except the micro batch size and the row length."""
     read_knobs = {"trl": _trl_knobs, "axolotl": _axolotl_knobs, "llamafactory": _llamafactory_knobs}
-    knobs = read_knobs[tool](file)
+    knobs = read_knobs[tool](file) | _stored_quantization(file, tool)
     if tool != "trl" and file.has(*table("noted")["own_loss"]):
         knobs["loss"] = "full"  # a custom loss replaces the fused loss
+    if file.has(FUSED_LOSS):
+        knobs["loss"] = "full"
     if objective is not Objective.SFT:
         knobs |= _objective_knobs(file, tool, objective, packing=knobs["packing"])
     file.note(
@@ -401,7 +425,8 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
         knobs |= _adapter_knobs(file, tool)
     elif knobs["quantization"] != "none":
         quantization_key = next(
-            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)
+            (key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key)),
+            key_of(tool, "model"),
         )
         raise Refused(
             quantization_key,
@@ -410,6 +435,21 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
         )
 
     return knobs | _compute_knobs(file, tool)
+
+
+def _stored_quantization(file: File, tool: str) -> dict[str, Any]:
+    """Return the knobs of a checkpoint that is quantised by GPTQ or AWQ, in 4 bits if not in 8.
+
+    bitsandbytes needs about the same memory for the same number of bits.
+    """
+    _, storage = quantised_copy(file.text(key_of(tool, "model")))
+    if not storage and file.flag("gptq"):
+        storage = "GPTQ"
+    method, _, eight_bit = storage.partition("-")
+    if method not in ("GPTQ", "AWQ"):
+        return {}
+    file.note(True, "quantised_by", name=method)
+    return {"quantization": "int8" if eight_bit else "nf4"}
 
 
 def _trl_objective(file: File) -> Objective:
@@ -756,6 +796,11 @@ def _trl_knobs(file: File) -> dict[str, Any]:
 
 def _axolotl_knobs(file: File) -> dict[str, Any]:
     """Return the knobs whose keys only Axolotl has."""
+    if file.has("model_quantization_config"):
+        options = file.mapping("model_quantization_config_kwargs")
+        if not options.flag("dequantize"):
+            why = "a base that stays in this format is not supported"
+            raise Refused("model_quantization_config", why, "let Axolotl dequantise it")
     adapter = file.text("adapter")
     four_bit = file.flag("load_in_4bit")
     eight_bit = file.flag("load_in_8bit")
@@ -835,8 +880,10 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
         )
     stage = file.text("stage", default="sft")
     method = file.text("finetuning_type", default="lora")
-    if method not in ("lora", "full"):
-        raise Refused("finetuning_type", f"lora or full is supported, not {quote(method)}", _REMEDY)
+    if method not in ("lora", "full", "freeze"):
+        why = f"lora, full or freeze is supported, not {quote(method)}"
+        raise Refused("finetuning_type", why, _REMEDY)
+    file.note(method == "freeze", "frozen")
     bits = file.whole("quantization_bit", default=16)
     if bits not in (4, 8, 16):
         raise Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
@@ -855,13 +902,14 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
     file.note(packing and not neat, "crossed")
 
     return {
-        "method": method,
+        "method": "lora" if method == "lora" else "full",
         # Without autocast, the base has its published dtype, and trained parameters are in fp32.
         # For adapters, the knob's value bf16_mixed is the nearest to these dtypes.
         "precision": _precision(pure, bf16, fp16, "bf16_mixed" if method == "lora" else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
         "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,
-        "loss": "chunked" if liger else "full",
+        # The trainers of v1 read the logits, so that Liger's fused loss is off.
+        "loss": "chunked" if liger and "kernel_config" not in file.values else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,
     }

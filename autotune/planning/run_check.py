@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
+from autotune.catalog.model_names import quantised_copy
 from autotune.catalog.models import shaped_like
 from autotune.core.errors import UsageError
 from autotune.core.fp16_overflow import fp16_warning
@@ -20,7 +21,6 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.export.keys import key_of
 from autotune.planning.counted_memory import no_count
 from autotune.planning.device_estimate import (
     device_limit_gib,
@@ -30,9 +30,10 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_config import at_line, for_model, read_file
+from autotune.planning.foreign_config import FUSED_LOSS, at_line, for_model, parse, read_file
 from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_sharding import shared_out
+from autotune.planning.foreign_v1 import file_key
 from autotune.planning.observations import Say, silent
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
@@ -95,8 +96,9 @@ def check(
     device = planned_device(options.get("gpu") or "auto")
     name = options.get("model") or run.model
     model, assumption = find_model(name)
+    gpus = options.pop("gpus", None)
     try:
-        run = shared_out(for_model(run, model), model, options.pop("gpus", None))
+        run = shared_out(for_model(run, model), model, gpus)
     except Refused as refusal:
         raise at_line(file, refusal, run.ignored) from None
 
@@ -122,6 +124,12 @@ def check(
     ):
         say(f"counting the run's memory, since there is no formula for {uncovered}")
     checked = check_run(context, run)
+    if checked is None and run.config.loss == "chunked":
+        # Some models change their logits after the head. The loss in chunks cannot do that.
+        whole = for_model(parse(run.values | {FUSED_LOSS: True}, run.format), model)
+        whole = replace(shared_out(whole, model, gpus), ignored=run.ignored)
+        checked = check_run(context, whole)
+        run = whole if checked else run
     if checked is None:
         raise UsageError(
             f"there is no formula for {uncovered}, and the run's memory cannot be counted: "
@@ -189,11 +197,12 @@ def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """Return the model that a file names, and a sentence if a similar model is assumed.
 
-    A copy of a known model under another organization, or at a path that does not exist here, is
-    assumed to have the known model's shape. A chat model tuned from a known model is assumed to
-    have the known model's shape, too. Raises UsageError for an unknown model.
+    A copy of a known model under another organization, in a quantised format, or at a path that
+    does not exist here, is assumed to have the known model's shape. A chat model tuned from a known
+    model is assumed to have the known model's shape, too. Raises UsageError for an unknown model.
     """
-    spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
+    original, _ = quantised_copy(name)
+    spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(original)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
         return (
             spec,
@@ -442,7 +451,7 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
 
     step = bounds_of(context, replace(run, evaluation=None))
     assert step is not None  # the bounds of the run include the bounds of a step
-    key = key_of(run.format, "eval_batch")
+    key = file_key(run.format, "eval_batch")
     rows = evaluation.batch_of(run.config).micro_batch_size
     source = key if key in run.values else f"{key}, by default"
     logits = ", with the logits of all tokens" if evaluation.loss == "full" else ""

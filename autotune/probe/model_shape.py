@@ -186,12 +186,23 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
     )
     for module in adapted.modules():
         base = module.get_base_layer() if isinstance(module, LoraLayer) else None
-        if isinstance(base, nn.Linear) and type(base).forward is not nn.Linear.forward:
+        if isinstance(base, nn.Linear) and not _returns_its_product(base):
             raise ValueError(
                 f"PEFT cannot add adapters to {type(base).__name__}, which is no plain linear layer"
             )
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
+
+
+def _returns_its_product(layer: nn.Linear) -> bool:
+    """Return whether the layer returns one tensor, to which PEFT adds the adapter's product.
+
+    The routers of some mixtures of experts are linear layers that return several tensors.
+    """
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    returned = layer(layer.weight.new_empty(1, layer.in_features))
+    return isinstance(returned, torch.Tensor) and returned.shape == (1, layer.out_features)
 
 
 def _liger_supports(model_type: str) -> bool:

@@ -24,7 +24,8 @@ from autotune.problem.workload import Workload
 from autotune.trainer.settings import DEQUANTISED
 
 NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
-NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", *NO_ATTENTION}  # transformers refuses SDPA
+# transformers refuses SDPA
+NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", "mpt", *NO_ATTENTION}
 # FlashAttention 2 lacks the attention sinks of gpt-oss; only other versions support them.
 NO_FLASH_2 = {"deepseek_v4", "gpt_oss", *NO_ATTENTION}
 LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports

@@ -39,9 +39,15 @@ class Uncounted:
     exchanges: bool = False
 
     def least(self, memory: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory if all shared terms are sharded and all freed terms leave the GPU."""
+        """Return the memory if all shared terms are sharded and all freed terms leave the GPU.
+
+        The activations of a count include its logits.
+        """
+        freed = set(self.freed)
+        if memory.counted and "logits" in freed:
+            freed.add("activations")
         parts = {name: getattr(memory, name) / self.num_gpus for name in self.shared}
-        return replace(memory, **parts | dict.fromkeys(self.freed, 0.0))
+        return replace(memory, **parts | dict.fromkeys(freed, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

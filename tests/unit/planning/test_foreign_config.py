@@ -606,6 +606,43 @@ def test_what_needs_no_note(read):
         assert note not in read(with_lines(LORA[tool], line)).notes
 
 
+# --- checkpoints in a quantised format
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "quantization"),
+    [
+        ("TechxGenus/Meta-Llama-3-8B-Instruct-AWQ", "AWQ", "nf4"),
+        ("TheBloke/Llama-2-7B-GPTQ", "GPTQ", "nf4"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "GPTQ", "int8"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "GPTQ", "nf4"),
+    ],
+)
+def test_a_checkpoint_of_gptq_or_awq_is_counted_as_bitsandbytes(model, method, quantization, read):
+    run = read(FACTORY.replace("org/m", model))
+    assert run.config.quantization == quantization
+    assert f"The base is quantised by {method}, but the estimate assumes bitsandbytes." in run.notes
+    with pytest.raises(UsageError, match="model_name_or_path: a quantised base can only"):
+        read(f"{FACTORY.replace('org/m', model)}finetuning_type: full\n")
+
+
+def test_a_base_that_axolotl_dequantises_has_16_bits(read):
+    kept = "model_quantization_config: Mxfp4Config\nmodel_quantization_config_kwargs: "
+    run = read(f"{LORA['axolotl']}{kept}{{dequantize: true}}\n")
+    assert run == read(LORA["axolotl"])
+    assert read(f"{LORA['axolotl']}gptq: true\n").config.quantization == "nf4"
+
+
+def test_freezing_trains_all_layers_at_most(read):
+    run = read(f"{FACTORY}finetuning_type: freeze\nbf16: true\n")
+    assert run.config.label().startswith("full 8x2048 bf16_mixed")
+    assert run.values["freeze_trainable_layers"] == 2
+    assert "freeze_trainable_layers is not counted: the run needs less memory" in " ".join(
+        run.notes
+    )
+    assert any(note.startswith("finetuning_type is freeze") for note in run.notes)
+
+
 # --- what is refused
 
 
@@ -616,7 +653,7 @@ REFUSED = {
         "stage: ppo",
     ): "'ppo' is another objective than dpo, kto, pt, rm, sft: it generates answers"
     " during training, which no probe does",
-    ("llamafactory", "finetuning_type: freeze"): "lora or full is supported, not 'freeze'",
+    ("llamafactory", "finetuning_type: oft"): "lora, full or freeze is supported, not 'oft'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
     ("llamafactory", "do_train: false"): "is not true, so LLaMA-Factory trains nothing",
     (
@@ -630,7 +667,10 @@ REFUSED = {
     ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
-    ("axolotl", "gptq: true"): "it is not supported",
+    (
+        "axolotl",
+        "model_quantization_config: Mxfp4Config",
+    ): "a base that stays in this format is not supported",
     (
         "axolotl",
         "diffusion: {eps: 0.1}",
@@ -738,11 +778,6 @@ def test_what_is_refused(tool, line, failure):
         ("cutoff_len: 2048\nbase_model: m\n",
          "FILE: cannot tell which tool it is for: it has both base_model of axolotl; cutoff_len of"
          " llamafactory"),
-        # LLaMA-Factory's examples/v1/train_lora/export_lora.yaml, and one that trains
-        ("model: m\npeft_config:\n  name: lora\n  export_dir: out\n",
-         "FILE: the format of LLaMA-Factory v1 is not supported"),
-        ("model: m\nmodel_class: llm\ntrain_dataset: d\ncutoff_len: 2048\nmicro_batch_size: 1\n",
-         "FILE: the format of LLaMA-Factory v1 is not supported"),
         ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML:"
          " could not determine"),
         ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value does not"

@@ -868,6 +868,34 @@ def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "it can be counted"
 
 
+def test_logits_that_change_after_the_head_are_counted_whole(
+    answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dry(model: ModelSpec, config: TrainConfig, *asked: Any) -> DryAnswer:
+        return DryAnswer(refused="no") if config.loss == "chunked" else DryAnswer(count=COUNT)
+
+    monkeypatch.setattr(counted_memory, "dry_count", dry)
+    found = answer(changed(TRL, model_name_or_path="gpt2", dtype="bfloat16"), "h100")
+    assert found.checked.run.config.loss == "full"
+    activations = found.checked.bounds.reported.activations  # with the logits
+    least, most = found.checked.bounds.bounds_gib
+    assert most is not None and 0 < most - least == pytest.approx(activations, rel=0.1)
+    assert any("the fused loss" in note for note in found.notes)
+
+
+def test_a_quantised_copy_has_the_shape_of_its_original(
+    answer: Callable[..., CheckReport],
+) -> None:
+    model, assumption = find_model("TechxGenus/Meta-Llama-3-8B-Instruct-AWQ")
+    assert model.name == "meta-llama/Meta-Llama-3-8B" and assumption is not None
+    text = changed(TRL, model_name_or_path="nvidia/Llama-3.1-8B-Instruct-NVFP4", dtype="bfloat16")
+    found = answer(text, "h100")
+    least, most = found.checked.bounds.bounds_gib
+    weights = found.checked.bounds.reported.weights
+    assert most is not None and most - least == pytest.approx(weights, rel=0.1)
+    assert any("NVFP4 storage" in note for note in found.notes)
+
+
 def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     counted: MemoryBreakdown, answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
