@@ -42,9 +42,9 @@ OF_OBJECTIVES = (
 )
 
 RANK_ACCURACY = (
-    "memory by formulas: for FSDP2 within 2.7 % of four measured ranks and 2.1 % of 192 counted "
-    "ones, for DDP within 1.6 % of six measured ranks, and for ZeRO within 1.5 % of eight; speed "
-    "on several GPUs by formulas that few measurements have checked"
+    "memory by formulas: for FSDP2 off by at most 2.7 % for the four measured ranks and 2.1 % for "
+    "the 192 ranks of dry counts, for DDP by at most 1.6 % for six measured ranks, and for ZeRO by "
+    "at most 1.5 % for eight; speed on several GPUs by formulas that few measurements have checked"
 )
 
 

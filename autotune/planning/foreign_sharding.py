@@ -146,7 +146,7 @@ def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> Forei
             freed.add("reserved")  # the allocator gives unused memory back if memory is short
             why = f" ({reason})" if reason else ""
             by = _NAMES.get((strategy or "")[:4], "")
-            causes.append(f"how {number} GPUs shard the model{by}{why}")
+            causes.append(f"the sharding of the model over {number} GPUs{by}{why}")
             exchanges = True
             unshared_notes.remove(notes["sharded"])
     elif notes["sharded"] in run.notes and freed:

@@ -297,7 +297,7 @@ def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) ->
 def held_out_share(settings: RunSettings, options: Options) -> float:
     """Return the fraction of the examples to hold out and evaluate during the training.
 
-    The result is 0 with --held-out, and for random examples.
+    It is 0 for random examples, and with --held-out, which holds out a number of examples instead.
     """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
@@ -380,9 +380,10 @@ def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., t
 def random_examples(
     settings: RunSettings, options: Options, config: PreTrainedConfig
 ) -> list[torch.Tensor]:
-    """Return random examples for the whole run, with the measured lengths or a file's lengths.
+    """Return random token ids as the examples of the whole run.
 
-    `config` is the model's.
+    Their lengths are those of the study's examples, or those in the file of --lengths. `config` is
+    the model's.
     """
     vocab_size = config.get_text_config().vocab_size
     lengths = settings.lengths

@@ -967,10 +967,10 @@ def test_plan_says_how_accurate_counts_are() -> None:
 def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     own, counted = (RESULTS[name]["summary"] for name in ("plan_world", "counted_ranks"))
     said = (
-        f"within {own['own_memory_error_max']:.1%} of four measured ranks and"
-        f" {counted['error_max']:.1%} of"
+        f"at most {own['own_memory_error_max']:.1%} for the four measured ranks and"
+        f" {counted['error_max']:.1%} for the"
     )
-    assert f"{said} {counted['ranks']} counted ones" in RANK_ACCURACY.replace(" %", "%")
+    assert f"{said} {counted['ranks']} ranks of dry counts" in RANK_ACCURACY.replace(" %", "%")
     of_counted = (
         f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%}"
         " at worst of"

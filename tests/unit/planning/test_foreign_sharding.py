@@ -157,7 +157,7 @@ def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
         run, notes = notes_of(tmp_path, FULL | FSDP, gpus)
         assert run.config.num_gpus == 1 and (SHARDED in notes) is (gpus != 11)
     assert run.uncounted is not None and run.uncounted.causes == (
-        "how 11 GPUs shard the model by FSDP (no formula covers 11 GPUs)",
+        "the sharding of the model over 11 GPUs by FSDP (no formula covers 11 GPUs)",
     )
     plain, _ = notes_of(tmp_path, LORA, 4)
     assert (plain.config.num_gpus, plain.config.sharding) == (4, "ddp")
@@ -250,7 +250,7 @@ def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> 
     assert least.reserved == 0 < most.reserved
     assert shared.checked.estimate.tokens_per_s is None  # its transfers take unknown time
     assert any(
-        note.startswith("The need is a range, because no formula covers how 8 GPUs")
+        note.startswith("The need is a range, because no formula covers the sharding")
         for note in shared.notes
     )
     assert not any("each GPU holds the whole model" in note for note in shared.notes)
