@@ -22,7 +22,7 @@ GIB_PER_MARKETED_GB = 0.99
 # L4 and an A10.
 USABLE = 0.98
 
-# A card's measured memory matches a product if the two differ by at most this share. For example,
+# The measured memory of a card may differ from the product's by at most this share. For example,
 # torch reports 3 % less than nvidia-smi (14.6 instead of 15.0 GiB on a T4).
 MEMORY_TOLERANCE = 0.1
 
@@ -142,7 +142,7 @@ def resolve_device(name: str) -> DeviceSpec:
         return catalogued_device(name)
 
     device = replace(_device(own_row(name)), given=name.strip())
-    # A described card with the name of a catalogued card would get that card's prices and
+    # If a described card had the name of a catalogued card, it would get that card's prices and
     # measurements.
     if (known := _by_name().get(_normalize(device.name))) is not None:
         raise UsageError(

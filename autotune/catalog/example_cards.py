@@ -33,7 +33,7 @@ class ExampleCard:
 
 
 # With demo-3m on two CPU cores, 8 rows of 256 tokens take 0.17 GiB without activation
-# checkpointing. 16 rows take 0.34 GiB, more than the card has.
+# checkpointing. 16 rows take 0.34 GiB, more than the example card has.
 _OF_MODELS = {"demo-3m": ExampleCard(memory_gib=0.3, usd_per_hour=0.60)}
 
 

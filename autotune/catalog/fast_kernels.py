@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.core.files import load_data
 
-# Types of layers that need no kernel of these packages, as a config's `layer_types` names them.
+# Values of a config's `layer_types` for layers that need no package with fast kernels.
 _USUAL_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"} | {
     "mlp",
     "moe",

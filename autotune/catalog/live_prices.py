@@ -22,8 +22,9 @@ TIMEOUT_S = 20.0  # without a timeout, gpuhunt waits for its server forever
 # Flags of offers with conditions that a study cannot meet: at least two machines, or days of
 # notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# Names that mean another card in clouds than in the catalogue. Clouds rent the server edition, and
-# the catalogue's name means the workstation card.
+# A key is a name that means different cards in the catalogue and in clouds: the workstation card in
+# the catalogue, the server edition in clouds. The value is the catalogue's name of the server
+# edition.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 

@@ -21,7 +21,7 @@ QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
 # same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
-# The ending of an nf4 copy's name; the rest names the original. The knob `quantization` quantises
+# The name of an nf4 copy is the original's name with this ending. The knob `quantization` quantises
 # the original in the same way.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-(?:4bit|nf4(?:-bf16)?)$", re.IGNORECASE)
 _QUANTISED_FOR_MLX = re.compile(r"-[2-8]bit$", re.IGNORECASE)
@@ -63,8 +63,9 @@ class ModelNames:
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.exact: dict[str, int] = {}
         self._organisations: list[set[str]] = []
-        self._by_last_part: dict[str, set[int]] = {}  # the part of the name after the slash
-        self._by_plain_name: dict[str, set[int]] = {}  # the last part without words about tuning
+        self._by_last_part: dict[str, set[int]] = {}  # keys: names' parts after the slash
+        # Keys: the same parts without words such as "instruct"
+        self._by_plain_name: dict[str, set[int]] = {}
 
         for number, row in enumerate(rows):
             organisations: set[str] = set()

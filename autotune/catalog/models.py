@@ -33,14 +33,15 @@ _VOCAB = ("vocab_size",)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_SIZE = 2**31  # a larger size in a config is an error
 
-# Keys of a config.json about how it was saved or is to be run, not about the model. An attention
-# implementation may name a Hub repository, and transformers would download and run its kernels.
+# Keys of a config.json that say how the model was saved or is to be run, not which shape it has. An
+# attention implementation may name a Hub repository, and transformers would download and run its
+# kernels.
 _NOT_SHAPE = frozenset(
     {"architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "name_or_path"}
     | {"attn_implementation", "experts_implementation", "quantization_config"}
 )
 
-# Heads with their own losses, by the end of a class name.
+# Matches the ends of class names of models whose head has a loss of its own.
 _OTHER_HEADS = re.compile(
     r"(For\w*Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel)$"
 )
@@ -364,7 +365,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
         return str(method)
     reason = f"by the method {method!r}, which no probe trains"
     if method == "bitsandbytes":
-        # A dynamic quantisation keeps single layers in 16 bits, and no knob describes which.
+        # A dynamic quantisation keeps some layers in 16 bits, and no knob says which layers.
         layer = re.search(r"\w[\w.]*\.\d+[\w.]*", str(quantised.get("llm_int8_skip_modules")))
         if layer:
             reason = f"except for single layers ({layer[0]}), which no probe copies"
@@ -409,7 +410,7 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
             remedy="if transformers has this model_type built in,"
             " remove auto_map from a local copy of config.json",
         )
-    # A head with its own loss is not the head that a probe trains.
+    # Probes do not train the head of a model whose class has a loss of its own.
     named = config.get("architectures")
     others = (
         [name for name in named if _OTHER_HEADS.search(str(name))]
@@ -458,8 +459,9 @@ def _shape_of(value: Any) -> Any:
 
 # --- Floating point operations of a training step, the numerator of model FLOPs utilisation (MFU).
 
-# A multiply-add is 2 FLOPs. A parameter costs 2 in the forward pass, 2 for the gradient of its
-# input, and 2 for its own gradient. A frozen parameter has no gradient of its own.
+# A multiply-add is 2 FLOPs. For each token, a parameter costs 2 FLOPs in the forward pass, 2 for
+# the gradient of its input, and 2 for its own gradient. A frozen parameter has no gradient of its
+# own.
 FLOPS_PER_PARAMETER = {"lora": 4, "full": 6}
 
 # The families with known matrix products. Head and embedding share their weights by default in the
@@ -543,7 +545,7 @@ def _windows(config: dict[str, Any]) -> list[int | None]:
         return [None for _ in layers]
     if "layer_types" in config:
         return [window if config["layer_types"][i] == "sliding_attention" else None for i in layers]
-    if family == "gemma2":  # layers 0, 2, 4 and so on have the window
+    if family == "gemma2":  # layers 0, 2, 4 and so on have the sliding window
         return [window if i % 2 == 0 else None for i in layers]
     if family.startswith("qwen"):
         return [window if i >= config.get("max_window_layers", 28) else None for i in layers]

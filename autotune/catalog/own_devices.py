@@ -22,7 +22,7 @@ def split_names(text: str) -> list[str]:
     Consecutive parts with an equals sign describe one card; a repeated key begins the next card.
     """
     cards: list[str] = []
-    keys: set[str] = set()  # the keys of the last card so far, if keys describe it
+    keys: set[str] = set()  # the keys read so far in the description of the last card
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, _ = part.partition("=")
         if equals and keys and key.strip() not in keys:

@@ -17,8 +17,8 @@ QWEN_PIXELS = (56 * 56, 16384 * 28 * 28)
 TILES_A_SIDE = 4  # the number of tiles along an image's longer side, for SmolVLM and Idefics 3
 MOST_SIDE = 4096  # the largest side in pixels of a scaled image that is cut into tiles
 MOST_RATIO = 200  # the largest accepted ratio of an image's sides, for Qwen2.5-VL
-# The number of tokens of a tag such as <row_1_col_1> that is tokenised as text, by SmolVLM's
-# authors
+# A tag such as <row_1_col_1> has this number of tokens if it is tokenised as text, according to
+# SmolVLM's authors.
 TEXT_TAG = 7
 
 

@@ -35,7 +35,8 @@ class View:
 
 
 ALL = "*"
-# Each JSON key maps to a path, to a Native, View or Keys, or to None if the key is also the path.
+# Maps each JSON key to the path of its attribute, to a Native, View or Keys, or to None if the key
+# equals the path.
 Keys = dict[str, Any]
 
 

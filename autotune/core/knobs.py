@@ -18,8 +18,8 @@ Form = Literal["choice", "boolean", "integer", "checkpointing", "modules"]
 Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
 
 MAX_INTEGER = 2**24
-# The end of a module's path. If a value has only one name, the name must contain "_" or ".", so
-# that a mistyped choice is not taken for a module.
+# Matches the end of a module's path. If a knob's value is a single such name, the name must contain
+# "_" or ".", so that a mistyped choice is not taken for a module.
 _MODULE = re.compile(r"\w{1,80}(?:\.\w{1,80}){0,8}")
 _SINGLE = re.compile(r".*[_.].*")
 # For each selective value of `checkpointing`, the share of its activations that a compiled layer

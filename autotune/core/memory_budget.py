@@ -2,9 +2,9 @@
 
 from autotune.core.parallelism import Parallelism
 
-# NCCL's GiB on each GPU, outside torch's allocator. NCCL_OF_4_GIB is for groups of up to 4 GPUs,
-# measured with 2 ranks on H200s and 4 ranks on H100s. NCCL_GIB is for larger groups. Other projects
-# report 0.7 GiB on four A100s and 1.06 GB on eight H100s.
+# The GiB that NCCL takes on each GPU, outside torch's allocator. NCCL_OF_4_GIB is for groups of up
+# to 4 GPUs, measured with 2 ranks on H200s and 4 ranks on H100s. NCCL_GIB is for larger groups.
+# Other projects report 0.7 GiB on four A100s and 1.06 GB on eight H100s.
 NCCL_OF_4_GIB = 0.76
 NCCL_GIB = 1.0
 

@@ -160,7 +160,8 @@ class Nvml:
             if sample.smUtil <= 100:  # above 100, the driver has not set the entry
                 shares.setdefault(sample.pid, []).append(sample.smUtil / 100)
 
-        # A short step beside a busy process may have no sample of its own.
+        # While another process keeps the card busy, a short step of this process may have no
+        # sample.
         known = shares.keys() | {process.pid for process in self._processes()}
         if not shares or not known & set(own):
             return None

@@ -70,7 +70,7 @@ class Phase(StrEnum):
     STEADY = "steady"  # all timed steps together
     EVALUATE = "evaluate"
     SAVE = "save"
-    PROFILE = "profile"  # of one micro batch, after all other measurements
+    PROFILE = "profile"  # one micro batch is profiled, after all other measurements
     CLEANUP = "cleanup"
 
 
@@ -302,7 +302,8 @@ class ProbeRequest:
                 **({} if self.flash else {"flash": False}),
                 **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
-                # Probes of earlier versions kept 16-bit weights, and their digests lack this key.
+                # Earlier versions kept fp8 weights in 16 bits. This key makes their probes' digests
+                # differ from today's.
                 **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),
             }
         )

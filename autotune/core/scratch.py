@@ -31,8 +31,8 @@ def scratch_directory() -> Iterator[str]:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_SH)
 
-        # The directory gets its final name only now, after it was locked. With this name, another
-        # process could remove an unlocked directory.
+        # Other processes remove unlocked directories whose names begin with NAME. So the directory
+        # gets such a name only now, after it was locked.
         path = new.replace("autotune-new-", NAME)
         os.rename(new, path)
         try:

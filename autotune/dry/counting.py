@@ -253,9 +253,9 @@ class CountedStep:
             lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")
         )
 
-        # The output of the base model marks the end of the layers in two cases. TRL uses the head's
-        # weights and never calls the head. The head over labels has a different name in each model
-        # family.
+        # Usually, the call of the head marks the end of the layers. But TRL never calls the head,
+        # and a classification head has a different name in each model family. In both cases, the
+        # output of the base model marks the end of the layers.
         if self._trl_step is not None or self._request.objective.num_labels is not None:
             self._base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)

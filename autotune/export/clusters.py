@@ -135,7 +135,7 @@ def training_job(recipe: Recipe) -> JobSpec:
         limit_s=3600 * hours,
         cpus=recipe.config.num_gpus * (4 + recipe.config.loader_workers),
         gpus=recipe.config.num_gpus,
-        hopeless=[2, 4],  # 2: wrong arguments, 4: no configuration fits
+        hopeless=[2, 4],  # exit code 2: wrong arguments, 4: nothing fits
         annotations={
             "autotune-study": recipe.study,
             "autotune-model": recipe.model.name,
@@ -227,7 +227,7 @@ def _kubernetes(job: JobSpec) -> str:
     }
     pod = {
         "restartPolicy": "Never",
-        # The limit counts while a pod runs, not while it waits for a GPU.
+        # This time limit starts when the pod runs, not while the pod waits for a GPU.
         "activeDeadlineSeconds": job.limit_s,
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": label and {"nvidia.com/gpu.product": label},
@@ -333,7 +333,8 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """
     if device.vendor != "nvidia":
         return None
-    # For a card outside the catalogue, the study's fingerprint has the driver's name.
+    # For a card outside the catalogue, the study's fingerprint has the name that the driver gives
+    # it.
     name = device.nvml_names[0] if device.nvml_names else fingerprint.device
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 

@@ -131,7 +131,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "checkpoint_every": config.checkpoint_every,
         "skips_layers": (config.checkpoint_every or 1) > 1,
         "selects": config.activation_budget < 1,
-        # Whether the probed transformers can recompute only some layers, and offload checkpoints.
+        # True if the probed version of transformers can recompute only some layers, and offload
+        # checkpoints.
         "by_layer": checkpoints_some(recipe.fingerprint.packages.get("transformers", "")),
         "needs_liger": config.kernels == "liger" or config.loss == "chunked",
         "probed_with_trl": recipe.trainer == "trl",

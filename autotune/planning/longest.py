@@ -75,7 +75,7 @@ PINNED_APART = {
 # The assumed error of a predicted time, as a factor. The only measured time was off by a factor of
 # 1.23.
 TIME_ERROR = 1.3
-# The allocator's overhead as a share of the counted peak, for few large tensors
+# The allocator's overhead as a share of the counted peak, if tensors are few and large
 # (`benchmarks/longest.py`). The overhead was 2.1 % of 39 GiB on an H100. Under a cap of 24 GB, the
 # overhead was over 3.7 %, with no memory left for a new block.
 ALLOCATOR_SHARE = 0.06

@@ -215,8 +215,8 @@ def extrapolate(
     if low.host_micro_s is not None and high.host_micro_s is not None:
         # Once the device's queue is full, the host waits before it issues more work, and the wait
         # counts as host time. Two layers do not fill the queue but the deeper probe may, so the
-        # line through both may be too steep. An added layer takes at most the host time of a layer
-        # in the shallow probe.
+        # line through both host times may be too steep. An added layer takes at most the host time
+        # of a layer in the shallow probe.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, reach),
             low.host_micro_s * longer,
@@ -454,8 +454,8 @@ def _time(
     the same weights. The whole model has `longer` times the repeating layers of the shallow one.
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
-    # The rest of the model takes no negative time. The line is steeper than that allows if the host
-    # slows down between the two probes.
+    # The parts of the model that do not repeat cannot take negative time. But if the host slows
+    # down between the two probes, the line may be so steep that they would.
     value = min(value, middle(low) * longer)
     # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe
     # makes the line too flat.

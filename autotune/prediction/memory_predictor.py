@@ -15,8 +15,9 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# The assumed relative error of a line outside its measured points. The error applies to the memory
-# that the line adds beyond the nearest point. `benchmarks/memory.py gate` checks this assumption.
+# A straight line through measured points gives memory over tokens. This is its assumed relative
+# error outside the points, and applies to the memory that the line adds beyond the nearest point.
+# `benchmarks/memory.py gate` checks this assumption.
 LINE_DOUBT = 0.02
 
 # A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
@@ -132,7 +133,8 @@ class MemoryPredictor:
         if not names:
             return None
 
-        # The largest temporary memory of any segment: its lower bound, likely value and upper bound
+        # The largest temporary memory of any part of a step: its lower bound, likely value and
+        # upper bound
         low = gib = high = 0.0
         largest = Phase.FORWARD.value
         for name in names:

@@ -31,7 +31,7 @@ from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, products_tflops
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-# How many times faster an fp8 matrix multiplication is than a bf16 one, including the time to cast
+# A matrix multiplication in fp8 is this many times as fast as in bf16, even with the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
 # The numbers of bytes moved, including temporary tensors: for each byte that a layer keeps for its

@@ -64,8 +64,8 @@ class AheadCompiler:
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = 0.0
         self._used_gib = 0.0
-        # The used device memory at this process's first turn: all of it belonged to other
-        # processes.
+        # The device memory in use when this process got its first turn on the device. All of it
+        # belonged to other processes.
         self._first_gib: float | None = None
         self._meter: Meter | None = None
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())

@@ -18,8 +18,8 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-# All processes are started together, at most this many times. They are ended when a probe needs
-# their memory, and started again later.
+# The processes that compile ahead are started together, at most this many times. They are ended
+# when a probe needs their memory, and started again later.
 MAX_STARTS = 4
 # On a host with fewer cores than this, no process compiles ahead; from this number of cores on, one
 # process does.

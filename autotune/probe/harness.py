@@ -454,8 +454,9 @@ class Probe:
             self.recorder.enter_segment("forward_head")
             begin_at(hidden, "backward_layers")
 
-        # TRL uses the head's weights and never calls the head. The name of the attribute that holds
-        # a classification head differs between models.
+        # Usually, the call of the head marks the end of the layers. But TRL never calls the head,
+        # and a classification head has a different name in each model family. In both cases, the
+        # output of the base model marks the end of the layers.
         if request.trainer == "trl" or request.objective.num_labels is not None:
             layers_end = self.base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -682,7 +683,7 @@ class Probe:
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
-        times = self.recorder.times()  # `times.kinds` is empty if only one kind is timed
+        times = self.recorder.times()  # `times.kinds` is empty if all micro batches are of one kind
         if times.kinds:
             known_s = times.kinds[timed.index(frequent)][1]
         else:
@@ -774,7 +775,7 @@ class Probe:
         # `place` is the index of the step whose last micro batch is nearest the mean length.
         lasts = [step[-1] for step in schedule.round]
         place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
-        # `by_kind` is empty if only one kind is timed.
+        # `by_kind` is empty if all timed micro batches are of one kind.
         by_kind = dict(zip(timed, measurement.kind_s, strict=False))
         if by_kind:
             micro_s = by_kind[lasts[place]][1]
@@ -818,7 +819,7 @@ class Probe:
 
     def _optimizer_step(self) -> None:
         """Clip gradients, step the optimizer and clear gradients, like the Trainer in each step."""
-        self.recorder.phase = Phase.PROFILE  # the profiled micro batch has entered BACKWARD
+        self.recorder.phase = Phase.PROFILE  # the profiled micro batch has set it to BACKWARD
         trainer = self.trainer
         most = trainer.args.max_grad_norm
         if most:

@@ -110,7 +110,8 @@ class CudaMeter:
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        # The driver hides the context, so assume that all memory outside torch is the context.
+        # If the driver does not tell the context's memory, assume that all memory outside torch is
+        # the context's.
         if taken is None:
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())

@@ -142,7 +142,7 @@ def parts_of(
 def _mark(module: nn.Module, part: Part, found: dict[nn.Module, Part | None]) -> None:
     found[module] = part
     if isinstance(module, LoraLayer):
-        # The part of the adapters alone; the matrix that they adapt has its own part.
+        # Only the adapters get the part ADAPTERS; the matrix that they adapt keeps `part`.
         found[module] = Part.ADAPTERS
         _mark(module.base_layer, part, found)
         return
@@ -279,7 +279,8 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
 
         place = _place(event, stack[-1].place if stack else start, node_parts, unknown, trained)
         if event.sequence >= 0 and place.stage is not Stage.BACKWARD:
-            # Of several operators with the same sequence number, the last one makes the node.
+            # Of several operators with the same sequence number, the last one makes the autograd
+            # node.
             node_parts[event.thread, event.sequence] = place.part
         stack.append(_OpenEvent(event, place))
         found.append(stack[-1])

@@ -58,7 +58,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     if len(layers) == config.get_text_config().num_hidden_layers:
         prefix, period = repetition(_kinds(layers, config.get_text_config()))
-    else:  # the config has another number of layers, so lowering it would not truncate the model
+    else:  # the model has not the config's number of layers, so lowering it truncates nothing
         prefix, period = len(layers), None
 
     named = (item for layer in layers for item in layer.named_modules())

@@ -109,8 +109,8 @@ class Recorder:
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
         self.segment = ""  # the current part of a divided phase
-        # The host's seconds from the start of each micro batch to the start of the next one in its
-        # step.
+        # The host's seconds from the start of each micro batch to the start of the next micro batch
+        # in the same step.
         self.issue_s: list[float] = []
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
@@ -335,8 +335,8 @@ class Recorder:
         total = self._num_warm * rest
         steps = map(self.schedule.micro_batches, range(self._num_warm))
         for index in (index for step in steps for index in step):
-            # If the longest kind is not timed, its time is estimated from the next longest kind, by
-            # tokens.
+            # If no micro batch of the longest kind was timed, its time is estimated from the
+            # longest timed kind, in proportion to the length.
             total += by_kind.get(index, by_kind[known] * kinds[index].length / kinds[known].length)
         return total
 

@@ -21,10 +21,10 @@ FIRST_S = 0.01
 # activations is mapped then. If the longest kind makes up more than this fraction of the micro
 # batches, the warm-up steps contain a micro batch of the longest kind.
 OFTEN = 0.05
-# The first round is timed if its times exceed later rounds' times by at most this fraction:
-# WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few layers. Extrapolation from a few layers
-# has an error of 2 % anyway. The real errors are smaller, because warm-up steps or earlier probes
-# have loaded most kernels.
+# The first round is timed if loading kernels (FIRST_S) may lengthen its micro batches by at most
+# this fraction: WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few layers. Extrapolation from
+# a few layers has an error of 2 % anyway. The real fractions are smaller, because warm-up steps or
+# earlier probes have loaded most kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 

@@ -85,7 +85,8 @@ class WorkerProber:
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         # The seconds that the worker's start took; None after a result has reported them.
         self._start_s: float | None = None
-        # Whether the last try ran while a process that compiles ahead still used the device.
+        # Whether the last attempt at a probe ran while a process that compiles ahead still used the
+        # device.
         self._missed_turn = False
         # Whether heat or hardware slowed the last probe whose sensors were read.
         self._was_slowed = False
@@ -395,7 +396,8 @@ class WorkerProber:
         if self._process is not None:
             return
         if self.ahead is not None:
-            # Other processes would falsify the context that a starting worker measures.
+            # The memory of other processes would falsify a starting worker's measurement of its
+            # CUDA context.
             self.ahead.make_room()
         self.logs.mkdir(parents=True, exist_ok=True)
         self._process = WorkerProcess(self.device, self.logs / "worker.log", self._variables)

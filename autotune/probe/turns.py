@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Files in the folder: the turn's lock, the lock of the prober that waits for its turn, and the
-# wanted requests.
+# Files in the shared folder: the lock of the process whose turn it is, the lock of the prober that
+# waits for the next turn, and the requests to compile ahead.
 LOCK = "turn"
 NEXT = "next"
 WANTED = "wanted.json"

@@ -262,8 +262,8 @@ class Worker:
             oom: OomDetail | None = fields.get("oom")
             below_limit = oom is not None and oom.need_gib <= oom.limit_gib
             if below_limit and self.meter.aside_gib and reusable:
-                # The probe needed less than the limit, so cached models of other depths may have
-                # taken the missing memory. Try again without them.
+                # The probe ran out of memory below its limit, so cached models of other depths may
+                # have taken the missing memory. Try again without them.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
 

@@ -658,8 +658,8 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
 
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
-            # Pure bf16 saves much memory in full fine-tuning, so it stays in the reserve. With
-            # adapters, pure bf16 saves little memory.
+            # Pure bf16 saves much memory in full fine-tuning, so it is tried if no other precision
+            # fits. With adapters, pure bf16 saves little memory.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
             when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
@@ -755,8 +755,8 @@ def _packing_conditions(
     if workload.lengths.source == "assumed" and not asked_for:
         return "the lengths of the examples were not given (--dataset, --lengths)"
 
-    # An attention is allowed if packing was tested with it. With flash_attention_2, transformers
-    # separates the examples of packed rows only in micro batches of one row.
+    # An attention implementation is allowed if packing was tested with it. With flash_attention_2,
+    # transformers separates the examples of packed rows only in micro batches of one row.
     reasons = {
         value: untested("packing", True, "attention", value)
         for value in narrowing.space.choices("attention")

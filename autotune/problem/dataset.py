@@ -161,8 +161,8 @@ def image_lengths(
         lengths, "counted" if tokenizer else "characters", min(trained / sum(lengths), 1.0)
     )
 
-    # An image splits the text before and after it, and the split text may have one more token for
-    # each image.
+    # The text before and the text after an image are tokenised separately, which may add one token
+    # for each image.
     with_images = [row for row in pictures if row]
     ends = [
         round(text) + taken(row) + len(row)

@@ -330,8 +330,8 @@ class SearchSpace:
         known = {name: value for name, value in chosen.items() if name in KNOBS}
         size = self.knob("micro_batch_size")
         if size is not None and size.divides is not None and "micro_batch_size" in known:
-            # A sampler chooses each knob independently, so the size may not divide the global
-            # batch.
+            # A sampler chooses each knob independently, so the micro batch size may not divide the
+            # global batch.
             known["micro_batch_size"] = size.nearest(
                 known["micro_batch_size"], size.possible(known)
             )

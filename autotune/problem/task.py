@@ -164,8 +164,8 @@ class Task:
             seed=seed,
             profile=self.measured_on is not None,  # a projection to another card needs a profile
             flash=self.device.has_flash,
-            # For one GPU the world is always real, so that studies with any world can reuse the
-            # result.
+            # For one GPU, `world` is always REAL, so that studies with simulated ranks can reuse
+            # the result too.
             world=self.world if self.is_simulated(config) else World.REAL,
         )
 

@@ -433,7 +433,7 @@ class Workload:
         rows = self._packed(seq_len)
         ends = list(itertools.accumulate(group.number for group in rows))
 
-        # The representatives are evenly spaced among all rows, in the order of packing.
+        # The probed rows are evenly spaced among all rows, in the order of packing.
         places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
         in_order = [rows[bisect.bisect_right(ends, place)].examples for place in places]
 

@@ -164,7 +164,7 @@ def verdict(report: CheckReport) -> str:
     if checked.state != FITS and bounds.reported.phase is Phase.EVALUATE:
         place += " in an evaluation"
 
-    # Describe the need, or its range.
+    # Describe the memory that the run needs, or its range.
     least = bounds.least.peak_reserved_gib
     peak = least if checked.state == OOM else checked.estimate.need_gib
     lower = ""

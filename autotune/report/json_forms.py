@@ -35,7 +35,8 @@ from autotune.study.nodes import NodeRow
 from autotune.study.scaling import GpuPlan
 from autotune.study.summary import Status, SummaryFile, Verification
 
-# The type of each command's answer. A key names an option if the option changes this type.
+# The type of each command's answer. If an option changes the type, a key names both the command and
+# the option.
 ANSWERS: dict[str, Any] = {
     "gpus": list[Gpu],
     "models": list[ModelSpec],

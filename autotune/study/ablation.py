@@ -97,7 +97,8 @@ def ablated_configs(
             continue
 
         config = TrainConfig(**winner.as_dict() | changes)
-        # On one GPU, TrainConfig ignores knobs that distribute work, so nothing may have changed.
+        # TrainConfig resets knobs without effect, such as `sharding` on one GPU, so the result may
+        # equal the winner.
         if config != winner:
             yield name, config
 

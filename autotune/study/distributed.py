@@ -317,8 +317,8 @@ class SharedTrials:
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
             if ready or fallback is not None:
-                # The fallback is from the previous, nearer group, which had no choice with compiled
-                # code. Only one further group is searched for such a choice.
+                # The fallback is from the previous, nearer group, which had no configuration with
+                # compiled code. Only one further group is searched for such a configuration.
                 return max(ready, key=lambda one: one[0])[1] if ready else fallback
 
             worth = [one for one in promised if one[0] >= WORTH * best_promise]

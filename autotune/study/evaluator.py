@@ -54,9 +54,10 @@ FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
 # A configuration that offloads may run out of the device's memory or of the host's memory. If at
 # least this share of the device's limit is still free, the host's memory ran out.
 HOST_BAND = 0.1
-# If the predicted memory differs from the limit by less than this share of the limit, the truncated
-# models decide instead of the gate. In `benchmarks/plan.py memory`, the formula's error is at most
-# 1.3 % after correction by a measurement of the same configuration with another micro batch size.
+# If the predicted memory differs from the limit by less than this share of the limit, probes of
+# truncated models decide whether it fits. In `benchmarks/plan.py memory`, the formula's error is at
+# most 1.3 % after correction by a measurement of the same configuration with another micro batch
+# size.
 GATE_BAND = 0.03
 # This band replaces GATE_BAND for a formula's prediction that no measurement corrects. It is four
 # standard deviations of the formula's error.

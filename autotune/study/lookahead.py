@@ -14,7 +14,7 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
 from autotune.study.ranking import more_capable
 
-MOST = 8  # the most requests at a time; more would be wasted if the next trial redirects the search
+MOST = 8  # the most compilations to request at a time; a new best configuration makes them useless
 NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
 
 

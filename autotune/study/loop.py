@@ -18,7 +18,8 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-STARTUP = 8  # helpers try neighbours of the best trial until this number of trials has a speed
+# Until this number of trials has a speed, helping workers try neighbours of the best trial
+STARTUP = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ WHOLE = 0  # stands for the depth of a whole model in dictionaries by depth
 # An evaluated micro batch is only a forward pass. It takes at most this share of the time of a
 # training micro batch.
 EVALUATED = 0.5
-# The lead and the first round take at most the time of this number of average micro batches.
-# Further time counts as compilation.
+# The warm-up steps and the first timed round take at most the time of this number of average micro
+# batches. Further time counts as compilation.
 FIRST_MICROS = 12
 
 

@@ -416,7 +416,7 @@ class Selection:
         if task.score(config, speed * (1 + error)) >= bar:
             return None
 
-        if task.is_late(config, speed) and bar > 2 * score:  # other configurations end in time
+        if task.is_late(config, speed) and bar > 2 * score:  # it ends too late, others in time
             return (
                 f"predicted {speed:,.0f} tokens/s (±{error:.0%}): it would end too late (--within)"
             )

@@ -106,7 +106,7 @@ class Recipe:
     trainer: str
     fingerprint: Fingerprint
     by_examples: tuple[CostProjection, ...]
-    cells: tuple[Candidate, ...] = ()  # the best candidate of each result cell (`Selection`)
+    cells: tuple[Candidate, ...] = ()  # the best of each result cell (see `Selection`)
     by_gpus: tuple[Candidate, ...] = ()
     within_hours: float | None = None  # the deadline of the full run, in hours from its start
     example_gib: float | None = None  # the memory of the example card that the CPU simulates
@@ -360,7 +360,8 @@ class Verification:
     @property
     def better(self) -> tuple[str, ...]:
         """The aspects better than predicted by more than the tolerance: "faster", "smaller"."""
-        # A soak also has short rows, so a smaller peak than predicted does not count as better.
+        # A soak test also has short rows, so a smaller peak than predicted does not count as
+        # better.
         opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}
         return tuple(
             opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance

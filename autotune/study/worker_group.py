@@ -249,7 +249,7 @@ def _connect(address: str) -> None:
         ) from None
     finally:
         for number, handler in handlers.items():  # Ray replaces them
-            with suppress(ValueError):  # only the main thread may set them
+            with suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, handler)
 
 

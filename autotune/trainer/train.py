@@ -193,8 +193,8 @@ def train(
     if settings.model_settings.joined:
         joined = JoinedLayers(base, model_builder.decoder_layers(model))
 
-    # The Trainer. The loss is selected after the adapters are added, because the chunked loss needs
-    # the head that is trained.
+    # Make the Trainer. The loss is selected after the adapters are added, because the chunked loss
+    # needs the head that is trained.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)

@@ -158,7 +158,7 @@ def _attend_segments(
         key = key.to(dtype)
         value = value.to(dtype)
 
-    # tokens x heads x size
+    # Each tensor gets the shape [tokens, heads, size of a head].
     flat = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
     scale = size**-0.5 if scaling is None else scaling
     attended, _ = _attend(*flat, segments.ends, segments.counts, scale, window, causal)

@@ -149,7 +149,7 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
             record = StudyRecord.from_attributes(name, attributes)
             if record is not None:
                 rows.append(_row(result_of(record, url)))
-        # The study is of another version; the other studies are still listed.
+        # Another version of autotune wrote this study; the other studies are still listed.
         except AutotuneError as error:
             print(error, file=sys.stderr)
 

@@ -18,7 +18,8 @@ from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
-# The speed of a session is compared with the measured speed only after this number of steps.
+# The speed of a run is compared with the measured speed only after this number of steps since the
+# run was started or resumed.
 SETTLED_STEPS = 20
 
 

@@ -72,7 +72,7 @@ def verify(
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
     file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
-    # One more step is a warm-up, and is not timed.
+    # The additional step is a warm-up, and is not timed.
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1
     prediction = Verification(
         config=winner.config,
@@ -125,8 +125,8 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
         return step_s
 
-    # `kinds` has the lengths of examples. An example of a pair has two rows, and its length is the
-    # longer row's.
+    # `kinds` has the lengths of examples. An example that is a pair of answers has two rows, and
+    # counts with the length of the longer row.
     padded_tokens /= recipe.workload.objective.rows_per_example
     # The slope of seconds over length, by least squares; the weight of each kind is its share.
     mean = sum(kind.share * kind.length for kind in kinds)

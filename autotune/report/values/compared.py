@@ -182,7 +182,7 @@ def card_row(group: Group, card: ComparedCard) -> CardRow:
     plan = card.plan
     spot = card.spot
     price = plan.task.price if plan else None
-    # Without a configuration that is certain to fit, the row shows the smallest need.
+    # If no configuration is certain to fit, the row shows the one that needs the least memory.
     need = best or card.least
     timed = best if best and best.tokens_per_s else None
 

@@ -18,7 +18,7 @@ ONLY_LEANEST = (
     "the baseline does not fit; of the other configurations, only the one that needs the least "
     "memory was counted, since each count takes seconds: `autotune run` looks for the best"
 )
-# A plan with one of these reasons may miss a configuration that fits, or a better one.
+# If a plan's `reason` is one of these, another configuration may fit, or be faster than the plan's.
 LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 
 

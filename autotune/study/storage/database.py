@@ -95,7 +95,7 @@ class Outages:
         self._seconds = seconds
         self._thread = threading.get_ident()
         self._reached = reached
-        # The time at which the wait for an outage ends, shared by all connections.
+        # The time at which all connections stop waiting for an unreachable database.
         self._until: float | None = None
 
     def waits(self) -> bool:

@@ -125,7 +125,7 @@ class Leases:
         finally:
             stop.set()
             heart.join()
-            with suppress(StorageError):  # the other workers then notice the loss
+            with suppress(StorageError):  # the other workers then notice that heartbeats stop
                 self.forget(self.name)
             self._database.close()
 

@@ -23,7 +23,7 @@ from autotune.study.summary import Quality, Verification
 
 SCHEMA_VERSION = 2  # version 1 was a dictionary named "facts", without a version number
 _VERSION = "schema_version"  # this key is written last, so a record with a version is complete
-_WORKER = "worker_seconds:"  # the key's prefix before a worker's name; each has its own attribute
+_WORKER = "worker_seconds:"  # a key is this prefix and a worker's name
 
 
 class StudyPhase(StrEnum):
@@ -93,7 +93,7 @@ class StudyRecord:
     quality: Quality | None = None
     verification: Verification | None = None
     learning: Learning | None = None
-    too_short_for: tuple[str, ...] = ()  # the parts that the last session had no time for
+    too_short_for: tuple[str, ...] = ()  # parts of the study for which the last session had no time
     ablation: Ablation | None = None
     decomposition: Decomposition | None = None
 
