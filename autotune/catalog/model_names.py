@@ -63,8 +63,8 @@ class ModelNames:
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.exact: dict[str, int] = {}
         self._organisations: list[set[str]] = []
-        self._by_last_part: dict[str, set[int]] = {}  # keys: names' parts after the slash
-        # Keys: the same parts without words such as "instruct"
+        self._by_last_part: dict[str, set[int]] = {}  # key: the part of a name after the slash
+        # Key: the same part without words such as "instruct".
         self._by_plain_name: dict[str, set[int]] = {}
 
         for number, row in enumerate(rows):

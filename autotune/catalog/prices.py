@@ -242,7 +242,7 @@ def _file_model() -> "type[BaseModel]":
         def _known(cls, name: str) -> str:
             try:
                 return catalogued_device(name).name
-            except UsageError as error:  # pydantic adds the line number only to a ValueError
+            except UsageError as error:  # only for a ValueError does the message get its line
                 raise ValueError(str(error)) from None
 
         @field_validator("as_of")

@@ -24,7 +24,7 @@ def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> Us
     help_ = f"`{command} --help` lists its options"
     parameter: Any = getattr(error, "param", None)
     if option := getattr(error, "option_name", None):
-        # The option lacks its value, or is a flag with a value.
+        # The option lacks its value, or is a flag and was given a value.
         if not hasattr(error, "possibilities"):
             return UsageError(_sentence(error), remedy=_correct_use(error, option, help_))
         hint = did_you_mean(option, _options(error.ctx))

@@ -87,7 +87,7 @@ class TrainConfig:
                 raise ValueError(knob.required)
             else:
                 # The knob may still have its value for "no effect", although a new value of another
-                # knob gives it an effect.
+                # knob now gives the knob an effect.
                 if values[name] == knob.inactive and knob.inactive not in (None, *knob.choices):
                     values[name] = knob.choices[0]
                 knob.check(values[name])

@@ -265,8 +265,8 @@ class FixSearch:
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
         batch_key = file_key(run.format, "micro_batch_size")
-        # In Axolotl, the older key `batch_size` sets the rows of a step. Axolotl refuses a file
-        # that also has the key for the accumulation.
+        # In Axolotl, the older key `batch_size` sets the number of rows in a step. Axolotl refuses
+        # a file that also has the key for the accumulation.
         if run.values.get("batch_size") is not None:
             return [{batch_key: size} for size in sizes]
         accumulation_key = file_key(run.format, "accumulation")

@@ -286,7 +286,7 @@ def count_leanest(
     """Count the configuration that needs the least memory; return None if it cannot be counted."""
     spaces = [task.space]
     if "full" in task.space.choices("loss"):
-        # For some models, the logits cannot be computed in chunks. So try the full loss, too.
+        # For some models, the logits cannot be computed in chunks. So try the loss `full`, too.
         spaces.append(task.space.pin("loss", "full"))
     configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
     estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)

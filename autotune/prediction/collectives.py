@@ -100,8 +100,8 @@ def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
-    # Each GPU of a copy of the model also all-reduces its shard of the gradients with the GPUs that
-    # hold the same shard of the other copies, over the same link.
+    # If there are several copies of the model, each GPU also all-reduces its shard of the
+    # gradients, over the same link, with the GPUs that hold the same shard of the other copies.
     if parallelism.copies > 1:
         of_copy = _traffic(config, parallelism.of_copy, shares)
         return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)

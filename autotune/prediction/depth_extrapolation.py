@@ -115,7 +115,7 @@ class Extrapolation:
         predicted_step = statistics.median(predicted.step_s)
 
         noise = 2 * predicted.micro_steps * _error(whole.micro_step_s)
-        # The assumed difference between two probes of the same configuration
+        # The assumed relative difference between the times of two probes of the same configuration
         repeat_error = self.unseen / 2
         error = math.hypot(
             repeat_error,
@@ -186,7 +186,7 @@ def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
     """Return the depths that remain after whole periods are removed, up to half of all layers."""
     if shape.period is None:
         return range(0)
-    # Every kind of layer must be present, because the largest kind sets the peak.
+    # Every kind of layer must be present, because the largest kind determines the memory peak.
     least, period = _whole_period(shape, shape.period, checkpoint_every)
     return range(least, shape.num_layers // 2 + 1, period)
 
@@ -326,8 +326,8 @@ def _times(
 
 def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
     """Return the function that averages the times at one depth: `min`, `median` or `fmean`."""
-    # A delay on the host takes the same time at any depth, and the line would multiply it. The
-    # shortest micro batches have no delay.
+    # A delay on the host takes the same time with any number of layers, and the line would multiply
+    # it. The shortest micro batches have no delay.
     if takes_shortest:
         return min
     # The speed of a card at its power limit varies within a second. A long step of the whole model
@@ -455,7 +455,7 @@ def _time(
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
     # The parts of the model that do not repeat cannot take negative time. But if the host slows
-    # down between the two probes, the line may be so steep that they would.
+    # down between the two probes, the line may be so steep that it implies a negative time.
     value = min(value, middle(low) * longer)
     # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe
     # makes the line too flat.
@@ -489,10 +489,10 @@ class DepthPredictor:
         # Measurements of truncated models: by configuration and micro steps, then by number of
         # layers
         self._truncated: dict[tuple[TrainConfig, int], dict[int, _Truncated]] = {}
-        # The measured time of a micro batch divided by its extrapolated time: by compute signature,
-        # then by configuration
+        # The measured time of a micro batch divided by its extrapolated time, for each
+        # `_compute_signature` and configuration
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
-        # Measurements of whole models, by micro batch signature
+        # Measurements of whole models, for each `_micro_batch_signature`
         self._whole: dict[tuple[Any, ...], Measurement] = {}
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:

@@ -15,8 +15,8 @@ from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# A straight line through measured points gives memory over tokens. This is its assumed relative
-# error outside the points, and applies to the memory that the line adds beyond the nearest point.
+# The assumed relative error of memory that a straight line predicts outside its measured points.
+# The error applies to the memory that the line adds after the nearest measured point.
 # `benchmarks/memory.py gate` checks this assumption.
 LINE_DOUBT = 0.02
 

@@ -45,8 +45,8 @@ NARROW: dict[str, Any] = {
     "vocab_size": 256,
 }
 NARROW_DEPTHS = (2, 10)
-# The seconds of timed steps in a probe of this model. On a shared host, only the shortest of many
-# step times is reliable.
+# The seconds of timed steps in a probe of the model NARROW. On a shared host, only the shortest of
+# many step times is reliable.
 NARROW_TIMED_S = 2.0
 # The model of the short training. The formula of step time was fitted on this model, and a few of
 # its layers fit into any card's memory.

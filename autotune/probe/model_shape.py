@@ -58,7 +58,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     if len(layers) == config.get_text_config().num_hidden_layers:
         prefix, period = repetition(_kinds(layers, config.get_text_config()))
-    else:  # the model has not the config's number of layers, so lowering it truncates nothing
+    else:  # num_hidden_layers is not the number of layers, so lowering it truncates nothing
         prefix, period = len(layers), None
 
     named = (item for layer in layers for item in layer.named_modules())
@@ -140,7 +140,7 @@ def truncate(config: Any, depth: int) -> None:
     """
     config = config.get_text_config()
     lists = _lists_by_layer(config)
-    # The last `sharing` layers share keys and values.
+    # The last `sharing` layers use the keys and values of earlier layers.
     if sharing := getattr(config, "num_kv_shared_layers", 0):
         config.num_kv_shared_layers = max(0, depth - (config.num_hidden_layers - sharing))
     config.num_hidden_layers = depth

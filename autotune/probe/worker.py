@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 Rates = TypeVar("Rates")
-CHANCE_GIB = 24 / 1024  # how far the memory of a process on a CPU varies at random
+CHANCE_GIB = 24 / 1024  # GiB by which a process's memory on a CPU varies at random
 LEAST_WAIT_S = 0.01  # seconds; a shorter wait for a turn means that the device was free
 # The GiB of host memory that describing a model without weights may take; 100,000 linear layers
 # with adapters take 3 GiB.
@@ -262,8 +262,8 @@ class Worker:
             oom: OomDetail | None = fields.get("oom")
             below_limit = oom is not None and oom.need_gib <= oom.limit_gib
             if below_limit and self.meter.aside_gib and reusable:
-                # The probe ran out of memory below its limit, so cached models of other depths may
-                # have taken the missing memory. Try again without them.
+                # The probe ran out of memory below its limit, so cached models with other numbers
+                # of layers may have taken the missing memory. Try again without them.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
 

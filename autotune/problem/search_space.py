@@ -20,7 +20,7 @@ from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
 _DEFAULT_VALUES = _DEFAULTS.as_dict()
-SHORT = 256  # a row of at most this number of tokens is short: a shorter one saves little memory
+SHORT = 256  # a row of at most this number of tokens is short: shortening it saves little memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,8 +198,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these cards"
     )
 
-    # Sentences on the limits of the comparison: counted plans, configurations of the reserve space,
-    # and differences in training.
+    # Caveats of the comparison: cards with only counted configurations, cards on which only the
+    # reserve space has a configuration that fits, and trainings that are not the same.
     counted_cards = [
         card
         for card in group.cards

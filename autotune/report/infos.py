@@ -266,7 +266,8 @@ def _compare(
     numbers = describe.numbers(theirs[1]) if theirs else {}
     for name, number in describe.numbers(ours[1]).items():
         other = numbers.get(name)
-        # Ratios of speed, time and cost need speeds that differ; ratios of memory do not.
+        # Ratios of speed, time and cost are shown only if the speeds differ; ratios of memory
+        # always.
         has_ratio = differs or number.group == describe.MEMORY
         ratio = None
         if number.value is not None and other and other.value and has_ratio:

@@ -499,7 +499,7 @@ class Evaluator:
 
         for depth in pair:
             # Attention kernels make a plan for each new row length, and one plan serves all layers.
-            # So the extra time for a new length is measured at one depth only.
+            # So the extra time for a new length is measured with only one number of layers.
             short = replace(shortened(request, depth), new_lengths=depth == pair[0])
             stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")

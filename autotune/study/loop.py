@@ -18,7 +18,7 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-# Until this number of trials has a speed, helping workers try neighbours of the best trial
+# Until this number of trials has a speed, helping workers try neighbours of the best trial.
 STARTUP = 8
 
 

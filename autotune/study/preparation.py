@@ -81,7 +81,7 @@ def prepare_session(
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    # If the spec names configurations, each named configuration applies the pins itself.
+    # If the spec lists configurations to probe, each of them applies the pins itself.
     searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)

@@ -14,7 +14,7 @@ from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, Pro
 from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
-WHOLE = 0  # stands for the depth of a whole model in dictionaries by depth
+WHOLE = 0  # stands for all layers in dictionaries whose keys are numbers of layers
 # An evaluated micro batch is only a forward pass. It takes at most this share of the time of a
 # training micro batch.
 EVALUATED = 0.5
@@ -44,8 +44,8 @@ class ProbeTimes:
 
     shape: ModelShape | None
     _times_of: dict[TrainConfig, dict[int, _ProbeTime]] = field(default_factory=dict)
-    # The longest load time by depth. The longest is kept because loading is faster if the model was
-    # loaded before.
+    # For each number of layers, the longest time to load the model. The longest is kept because
+    # loading is faster if the model was loaded before.
     _loads_s: dict[int, float] = field(default_factory=dict)
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:

@@ -45,7 +45,7 @@ class MicroBatchGraphs:
         self._offer_buffers()
         shape = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(batch.items()))
 
-        # The first micro batch of a shape
+        # This is the first micro batch of its shape.
         if shape not in self._graphs:
             if len(self._graphs) == MOST_SHAPES:
                 raise ValueError(

@@ -242,7 +242,7 @@ class _GroupInput:
     """Replaces a group's input tensor, and holds that tensor and the outputs of the members."""
 
     def __init__(self, inputs: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        # The only attribute that attention and MLPs read from their input.
+        # Attention and MLPs read only this attribute of their input.
         self.shape = inputs.shape
         self.inputs = inputs
         self.outputs = outputs

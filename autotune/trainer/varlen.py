@@ -281,7 +281,7 @@ def _differentiate_on_cpu(
         outer = gradient[part].float()
         weights = (scores - sums[:, part, None]).exp()
         of_weights = torch.einsum("qhd,khd->hqk", outer, _repeat_heads(value[part], query))
-        # The gradient of the softmax
+        # The gradient of the scores before the softmax.
         of_scores = scale * weights * (of_weights - (outer * attended[part]).sum(-1).T[..., None])
         made[0][part] = torch.einsum("hqk,khd->qhd", of_scores, _repeat_heads(key[part], query))
         of_keys = torch.einsum("hqk,qhd->khd", of_scores, query[part].float())

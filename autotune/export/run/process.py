@@ -26,7 +26,7 @@ ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*
 OF_LAUNCHER = "torch.distributed.elastic"
 START_S = 900.0  # seconds for imports, weights and the first step
 ENDING_S = 10.0  # seconds that a killed process may take to end
-SLOWER = 10.0  # a run that takes this multiple of the measured time counts as hanging
+SLOWER = 10.0  # a run that takes this many times the measured time counts as hanging
 
 
 def time_limit_s(steps: int, step_s: float) -> float:

@@ -102,8 +102,9 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
-    # The prediction is for the full run. The prediction is corrected, because this short run has
-    # another mean row length, and more of its micro batches have a new row length.
+    # The predicted step time is for the full run, so it is corrected: this short run has another
+    # mean row length, and a larger share of its micro batches has a row length that did not occur
+    # before.
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
