@@ -135,7 +135,8 @@ def training_job(recipe: Recipe) -> JobSpec:
         limit_s=3600 * hours,
         cpus=recipe.config.num_gpus * (4 + recipe.config.loader_workers),
         gpus=recipe.config.num_gpus,
-        hopeless=[2, 4],  # exit code 2: wrong arguments, 4: nothing fits
+        # Exit code 2 means wrong arguments, and exit code 4 means that no configuration fits.
+        hopeless=[2, 4],
         annotations={
             "autotune-study": recipe.study,
             "autotune-model": recipe.model.name,

@@ -55,7 +55,7 @@ MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
 # The standard deviation of the speed ratio of two cards with the same chip, if a profile divides
 # the device's time into its parts. The deviation was 2.7 % between an H100 and an H200, for one
-# model and micro batches in which the host worked for less than 20 % of the time.
+# model, and the host worked for less than 20 % of each micro batch's time.
 PROFILED = 0.03
 # These factors convert a calibration's rates to the rates of the step time formula. IN_TRAINING is
 # the speed of matrix products in training, relative to products that run alone. COPIED is the share

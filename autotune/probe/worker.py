@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 Rates = TypeVar("Rates")
-CHANCE_GIB = 24 / 1024  # GiB by which a process's memory on a CPU varies at random
+CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU, in GiB
 LEAST_WAIT_S = 0.01  # seconds; a shorter wait for a turn means that the device was free
 # The GiB of host memory that describing a model without weights may take; 100,000 linear layers
 # with adapters take 3 GiB.

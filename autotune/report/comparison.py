@@ -198,8 +198,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these cards"
     )
 
-    # Caveats of the comparison: cards with only counted configurations, cards on which only the
-    # reserve space has a configuration that fits, and trainings that are not the same.
+    # Caveats of the comparison: plans that counted few configurations, cards whose plan comes from
+    # the reserve space (values to try only if nothing else fits), and trainings that differ.
     counted_cards = [
         card
         for card in group.cards

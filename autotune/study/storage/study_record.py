@@ -93,7 +93,7 @@ class StudyRecord:
     quality: Quality | None = None
     verification: Verification | None = None
     learning: Learning | None = None
-    too_short_for: tuple[str, ...] = ()  # parts of the study for which the last session had no time
+    too_short_for: tuple[str, ...] = ()  # parts of the study that the last session had no time for
     ablation: Ablation | None = None
     decomposition: Decomposition | None = None
 
