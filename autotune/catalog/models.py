@@ -25,7 +25,7 @@ from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
 from autotune.trainer.settings import DEQUANTISED, quantization_of
 
-# The keys of a config that hold each size; different model families use different keys.
+# For each size of a model, the keys that hold it in the configs of different model families.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _LAYER_LISTS = ("layers_block_type", "layer_types")  # keys of lists with an entry for each layer
 _HIDDEN = ("hidden_size", "n_embd", "d_model")

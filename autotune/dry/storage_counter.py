@@ -58,8 +58,8 @@ WIDEST_IN_REGISTERS = 128
 UNPACKED_PRODUCT = "gemm_4bit"
 PRODUCT_IN_8_BITS = "int8_scaled_mm"
 GROUPED_PRODUCT = "_grouped_mm"
-# transformers' operators for experts that are not in bf16, each with its number of products: the
-# backward pass computes two gradients.
+# The number of matrix products in each of transformers' operators for experts that are not in bf16.
+# The backward operator computes two gradients, so it has two products.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 # For each operation of joined adapters (`trainer.joined_lora`), the indices of the arguments that
 # the adapter's narrow products read in addition to the base's wide product.

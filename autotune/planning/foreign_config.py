@@ -373,7 +373,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     )
 
     datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
-    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # the limit for each dataset
+    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # most examples per dataset
     double_quant = file.flag(
         key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant"))
     )

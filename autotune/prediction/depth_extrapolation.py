@@ -45,8 +45,8 @@ UNKNOWN_HOST = 0.15
 ENOUGH_RATIOS = 8
 SEEN = 0.01
 LEAST_SHARDED = 4  # fewer layers would not show the memory per layer of a deep sharded model
-MIN_APART = 4  # the least difference of the two depths, if the model has enough layers
-# The larger depth is at least WIDE_SHARE of the model's layers. If the model has more than 48
+MIN_APART = 4  # the deeper probe has at least this many more layers, if the model has enough
+# The deeper probe has at least WIDE_SHARE of the model's layers. If the model has more than 48
 # layers, fewer are enough: WIDE_ENOUGH layers or LEAST_SHARE of the layers, whichever is more. Each
 # layer of such a model takes long, so its time has little noise. Probes of 20 of a 70B's 80 layers
 # would take most of a search's time.

@@ -852,7 +852,8 @@ class Probe:
             in_host = (adapters or weights) + state
             weights = adapters = gradients = state = 0.0
 
-        no_phases = (Phase.FIRST_STEP, Phase.STEADY)  # these phases last for several steps
+        # Each of these phases lasts for several steps, so it is not a phase of one step.
+        no_phases = (Phase.FIRST_STEP, Phase.STEADY)
         return Measurement(
             step_s=times.steps,
             micro_step_s=times.micro_batches,

@@ -97,8 +97,8 @@ class Recorder:
         self.step = 0
         self.first_timed: int | None = None
         self.last_timed: int | None = None
-        # Marks of each step: the starts and ends of its micro batches, and both ends of its
-        # loading.
+        # Marks (times or CUDA events) of each step: the starts and ends of its micro batches, and
+        # the start and end of loading them.
         self.starts: list[list[Any]] = [[]]
         self.ends: list[list[Any]] = [[]]
         self.fetches: list[tuple[Any, Any]] = []

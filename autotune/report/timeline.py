@@ -9,7 +9,8 @@ from autotune.core.probe_types import Outcome, ProbeResult, Rung
 from autotune.core.units import fmt_seconds
 from autotune.study.summary import StudySummary
 
-# The stages of a probe in order, with the clocks that measure them. All other time is SET_UP.
+# The stages of a probe in order, each with the keys of the probe's seconds that add up to its time.
+# All other time is SET_UP.
 TIMED = "timed steps"
 CLOCKS = {
     "first steps": ("first_step",),
