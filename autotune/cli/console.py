@@ -325,7 +325,8 @@ class Display(AbstractContextManager["Display"]):
         text = f"{_clock(elapsed_s)} elapsed"
         if self._usd_per_hour is not None:
             text += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
-        # A verification does not count against the budget, so the elapsed time may exceed it.
+        # A verification does not count against the budget, so the elapsed time may exceed the
+        # budget.
         if self._budget_s > elapsed_s:
             text += f", {_clock(self._budget_s - elapsed_s)} left"
         return text

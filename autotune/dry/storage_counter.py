@@ -61,8 +61,8 @@ GROUPED_PRODUCT = "_grouped_mm"
 # The number of matrix products in each of transformers' operators for experts that are not in bf16.
 # The backward operator computes two gradients, so it has two products.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-# For each operation of joined adapters (`trainer.joined_lora`), the indices of the arguments that
-# the adapter's narrow products read in addition to the base's wide product.
+# An operation of joined adapters (`trainer.joined_lora`) also computes narrow products of the
+# adapter. They read the arguments with these indices, once for each index.
 NARROW = {"joined_backward": (0, 0, 1)}
 BLOCK = 512  # the CUDA allocator rounds each request up to a multiple of this number of bytes
 

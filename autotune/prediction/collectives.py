@@ -29,9 +29,9 @@ HIDDEN_COSTS = 0.5
 SLOWEST_LINK = 1.5
 SLOWEST_MEASURED_LINK = 1.1  # the same factor for a calibrated link
 # Several GPUs wait for each other, so their computation takes longer than one GPU's by this
-# fraction. The true fraction is between 0 and twice this value. Steps on two and four H100s and
-# H200s were compared with one card that simulated a rank, for three strategies and models. The
-# steps on several cards took between 0.4 % less and 5.1 % more time.
+# fraction. The true fraction is between 0 and twice this value. Steps of several strategies and
+# models were timed on two and four H100s or H200s, and on one card that simulated a rank. On
+# several cards, the steps took between 0.4 % less and 5.1 % more time.
 TOGETHER = 0.03
 
 

@@ -205,7 +205,8 @@ class Worker:
 
         self._send = send
         self._scratch = scratch
-        self._residents: dict[int | None, ResidentModel] = {}  # by depth
+        # By number of layers; None stands for all
+        self._residents: dict[int | None, ResidentModel] = {}
         self._served = 0
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()

@@ -30,7 +30,8 @@ NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", "mpt", *NO_ATTENTION}
 NO_FLASH_2 = {"deepseek_v4", "gpt_oss", *NO_ATTENTION}
 LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports
 HEAD_MULTIPLE = 8
-# Largest accepted relative difference between a packed step's examples and the global batch
+# Largest accepted relative difference between the number of examples in a packed step and the
+# global batch
 OFF_BATCH = 0.25
 # By default, packing is tried only if a row holds at least this number of examples on average
 WORTH_PACKING = 1.05
