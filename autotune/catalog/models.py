@@ -169,6 +169,11 @@ class ModelSpec:
         """The `model_type` of the language model, even if the config is of a wrapper for images."""
         return text_type(self.config)
 
+    def lacks(self, attention: str) -> bool:
+        """Return whether transformers has no such attention implementation for the model."""
+        types = load_data("autotune.catalog", "data/attentions")["lacking"].get(attention, ())
+        return self.config["model_type"] in types or self.text_type in types
+
     @property
     def kernel_packages(self) -> dict[str, str]:
         """The packages with fast kernels for the model's layers: {imported name: name on PyPI}."""

@@ -29,7 +29,6 @@ from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
 from autotune.planning.foreign_v1 import V1, deepspeed_file, with_older_keys
-from autotune.problem.constraints import NO_SDPA
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
 # Modules outside the layers; the estimate leaves out adapters on these modules
@@ -55,7 +54,7 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     config = run.config
     kind = model.text_type
     refuse_targets(run.format, config, kind)
-    if kind in NO_SDPA and config.attention == "sdpa":
+    if config.attention == "sdpa" and model.lacks("sdpa"):
         config = replace(config, attention="eager")
 
     targets, note = _known_targets(config, model)

@@ -23,11 +23,6 @@ from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 from autotune.trainer.settings import DEQUANTISED
 
-NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
-# transformers refuses SDPA
-NO_SDPA = {"deepseek_v4", "gemma2", "gpt_oss", "gptj", "mpt", *NO_ATTENTION}
-# FlashAttention 2 lacks the attention sinks of gpt-oss; only other versions support them.
-NO_FLASH_2 = {"deepseek_v4", "gpt_oss", *NO_ATTENTION}
 LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports
 HEAD_MULTIPLE = 8
 # Largest accepted relative difference between the number of examples in a packed step and the
@@ -165,13 +160,13 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         lambda targets: target_modules(kind, targets) != [],
         "the model has no attention",
     )
-    if kind in NO_FLASH_2:
+    if model.lacks("flash_attention_2"):
         narrowing.remove(
             "attention",
             {"flash_attention_2"},
             "transformers has no FlashAttention 2 for this model",
         )
-    if kind in NO_SDPA:
+    if model.lacks("sdpa"):
         _narrow_to_other_attention(narrowing)
 
     # Some values were tested only with models for text, not with models that also read images.

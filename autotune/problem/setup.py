@@ -314,14 +314,13 @@ def known_shape(model: ModelSpec) -> ModelShape | None:
     sizes = Sizes.of(model)
     if sizes is None:
         return None
-    sdpa = sizes.family not in constraints.NO_SDPA
     return ModelShape(
         num_layers=sizes.layers,
         prefix=0,
         period=None,
         plain_head=not sizes.capped,
         liger=True,
-        sdpa=sdpa,
+        sdpa=not model.lacks("sdpa"),
         linear_layers=tuple(sorted(map(_path, sizes.matrices))),
     )
 

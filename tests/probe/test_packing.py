@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from autotune.catalog import ModelSpec
 from autotune.core.probe_types import MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested_pairs
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.constraints import NO_SDPA
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from tests.helpers.probing import MODEL
@@ -44,6 +44,10 @@ def supported(setting: str, context: str) -> tuple[str, ...]:
     return pair.tested
 
 
+def lacks_sdpa(model_type: str) -> bool:
+    return ModelSpec(name="small", config=SHAPE | {"model_type": model_type}).lacks("sdpa")
+
+
 PACKED = product(supported("packing", "model_type"), supported("packing", "attention"))
 
 
@@ -51,7 +55,7 @@ PACKED = product(supported("packing", "model_type"), supported("packing", "atten
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [
-        *(pair for pair in PACKED if pair[1] != "sdpa" or pair[0] not in NO_SDPA),
+        *(pair for pair in PACKED if pair[1] != "sdpa" or not lacks_sdpa(pair[0])),
         *((model_type, "varlen") for model_type in supported("packed_attention", "model_type")),
     ],
 )

@@ -12,7 +12,6 @@ from autotune.catalog import ModelSpec, list_models, resolve_model
 from autotune.catalog.models import reach_hub
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
-from autotune.problem.constraints import NO_SDPA
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 LLAMA = {
@@ -84,7 +83,7 @@ def test_each_row_was_built_with_its_shape_and_has_the_parameters_that_were_coun
     for spec in list_models():
         row = counted[spec.name]
         assert (row["digest"], row["params"]) == (spec.digest, spec.params), spec.name
-        assert row["sdpa"] is (spec.config["model_type"] not in NO_SDPA), spec.name
+        assert row["sdpa"] is not spec.lacks("sdpa"), spec.name
 
 
 def test_each_row_names_the_config_that_was_read(catalogue):

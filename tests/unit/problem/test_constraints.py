@@ -755,6 +755,16 @@ def test_attention_sinks_need_other_kernels_than_flash_attention_2() -> None:
         narrow_to_model(unnarrowed(attention=("flash_attention_2",)), model, WORKLOAD)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", "got_ocr2"])
+def test_any_type_without_sdpa_gets_eager_attention(model_type: str) -> None:
+    """transformers says which types lack it; a wrapper may lack it although its text has it."""
+    text = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    config = text | {"model_type": model_type, "text_config": text}
+    narrowing = unnarrowed(attention=("sdpa",))
+    narrow_to_model(narrowing, ModelSpec(name="small", config=config), WORKLOAD)
+    assert both(narrowing, "attention") == ("eager",)
+
+
 # --- the layers
 
 
