@@ -6,10 +6,11 @@ A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`. A
 
 import json
 import os
-import re
 import resource
 import sys
+import traceback
 import warnings
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,6 @@ from autotune.core.units import GIB
 # The memory that building a model without weights may take. A downloaded config may have two
 # billion layers.
 MOST_GIB = 8
-EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception)\b|NoneType|not subscriptable|has no attribute")
 
 
 def main() -> None:
@@ -67,16 +67,27 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
         return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
     except MemoryError:
         return {"refused": f"building it takes more than {MOST_GIB} GiB, even without weights"}
-    except (ValueError, ImportError) as error:
-        return {"refused": " ".join(str(error).split())[:300]}
-    except Exception as error:  # from transformers' code
-        return {"refused": f"transformers cannot train this model on text alone{_reason(error)}"}
+    except Exception as error:
+        if isinstance(error, ValueError | ImportError) and not _is_from_model(error):
+            return {"refused": " ".join(str(error).split())[:300]}
+        reason = _cause(error, message)
+        return {"refused": f"transformers cannot train this model on text alone{reason}"}
 
 
-def _reason(error: Exception) -> str:
-    """Return an error's text in brackets, or "" if the text is empty or names an exception."""
-    text = " ".join(str(error).split())[:200]
-    return "" if not text or EXCEPTION.search(text) else f" ({text})"
+def _is_from_model(error: Exception) -> bool:
+    """Return whether the code of a model in transformers raised this error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals["__name__"]).startswith("transformers.models.")
+
+
+def _cause(error: Exception, message: dict[str, Any]) -> str:
+    from autotune.probe.model_shape import cause
+    from autotune.trainer.model_builder import config_of
+
+    config = None
+    with suppress(Exception):  # the error may be in the config itself
+        config = config_of(message.get("describe") or message["count"]["model"])
+    return cause(error, config)
 
 
 if __name__ == "__main__":

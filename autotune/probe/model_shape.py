@@ -15,6 +15,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
 )
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +29,10 @@ from autotune.trainer import tiles
 from autotune.trainer.chunked_loss import has_plain_head
 from autotune.trainer.model_builder import config_of, decoder_layers, from_config, trainable_model
 
+PYTHON_TEXT = re.compile(
+    r"\b[A-Z]\w*(Error|Exception)\b|NoneType|not subscriptable|has no attribute"
+    r"|positional arguments? but|unsupported operand"
+)
 SHAPE_ONLY = TrainConfig(precision="bf16_pure", attention="eager")
 # The Liger kernels that `resident` can remove from a model. Other Liger kernels replace names in
 # transformers or torch, which `resident` does not restore.
@@ -127,9 +132,30 @@ def _build(config: Any) -> Any:
     except Exception as error:  # an error in transformers' own code
         reason = (
             f"transformers {transformers.__version__} cannot build a {config.model_type} from this"
-            f" config ({error})"
+            f" config{cause(error, config)}"
         )
     raise ValueError(reason)
+
+
+def cause(error: Exception, config: Any) -> str:
+    """Return the text of an error in transformers' code in brackets, or "" if it has none.
+
+    A text that only Python programmers understand often comes from a missing value. Then the result
+    names the keys of the config that have no value.
+    """
+    text = " ".join(str(error).split())[:200]
+    if not PYTHON_TEXT.search(text):
+        return f" ({text})" if text else ""
+
+    common = vars(PreTrainedConfig())
+    parts = [] if config is None else [config, config.get_text_config()]
+    unset = {
+        key
+        for part in parts
+        for key, value in vars(part).items()
+        if value is None and key not in common and "_token_" not in key
+    }
+    return f" (the config has no value for {' or '.join(sorted(unset))})" if unset else ""
 
 
 def truncate(config: Any, depth: int) -> None:

@@ -333,3 +333,23 @@ def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr("autotune.probe.model_shape.describe", fail)
         assert dry_worker._answer({"describe": model}) == {"refused": sentence}
+
+    # The code of a model raises errors about inputs that text does not have.
+    scope: dict[str, Any] = {"__name__": "transformers.models.seeing"}
+    exec("def see(model): raise ValueError('pixel_values is missing')", scope)
+    monkeypatch.setattr("autotune.probe.model_shape.describe", scope["see"])
+    assert dry_worker._answer({"describe": model}) == {
+        "refused": "transformers cannot train this model on text alone (pixel_values is missing)"
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # as the worker does
+@pytest.mark.parametrize(
+    ("model_type", "missing"), [("lfm2_moe", "layer_types"), ("hunyuan_v1_dense", "head_dim")]
+)
+def test_a_missing_value_is_named(model_type: str, missing: str) -> None:
+    """Python's own words, such as "'NoneType' object is not subscriptable", do not help a user."""
+    refused = dry_worker._answer({"describe": {"model_type": model_type}})["refused"]
+    assert refused.endswith(
+        f" cannot build a {model_type} from this config (the config has no value for {missing})"
+    )
