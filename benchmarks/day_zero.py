@@ -6,13 +6,26 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import Failed, Mode, finish, largest, measured, predicted, run_program, save, worker
+from bench import (
+    DATA,
+    Failed,
+    Mode,
+    Rows,
+    finish,
+    largest,
+    load,
+    measured,
+    predicted,
+    run_program,
+    save,
+    worker,
+)
 
 from autotune.catalog import ModelSpec, list_models, resolve_model
 from autotune.core.errors import UsageError
@@ -67,6 +80,8 @@ REASONS = {
     "no linear layers with the usual names": "not found in the base model",
 }
 CONFIG = {"seq_len": 1024, "micro_batch_size": 1, "precision": "bf16_pure", "checkpointing": "none"}
+# Without fast kernels, some layers compute token by token, so the types are counted in short rows.
+SHORT = CONFIG | {"seq_len": 256}
 
 # Models of new families for 80 GB: changes to transformers' default config, or a name in the
 # catalogue.
@@ -108,41 +123,85 @@ GPU_BOUND = 0.5  # below this share of the host's time, the GPU sets the pace of
 FITS = 0.9  # a configuration is tried if its dry count is at most this share of the GPU's memory
 
 
-def default_configs(folder: Path) -> Iterator[tuple[str, Path | str]]:
-    """Yield each causal and image-text-to-text model type with the directory of its default config.
-
-    If transformers cannot make the default config, its error stands in the directory's place.
-    """
-    from transformers import CONFIG_MAPPING
+def model_types() -> list[str]:
+    """Return each causal and image-text-to-text model type, the named types first."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    for name in sorted(
-        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    ):
-        try:
-            CONFIG_MAPPING[name]().save_pretrained(folder / name)
-        except Exception as error:
-            yield name, f"transformers cannot build a config of this type: {error}"
-        else:
-            yield name, folder / name
+    types = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    return sorted(types, key=lambda name: (name not in NAMED, name))
 
 
-def answer(directory: Path, prober: DryProber) -> dict[str, Any]:
-    """Count a training step of this model, with adapters in a way that PEFT allows."""
+def stand_ins(name: str, reason: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Return configs that stand in for a default config that was refused for this reason.
+
+    A decoder stands in for an encoder. Released models, the smallest first, stand in for a default
+    that transformers cannot use.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if reason in ("encoder-decoder", "no causal model"):
+        decoder = CONFIG_MAPPING[name](is_decoder=True, is_encoder_decoder=False)
+        return [("default decoder", json.loads(decoder.to_json_string()))]
+    released = [model for model in list_models() if model.config["model_type"] == name]
+    released.sort(key=lambda model: model.params or 0)
+    rows = [row for row in load(DATA / "type_configs.yaml") if row["config"]["model_type"] == name]
+    return [(model.name, model.config) for model in released[:1]] + [
+        (row["source"], row["config"]) for row in rows
+    ]
+
+
+def answer(name: str, folder: Path, prober: DryProber) -> dict[str, Any]:
+    """Answer for the default config of this type, or for a config that stands in for it."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        default = json.loads(CONFIG_MAPPING[name]().to_json_string())
+    except Exception as error:
+        refused = {"refused": f"transformers cannot build a config of this type: {error}"}
+    else:
+        found = count(default, folder / name, prober)
+        if "refused" not in found:
+            return found
+        refused = found
+
+    refused["reason"] = reason_of(refused["refused"])
+    for source, config in stand_ins(name, refused["reason"]):
+        found = count(config, folder / name, prober)
+        if "refused" not in found:
+            return found | {"config": source, "default_refused": refused["refused"]}
+    return refused
+
+
+def reason_of(text: str) -> str | None:
+    """Return the reason on the closed list for a refusal, or None."""
+    return next((reason for reason, words in REASONS.items() if words in text), None)
+
+
+def count(config: dict[str, Any], directory: Path, prober: DryProber) -> dict[str, Any]:
+    """Count a training step of a config directory, with adapters if PEFT allows them."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     try:
         model = resolve_model(str(directory))
     except UsageError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error).replace(f"{directory.parent}/", "")}
 
+    attention = "eager" if model.lacks("sdpa") else "sdpa"
     refused = ""
-    for changes in ({}, {"attention": "eager"}, {"lora_targets": "attention"}, {"method": "full"}):
-        config = TrainConfig(**CONFIG | changes)
-        counted = prober.count(ProbeRequest(config=config, model=model.config, memory_gib=1.0))
-        if counted.count is not None:
-            return {"peak_gib": counted.count.peak_allocated_gib, "changes": changes}
+    for changes in ({}, {"lora_targets": "attention"}, {"method": "full"}):
+        knobs = TrainConfig(**SHORT | {"attention": attention} | changes)
+        counted = prober.count(ProbeRequest(config=knobs, model=model.config, memory_gib=1.0))
+        if (found := counted.count) is not None:
+            return {
+                "config": "default",
+                "seq_len": knobs.seq_len,
+                "peak_gib": found.peak_allocated_gib,
+                "attention": attention,
+                "changes": changes,
+            }
         refused = refused or counted.refused or ""
     return {"refused": refused}
 
@@ -151,26 +210,27 @@ def run_types(args: argparse.Namespace) -> None:
     """Ask for the memory of every model type of the installed transformers, with its default
     config.
 
-    A default config is what transformers makes without arguments. Some of them cannot be built.
+    transformers makes a default config without arguments. If it is no causal model, or cannot be
+    built, another config stands in, and the row names it.
     """
     warnings.filterwarnings("ignore")
-    rows = []
+    rows = Rows.of(args)
     with (
         tempfile.TemporaryDirectory() as folder,
         DryProber(Path(folder, "dry"), shipped=False) as prober,
     ):
-        for name, directory in default_configs(Path(folder)):
-            found = (
-                {"refused": directory} if isinstance(directory, str) else answer(directory, prober)
-            )
-            if (text := found.get("refused")) is not None:
-                found["reason"] = next(
-                    (one for one, words in REASONS.items() if words in text), None
-                )
-                found["refused"] = text.replace(folder, "").strip()
-            rows.append({"type": name, "named": name in NAMED} | found)
-            print(json.dumps(rows[-1]), flush=True)
-    finish(args, None, rows)
+        for name in model_types():
+            if rows.has(type=name):
+                continue
+            row: dict[str, Any] = {"type": name, "named": name in NAMED}
+            began = time.monotonic()
+            try:
+                row |= answer(name, Path(folder), prober)
+            except Exception as error:  # a type must never end in a Python error
+                row["error"] = repr(error)[:300]
+            rows.add(row | {"seconds": round(time.monotonic() - began, 1)})
+            print(json.dumps(rows.all[-1]), flush=True)
+    finish(args, None, rows.all)
 
 
 def summarize_types(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -181,6 +241,7 @@ def summarize_types(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "types": len(rows),
         "answered": len(answered),
         "answered_share": len(answered) / max(len(rows), 1),
+        "answered_by_default": sum(row["config"] == "default" for row in answered),
         "refused": len(refused),
         "errors": len(rows) - len(answered) - len(refused),
         "named": len(NAMED),
@@ -308,7 +369,9 @@ def summarize_gpu(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 MODES = {
-    "types": Mode(run=run_types, result="day_zero", summarize=summarize_types),
+    "types": Mode(
+        run=run_types, result="day_zero", summarize=summarize_types, options={"--rows": None}
+    ),
     "gpu": Mode(
         run=run_gpu,
         result="day_zero_gpu",
