@@ -85,10 +85,10 @@ class WorkerProber:
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         # The seconds that the worker's start took; None after a result has reported them.
         self._start_s: float | None = None
-        # Whether the last attempt at a probe ran while a process that compiles ahead still used the
+        # True if the last attempt at a probe ran while a process that compiles ahead still used the
         # device.
         self._missed_turn = False
-        # Whether heat or hardware slowed the last probe whose sensors were read.
+        # True if heat or hardware slowed the last probe whose sensors were read.
         self._was_slowed = False
         self._crashed = set[TrainConfig]()
 

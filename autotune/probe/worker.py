@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU, in GiB
-LEAST_WAIT_S = 0.01  # seconds; a shorter wait for a turn means that the device was free
+LEAST_WAIT_S = 0.01  # seconds; a shorter wait for another process's turn is not recorded
 # The GiB of host memory that describing a model without weights may take; 100,000 linear layers
 # with adapters take 3 GiB.
 DESCRIBED_GIB = 8
@@ -181,7 +181,8 @@ class Worker:
     trace: str | None = None  # the trace file to write, if the current probe is profiled in detail
     micro_profile: "MicroBatchProfile | None" = None  # the current probe's detailed profile
     shared: Path | None = None  # the folder through which processes take turns on the device
-    others_are_stuck = False  # whether a wait for another process's turn exceeded PATIENCE_S
+    # True if this process waited longer than PATIENCE_S for its turn on the device
+    others_are_stuck = False
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         """Check the device and load the libraries.
@@ -205,7 +206,7 @@ class Worker:
 
         self._send = send
         self._scratch = scratch
-        # By number of layers; None stands for all
+        # The key is the number of layers; None stands for all layers.
         self._residents: dict[int | None, ResidentModel] = {}
         self._served = 0
         self._empty_gib = 0.0

@@ -115,7 +115,7 @@ class SharedTrials:
     # know as finished yet.
     _results_of_others: dict[int, ProbeResult] = field(default_factory=dict)
     _unfinished_numbers: set[int] = field(default_factory=set)
-    # Whether another worker was trying a configuration when this worker last asked for a trial.
+    # True if another worker was trying a configuration when this worker last asked for a trial.
     _met_others: bool = False
     _reap_at: float = 0.0
     _promises: dict[TrainConfig, float] = field(default_factory=dict)

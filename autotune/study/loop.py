@@ -59,7 +59,7 @@ class Study:
         """
         trials = self.trials
         with trials.giving_back():
-            repeated = False  # whether the last trial's configuration was known already
+            repeated = False  # True if an earlier trial had tried the last trial's configuration
             while not trials.is_done() and not is_over():
                 self._hold_rank()
                 wanted = None
