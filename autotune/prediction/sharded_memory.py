@@ -352,7 +352,7 @@ def _fsdp2_moments(
             held["layers"],
             plain["layers"][1] + growth,
             0.0,
-            # These bytes are the current layer, the next gathered layer, and the previous unit's
+            # These bytes hold the current layer, the next gathered layer, and the previous unit's
             # gradients, which are being scattered.
             max(kept, layer) + gathered + (embedding if tied else trained_end),
         ),

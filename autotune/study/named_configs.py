@@ -178,7 +178,7 @@ class SourcedResult:
     source: str | None
 
 
-# A case has one of these published speeds, or the same speed in both units.
+# The published speed of a case has one of these units, or the same speed is published in both.
 SPEEDS = ("tokens/s", "samples/s")
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
