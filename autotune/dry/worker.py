@@ -75,9 +75,13 @@ def _answer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_from_model(error: Exception) -> bool:
-    """Return whether the code of a model in transformers raised this error."""
+    """Return whether the forward pass of a model in transformers raised this error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals["__name__"]).startswith("transformers.models.")
+    return any(
+        frame.f_code.co_name == "forward"
+        and str(frame.f_globals["__name__"]).startswith("transformers.models.")
+        for frame in frames
+    )
 
 
 def _cause(error: Exception, message: dict[str, Any]) -> str:

@@ -336,11 +336,21 @@ def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The code of a model raises errors about inputs that text does not have.
     scope: dict[str, Any] = {"__name__": "transformers.models.seeing"}
-    exec("def see(model): raise ValueError('pixel_values is missing')", scope)
-    monkeypatch.setattr("autotune.probe.model_shape.describe", scope["see"])
+    exec("def forward(model): raise ValueError('pixel_values is missing')", scope)
+    monkeypatch.setattr("autotune.probe.model_shape.describe", scope["forward"])
     assert dry_worker._answer({"describe": model}) == {
         "refused": "transformers cannot train this model on text alone (pixel_values is missing)"
     }
+
+
+@pytest.mark.filterwarnings("ignore")  # as the worker does
+def test_a_model_that_masks_no_token_is_counted() -> None:
+    """BART's decoder makes a mask for all tokens, whose values do not exist on the meta device."""
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "vocab_size": 512}
+    bart = sizes | {"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False}
+    config = TrainConfig(seq_len=32, loss="full", method="full", precision="bf16_pure")
+    request = replace(REQUEST, model=bart, config=config, depth=None)
+    assert "count" in dry_worker._answer({"count": to_data(request)})
 
 
 @pytest.mark.filterwarnings("ignore")  # as the worker does
