@@ -1,5 +1,6 @@
 """A probe of rows that are padded to the longest of their micro batch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,37 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from tests.helpers.probing import LARGE, request
+
+# 4,096 tokens, whose activations take 200 MiB: a process wanders by 2 or 3
+SIZES = LARGE | {"micro_batch_size": 4, "seq_len": 1024}
+Measure = Callable[[ProbeRequest], Measurement]
+
+
+@pytest.fixture(scope="module")
+def measured(prober: WorkerProber) -> Measure:
+    """What a probe measures that leaves the worker as good as new."""
+
+    def measure(asked: ProbeRequest) -> Measurement:
+        result = prober.probe(asked, prober.logs / "padding.log")
+        assert result.measurement is not None, result.reason
+        assert result.notes == ()
+        return result.measurement
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def full_gib(measured: Measure) -> float:
+    """The peak of rows that are all as long as the longest.
+
+    It is above that of rows of 400 tokens.
+    """
+    full, short = (
+        measured(replace(request(**SIZES | {"seq_len": length}), micro_steps=2)).peak_allocated_gib
+        for length in (1024, 400)
+    )
+    assert full > 1.5 * short
+    return full
 
 
 @pytest.mark.probe
@@ -27,29 +59,18 @@ from tests.helpers.probing import LARGE, request
     ids=["counted", "estimated"],
 )
 def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(
-    prober: WorkerProber, tmp_path: Path, lengths: Lengths, timed_longest: int
+    measured: Measure, full_gib: float, lengths: Lengths, timed_longest: int
 ) -> None:
-    def measured(asked: ProbeRequest) -> Measurement:
-        result = prober.probe(asked, tmp_path / "probe.log")
-        assert result.measurement is not None, result.reason
-        assert result.notes == ()  # the worker is as good as new
-        return result.measurement
-
-    sizes = LARGE | {"micro_batch_size": 8, "seq_len": 1024}
-    kinds = Workload(lengths=lengths).micro_batches(request(**sizes).config)
+    kinds = Workload(lengths=lengths).micro_batches(request(**SIZES).config)
     timed = [kind for kind in kinds if kind.share]
     assert len(timed) == 5 and max(kind.length for kind in timed) == timed_longest
-    padded = measured(replace(request(**sizes), micro_batches=kinds, micro_steps=4))
+    padded = measured(replace(request(**SIZES), micro_batches=kinds, micro_steps=4))
     assert [share for share, _ in padded.kind_s] == pytest.approx([kind.share for kind in timed])
     assert fmean(padded.micro_step_s) == pytest.approx(
         sum(share * seconds for share, seconds in padded.kind_s)
     )
     assert padded.row_length == 1024
-
-    full = measured(replace(request(**sizes), micro_steps=2))
-    short = measured(replace(request(**sizes | {"seq_len": 400}), micro_steps=2))
-    assert padded.peak_allocated_gib == pytest.approx(full.peak_allocated_gib, rel=0.03)
-    assert padded.peak_allocated_gib > 1.5 * short.peak_allocated_gib
+    assert padded.peak_allocated_gib == pytest.approx(full_gib, rel=0.03)
 
 
 @pytest.mark.probe
