@@ -167,7 +167,7 @@ def peaks(length: int, **knobs: Any) -> dict[str, float]:
     model = (
         TINY
         | TOKENS
-        | {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 256, "head_dim": 32}
+        | {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "head_dim": 32}
     )
     model |= {"intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
     values = {
@@ -188,7 +188,7 @@ def test_a_token_takes_twelve_tensors_of_the_hidden_size(monkeypatch: pytest.Mon
     """
     monkeypatch.setattr(host_checkpoints, "PREFETCHED_BYTES", 0)
     monkeypatch.setattr(tiles, "TILE_TOKENS", 256)
-    more = 2048
+    more = 512
     tiled, whole = (
         [peaks(length, tiling=tiling)["backward_layers"] for length in (4096, 4096 + more)]
         for tiling in ("tokens", "none")
