@@ -51,7 +51,7 @@ def tune(
     spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
     if spec.configs:
         raise UsageError(
-            "a suite of named configurations has no winner to return",
+            "a spec that lists its configurations (configs) has no winner to return",
             remedy="probe its configurations with `autotune run --spec`",
         )
 

@@ -235,5 +235,7 @@ def _device(row: dict[str, Any]) -> DeviceSpec:
         )
     elif marketed is not None:
         values["memory_gib"] = marketed * GIB_PER_MARKETED_GB
-        values["memory_source"] = f"estimate: {GIB_PER_MARKETED_GB} of the marketed GB"
+        values["memory_source"] = (
+            f"estimate: {GIB_PER_MARKETED_GB} GiB for each GB on the data sheet"
+        )
     return DeviceSpec(**values)

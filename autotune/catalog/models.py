@@ -243,7 +243,7 @@ def resolve_model(name: str) -> ModelSpec:
         return _from_hub(name, hint)
     raise UsageError(
         f"unknown model {name!r}: neither in the catalogue nor a directory{hint}",
-        remedy="autotune models lists them; or pass a directory with a config.json,"
+        remedy="`autotune models` lists them; or pass a directory with a config.json,"
         " or a Hub id like org/name",
     )
 
@@ -325,7 +325,7 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
             " could not be reached, has no such model or wants a login"
             f" ({type(error).__name__}){hint}",
             remedy="pass a local directory with the model's config.json,"
-            " or a name that autotune models lists",
+            " or a name that `autotune models` lists",
         ) from None
     config, stored_as = _read_config(Path(path), name)
     return ModelSpec(name=name, config=config, stored_as=stored_as, source="Hugging Face Hub")
@@ -373,7 +373,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
         # A dynamic quantisation keeps some layers in 16 bits, and no knob says which layers.
         layer = re.search(r"\w[\w.]*\.\d+[\w.]*", str(quantised.get("llm_int8_skip_modules")))
         if layer:
-            reason = f"except for single layers ({layer[0]}), which no probe copies"
+            reason = f"except for single layers ({layer[0]}), which no probe can reproduce"
         elif quantised.get("load_in_8bit"):
             return "int8"
         elif quantised.get("bnb_4bit_quant_type") == "nf4":
@@ -424,21 +424,21 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
     )
     if others:
         raise UsageError(
-            f"{shown} is of a {others[0]}, whose head no probe trains:"
-            " trainings begin with causal language models",
-            remedy="pass the model that it was made from, with --objective classification or reward"
-            " for a new head; or remove architectures from a local copy",
+            f"{shown} describes a {others[0]}, whose head no probe trains:"
+            " probes train only causal language models, or new heads on them",
+            remedy="pass its base model, with --objective classification or reward for a new head;"
+            " or remove the key architectures from a local copy of config.json",
         )
 
     if config.get("is_encoder_decoder") is True:
         raise UsageError(
-            f"{shown} is of an encoder-decoder model", remedy="pass a causal language model"
+            f"{shown} describes an encoder-decoder model", remedy="pass a causal language model"
         )
 
     encoders = load_data("autotune.catalog", "data/models")["not_causal"]
     if config.get("model_type") in encoders and config.get("is_decoder") is not True:
         raise UsageError(
-            f"{shown} is of a {config['model_type']} model, in which a token sees later tokens",
+            f"{shown} describes a {config['model_type']} model, in which a token sees later tokens",
             remedy="pass a causal language model",
         )
 

@@ -37,8 +37,8 @@ COMMANDS = {
     ),
     "check": (
         "check:check_command",
-        "Check whether the run of another tool's YAML fits a GPU, how long it takes and what to "
-        "change; needs no GPU.",
+        "Check whether the run that another tool's YAML describes fits a GPU, how long it takes "
+        "and what to change; needs no GPU.",
     ),
     "status": ("studies:status", "Show how far a study is, and its best configuration so far."),
     "list": ("studies:list_all", "List the studies of a database."),
@@ -52,7 +52,7 @@ COMMANDS = {
     ),
     "explain": (
         "analysis:explain",
-        "Probe a study's winner with one knob after another set back to the baseline's value, "
+        "Probe a study's winner again, each time with one knob set back to the baseline's value, "
         "and print each knob's gain.",
     ),
     "verify": (
@@ -79,7 +79,7 @@ COMMANDS = {
     ),
     "oom": (
         "studies:oom",
-        "Explain every out-of-memory and refusal of a study, and what to change.",
+        "Explain why trials of a study ran out of memory or were refused, and what to change.",
     ),
     "export": ("studies:export", "Write the winner's configuration for a trainer."),
     "report": (

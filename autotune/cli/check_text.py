@@ -43,7 +43,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
     if checked.state != FITS and checked.bounds.most is not None:
         card = report.smallest_card.name if report.smallest_card else "none in the catalogue"
-        yield "card", f"the smallest card that fits the run without a change: {card}"
+        yield "card", f"the smallest card that the run fits without a change: {card}"
     yield from duration_lines(report)
     if report.faster:
         yield "faster", _faster_text(report, report.faster)

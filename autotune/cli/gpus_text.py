@@ -26,7 +26,7 @@ def print_gpu_plan(gpu_plan: GpuPlan) -> None:
     hosts = "one host" if all(row.hosts == 1 for row in gpu_plan.rows) else "hosts"
     print(f"{task.model.name} on {hosts} of {task.device.label}: {answer.needs}")
     shape = (
-        f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch "
+        f"{task.workload.trained:,} examples x {task.workload.epochs} epoch(s), global batch "
         f"{task.workload.global_batch}"
     )
     print(f"{shape}. {answer.certainty}.")
@@ -45,8 +45,8 @@ def print_gpu_plan(gpu_plan: GpuPlan) -> None:
     ):
         if num_unknown:
             print(
-                f"{number} {strategy}: {num_unknown:,} more fit, but no formula gives their speed: "
-                "`autotune run` measures it"
+                f"{number} {strategy}: {num_unknown:,} more configurations fit, but no formula "
+                "gives their speed: `autotune run` measures it"
             )
 
     if gpu_plan.needs_link:

@@ -82,7 +82,7 @@ def _too_large(summary: StudySummary) -> str:
     if not misses:
         return ""
     closest = min(misses, key=lambda row: row.margin or 0.0)
-    return f"closest out of memory: {closest.config.label()}, {describe.overrun(closest)}"
+    return f"closest to fitting: {closest.config.label()}, {describe.overrun(closest)}"
 
 
 def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:

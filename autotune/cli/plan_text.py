@@ -42,8 +42,8 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
         return
 
     print(
-        f"{name}: GiB by length and micro batch (c: fits only if every layer is recomputed, "
-        "?: too close to tell)"
+        f"{name}: GiB by row length and micro batch size (c: fits only if every layer is "
+        "recomputed, ?: too close to tell)"
     )
     lengths = dict.fromkeys(cell.seq_len for cell in cells)
     print_table(

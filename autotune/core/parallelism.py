@@ -56,7 +56,7 @@ class Parallelism:
 
         if self.strategy not in FSDP2 and (self.sync_each_batch or self.offload or self.copies > 1):
             raise ValueError(
-                f"{self.strategy} does not support sync_each_batch, offload or several copies;"
+                f"{self.strategy} does not support sync_each_batch, offload or copies above 1;"
                 " fsdp2 and fsdp2_keep do"
             )
         if self.copies < 1 or self.num_gpus % self.copies or self.num_gpus == self.copies > 1:
@@ -133,11 +133,11 @@ def _fsdp2_refusal(config: TrainConfig) -> str | None:
     """
     if config.quantization == "nf4":
         return (
-            "FSDP2 loses the statistics of nf4 weights, which FSDP 1 keeps with"
+            "FSDP2 loses the quantisation state of nf4 weights, which FSDP 1 keeps with"
             " bnb_4bit_quant_storage, but no formula covers FSDP 1"
         )
     if config.quantization == "int8":
-        return "FSDP2 loses the statistics of int8 weights"
+        return "FSDP2 loses the quantisation state of int8 weights"
     if config.optimizer in BITSANDBYTES:
         return (
             f"{config.optimizer} of bitsandbytes has no code for sharded tensors,"

@@ -119,11 +119,13 @@ def training_job(recipe: Recipe) -> JobSpec:
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
     if recipe.model.weights:
         notes.append(
-            "The weights are a local directory, which the job's machine needs too:"
-            " model in train_config.json."
+            "The weights are in a local directory (model in train_config.json):"
+            " the job's machine needs this directory too."
         )
     elif not has_published_weights(recipe):
-        notes.append("There are no published weights of this shape: add --model.")
+        notes.append(
+            "There are no published weights of this shape: name your weights with --model."
+        )
 
     return JobSpec(
         use="train",

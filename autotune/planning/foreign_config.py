@@ -505,7 +505,7 @@ def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
         why = NOT_OFFERED.get(name, "no probe trains for it")
         raise Refused(
             key,
-            f"{quote(name)} is another objective than {', '.join(sorted(known))}: {why}",
+            f"{quote(name)} is none of the objectives {', '.join(sorted(known))}: {why}",
             _REMEDY,
         )
     return Objective(known[name])

@@ -101,7 +101,7 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
         reason = "no formula covers a sharded float32 base"
     if reason is None and memory_of(model, config) is None:
-        reason = "no formula covers a rank of this run"
+        reason = "no formula covers the memory of a rank of this run"
     if reason is not None:
         return _ranged(run, number, reason)
 

@@ -171,8 +171,8 @@ def host_needs(
         found=disk_mb_s,
         needed=checkpoint_gib * GIB / 1e6 / CHECKPOINT_S,
         unit="MB/s",
-        why=f"training waits for each checkpoint of {fmt_gib(checkpoint_gib)}; at this rate, for a "
-        "minute",
+        why=f"training waits while a checkpoint of {fmt_gib(checkpoint_gib)} is written; at this "
+        "rate, that takes a minute",
     )
 
 

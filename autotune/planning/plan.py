@@ -162,7 +162,7 @@ def plan_task(
         reason = why(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
             reason += (
-                f"; {no_speed:,} more fit, but no formula gives their speed:"
+                f"; {no_speed:,} more configurations fit, but no formula gives their speed:"
                 " `autotune run` measures it"
             )
         return replace(result, best=estimates[winner.config], reason=reason)
@@ -338,7 +338,7 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
     for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
         if (knob := space.knob(name)) and knob.choices() != (value,):
             space, _ = space.narrow(
-                name, functools.partial(operator.ne, value), "there is no formula for it"
+                name, functools.partial(operator.ne, value), "no formula covers this value"
             )
     return space
 

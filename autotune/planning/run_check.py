@@ -482,6 +482,6 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
             "whole model, and sharding is not modelled."
         )
         yield (
-            "The estimate leaves out the GPUs' communication, and the second copy of the gradients "
-            f"that torch then holds ({gradients_text} more)."
+            "The estimate leaves out the communication between the GPUs, and the second copy of "
+            f"the gradients that torch holds for it ({gradients_text} more)."
         )

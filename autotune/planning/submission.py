@@ -176,7 +176,7 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
         )
     if recipe.workload.objective is not Objective.SFT:
         raise UsageError(
-            f"the atlas has no studies for {recipe.workload.objective} yet",
+            f"studies for {recipe.workload.objective} cannot be shared yet",
             remedy="share a study with the objective sft",
         )
 

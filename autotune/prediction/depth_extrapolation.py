@@ -208,7 +208,9 @@ def extrapolate(
     """
     (shallow, low), (wide, high) = probes
     if shallow >= wide:
-        raise ValueError(f"two depths are needed, the smaller first, not {shallow} and {wide}")
+        raise ValueError(
+            f"two numbers of layers are needed, the smaller first, not {shallow} and {wide}"
+        )
     reach = (num_layers - shallow) / (wide - shallow)
     longer = (num_layers - single_layers) / (shallow - single_layers)
     host: float | None = None

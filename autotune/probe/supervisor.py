@@ -197,7 +197,7 @@ class WorkerProber:
         if self._missed_turn:
             return (
                 "measured twice, because the first time a process that compiles code for later "
-                "probes did not leave the device"
+                "probes still used the device"
             )
 
         reason = result.reason or ""

@@ -320,10 +320,9 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
         narrowing.remove("kernels", {"liger"}, "needs a GPU")
         narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
     elif not device.has_flash:
-        narrowing.remove(
-            "attention", {"sdpa_cudnn", "flash_attention_2"}, f"{device.name} is too old for it"
-        )
-        narrowing.remove("packed_attention", {"varlen"}, f"{device.name} is too old for it")
+        reason = f"{device.name} is too old for this attention"
+        narrowing.remove("attention", {"sdpa_cudnn", "flash_attention_2"}, reason)
+        narrowing.remove("packed_attention", {"varlen"}, reason)
 
 
 def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
@@ -407,9 +406,13 @@ def narrow_to_trl(
     narrowing.remove(
         "optimizer_in_backward", {True}, "TRL's optimizer steps only after the backward pass"
     )
-    narrowing.remove("attention", {"sdpa_cudnn"}, "TRL does not know this name")
+    narrowing.remove("attention", {"sdpa_cudnn"}, "TRL has no attention of this name")
     narrowing.remove("tiling", {"tokens"}, "TRL does not compute layers in tiles")
-    narrowing.remove("cuda_graphs", {"micro_batch"}, "TRL's training step reads values on the host")
+    narrowing.remove(
+        "cuda_graphs",
+        {"micro_batch"},
+        "TRL's step reads values on the host, which no CUDA graph can",
+    )
     narrowing.remove("lora_kernels", {"joined"}, "TRL computes adapters as PEFT does")
     narrowing.remove(
         "checkpointing", SELECTIVE, "TRL's file has no key for the compiler's activation budget"
@@ -457,7 +460,9 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
         {True},
         "images are read only when a micro batch is made, so row lengths are unknown before",
     )
-    narrowing.remove("cuda_graphs", {"micro_batch"}, "the sizes of images are read on the host")
+    narrowing.remove(
+        "cuda_graphs", {"micro_batch"}, "no CUDA graph can read image sizes on the host"
+    )
     narrowing.remove_untested("images")
 
 
@@ -596,7 +601,7 @@ def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
     If the space has no other targets for adapters, remove LoRA.
     """
     if set(narrowing.space.choices("lora_targets")) - {ALL_LINEAR}:
-        reason = f"PEFT refuses adapters on some of its layers: {shape.no_adapters}"
+        reason = f"PEFT refuses adapters on some of the model's layers: {shape.no_adapters}"
         narrowing.remove("lora_targets", {ALL_LINEAR}, reason)
         return
 
@@ -605,7 +610,9 @@ def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
     has_attention = any("attn." in path or "attention." in path for path in shape.linear_layers)
     other = "; --set lora_targets=attention may be possible" if has_attention else ""
     narrowing.remove(
-        "method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}{other}"
+        "method",
+        {"lora"},
+        f"PEFT refuses adapters on the model's layers: {shape.no_adapters}{other}",
     )
 
 
@@ -649,7 +656,7 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
         )
 
     min_rank = floors.min_rank or MIN_RANK
-    reason = f"below the rank floor of {min_rank} (--min-rank)"
+    reason = f"below the smallest rank of {min_rank} (--min-rank)"
     narrowing.prefer("lora_rank", lambda rank: rank >= min_rank, reason, reserve=True)
 
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
@@ -789,7 +796,7 @@ def _packing_conditions(
             allowed_lengths.append(length)
 
     reason = (
-        f"a step would differ by over {OFF_BATCH:.0%} from the global batch of"
+        f"a step's examples would differ by over {OFF_BATCH:.0%} from the global batch of"
         f" {workload.global_batch} (--global-batch)"
     )
     if not allowed_lengths:

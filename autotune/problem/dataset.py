@@ -299,7 +299,7 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
 def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None:
     if any(name not in columns for name in names):
         found = ", ".join(columns) or "none"
-        raise ValueError(f"{objective} needs {COLUMNS[objective]}; its columns: {found}")
+        raise ValueError(f"{objective} needs {COLUMNS[objective]}; the row's columns: {found}")
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
@@ -309,7 +309,9 @@ def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
     for name in PROMPTS:
         value = columns.get(name)
         if value and not (isinstance(value, str) and value.strip() in str(answers[0])):
-            raise ValueError(f"its column {name} is not read beside chosen: rename it to prompt")
+            raise ValueError(
+                f"its column {name} is not read beside chosen: rename {name} to prompt"
+            )
 
 
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def disturbance(
 
     spread = measurement.step_range or 0.0
     if spread > STEADY_RANGE:
-        return f"the times of its steps differ by {spread:.0%}"
+        return f"the times of the timed steps differ by {spread:.0%}"
     return None
 
 

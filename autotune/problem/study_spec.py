@@ -291,7 +291,7 @@ class StudySpec:
     allow_pure_bf16: bool = _option(False, "Let pure bf16 win, which has no fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
     slack: float = _share(
-        0.05, "Largest extra cost, as a share, at which a configuration that can learn more wins."
+        0.05, "A configuration that can learn more wins if it costs at most this share more."
     )
     shallow_only: bool = _option(
         False, "Probe a few layers only and extrapolate, for a model that this device cannot hold."

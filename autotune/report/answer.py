@@ -121,7 +121,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
         f"{fmt_gib(result.device.memory_gib)}, {fmt_gib(result.limit_gib)} of it for tensors. "
         f"{how_known(result.how_sure, result.calibrated)}.",
         f"Samples of {lengths}; price of an hour: {describe_price(result.price, today)}.",
-        "A verdict has the longest row, in tokens, that surely fits. "
+        "A verdict gives the longest row, in tokens, that surely fits. "
         "tight: too close to the limit to tell. *: fits only with a setting that changes "
         "learning, such as pure bf16 or an optimizer other than AdamW.",
         f"{len(result.models)} models, one of each size; --model NAME plans any other.",

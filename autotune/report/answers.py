@@ -75,7 +75,7 @@ def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
         "memory": f"{need}: {terms}",
         "speed": speed_text(estimated),
         "run": f"{fmt_hours(cost.full_run_hours)} ({hours}) "
-        f"for {cost.examples:,} examples x {cost.epochs}",
+        f"for {cost.examples:,} examples x {cost.epochs} epoch(s)",
         "cost": f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR)",
     }
     if price is not None and cost.interval_usd is not None:
@@ -202,7 +202,7 @@ def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     steps = f"{cost.num_steps:,} steps"
     if run.max_steps is None:
         assumed = " (assumed)" if report.workload.examples_assumed else ""
-        steps = f"{report.workload.examples:,} examples{assumed} x {run.epochs:g}, {steps}"
+        steps = f"{report.workload.examples:,} examples{assumed} x {run.epochs:g} epoch(s), {steps}"
     hours = " to ".join(map(fmt_hours, cost.interval_hours))
     yield "run", f"{fmt_hours(cost.full_run_hours)} ({hours}) for {steps}, estimated{change}"
 

@@ -217,8 +217,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     reserve = [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]
     if reserve:
         sentences.append(
-            f"on {' and '.join(reserve)}, only configurations fit that learn differently from those"
-            " on other GPUs"
+            f"on {' and '.join(reserve)}, the run fits only with settings that change learning,"
+            " which the other GPUs do not need"
         )
     for difference, names in group.training_differences().items():
         sentences.append(

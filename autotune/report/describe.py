@@ -136,10 +136,9 @@ def gpus(config: TrainConfig) -> str:
 
 
 def speed_up_range(recipe: Recipe) -> str:
-    """Describe the interval of the speed-up as '2.07 to 2.15 times its 8,003 tokens/s'.
+    """Describe the interval of the speed-up as '2.07 to 2.15 times the baseline's 8,003 tokens/s'.
 
-    The tokens/s are the baseline's. Without a baseline, or if the baseline is the winner, the text
-    is empty.
+    Without a baseline, or if the baseline is the winner, the text is empty.
     """
     if (
         recipe.speedup_interval is None
@@ -149,7 +148,7 @@ def speed_up_range(recipe: Recipe) -> str:
         return ""
     low, high = recipe.speedup_interval
     speed = fmt_count(recipe.baseline.performance.tokens_per_second)
-    return f"{low:.2f} to {high:.2f} times its {speed} tokens/s"
+    return f"{low:.2f} to {high:.2f} times the baseline's {speed} tokens/s"
 
 
 def factors(decomposition: Decomposition | None) -> str:
@@ -222,7 +221,7 @@ def intervals(candidate: Candidate) -> str:
     meanings = {
         Evidence.MEASURED: "cover the spread of the measured steps "
         "(or the difference between two probes, if that is larger), "
-        "and for the full run the drift of its host or CPU",
+        "and for the full run also changes in the speed of its host or CPU",
         Evidence.EXTRAPOLATED: "cover the possible error of the extrapolation from a few layers",
         Evidence.PROJECTED: "cover 80% of the errors of the projection from another card, "
         "and the spread of the steps",
@@ -355,7 +354,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         method,
         *([f"adapters on {config.lora_targets}"] if own_targets else []),
         _batch(recipe),
-        recomputed.get(every, f"activation checkpointing in one layer of {every}"),
+        recomputed.get(every, f"activation checkpointing in one of every {every} layers"),
         *(
             knob.phrases[value]
             for name, knob in KNOBS.items()

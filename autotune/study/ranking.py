@@ -128,7 +128,7 @@ def why(
     cost = (
         "at no measurable cost"
         if tie
-        else f"for {extra:.1%} more cost than {best} (slack {slack:.0%})"
+        else f"for {extra:.1%} more cost than {best} (--slack allows {slack:.0%})"
     )
 
     if capability != cheapest.config.capability:

@@ -579,7 +579,7 @@ class Selection:
         """
         for config in configs:
             if self.record(config).evidence is Evidence.DISTURBED:
-                return f"no measurement of {config.label()} was undisturbed"
+                return f"every measurement of {config.label()} was disturbed"
             difference = self.disagreement(config)
             if difference > DISAGREEMENT and not self._intervals_meet(config):
                 return f"measurements of {config.label()} differ by {difference:.0%}"
@@ -736,7 +736,7 @@ class Selection:
             )
             if abs(gap) > MAX_STEP_TIME_GAP:
                 doubts.append(
-                    f"the search's step time was {gap:+.1%} off the confirmed time,"
+                    f"the search's step time differed by {gap:+.1%} from the confirmed time,"
                     " which is reported"
                 )
 
@@ -768,7 +768,7 @@ class Selection:
         doubts = []
         if record.evidence is Evidence.DISTURBED:
             reason = record.disturbed[-1].disturbed
-            doubts.append(f"no measurement of {config.label()} was undisturbed: {reason}")
+            doubts.append(f"every measurement of {config.label()} was disturbed: {reason}")
 
         difference = self.disagreement(config)
         if difference > DISAGREEMENT:
@@ -883,14 +883,14 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
 
         host = task.carried.host
         of_host = (
-            "as measured here"
+            "takes as long as here"
             if host is None
-            else f"{host:.3g} times as fast, because both hosts were calibrated"
+            else f"is {host:.3g} times as fast, because both hosts were calibrated"
         )
         caveats.append(
             f"probed on {task.measured_on.name} with its memory capped to that of "
             f"{task.device.name}: memory is measured; speeds are projected from data sheets"
-            f"{calibrated} (matrix products {faster}), the host's work {of_host}; "
+            f"{calibrated} (matrix products {faster}); the host's work {of_host}; "
             "power, clocks and kernels are those of the GPU that ran the probes"
         )
 

@@ -106,7 +106,7 @@ def _saved_files(path: Path) -> list[Path]:
         names = [file["filename"] for file in state["_data_files"]]
         for name in names:
             if name != Path(name).name or Path(name).suffix != ".arrow":
-                raise ValueError(f"{name!r:.80} is no .arrow file beside it")
+                raise ValueError(f"{name!r:.80} is not an .arrow file in the same folder")
         return [path / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadDataset(

@@ -107,7 +107,8 @@ def split(
     if len(trained) < num_trained:
         left_out = f"{num_trained - len(trained)} of {num_trained} examples"
         print(
-            f"train.py: {left_out} have no token to train on in {seq_len} tokens", file=sys.stderr
+            f"train.py: {left_out} have no token to train on in their first {seq_len} tokens",
+            file=sys.stderr,
         )
     evaluated = range(num_trained, len(examples))
     return trained, Rows(_select_trainable(examples, evaluated, held_out_tokens))

@@ -102,7 +102,7 @@ def test_results_measured_during_an_outage_are_stored_afterwards(
     )
     store.add("one", 2, result(), FINGERPRINT)
     assert trials(store) == [0, 1, None, 2]
-    assert messages[2:] == ["2 waiting results are in the database now"]
+    assert messages[2:] == ["2 results that waited for the database are stored in it now"]
     assert Outbox(path=tmp_path / "outbox.jsonl").is_empty()
 
 

@@ -238,7 +238,7 @@ def verify(
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
     tolerance: Annotated[
-        float, typer.Option(help="Largest accepted excess of time or memory, as a share.")
+        float, typer.Option(help="Accept up to this share more time or memory than predicted.")
     ] = 0.05,
     storage: Storage = None,
     json_: Json = False,

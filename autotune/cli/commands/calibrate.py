@@ -61,7 +61,7 @@ def calibrate(
     if calibration.on_gpu:
         print(f"{place}: estimates for {calibration.device} on this machine use it from now on")
     else:
-        print(f"{place}: with `--calibration` and this file, estimates for a GPU use this host")
+        print(f"{place}: give this file with `--calibration` to estimate GPUs in this host")
 
 
 def facts(calibration: "Calibration") -> dict[str, str]:
@@ -74,7 +74,7 @@ def facts(calibration: "Calibration") -> dict[str, str]:
 
     reference = calibration.reference
     training = f"{reference:.2f} times as fast as predicted from these rates" if reference else DASH
-    issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer"
+    issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer's kernels"
     link = (
         ""
         if rates.link_gb_s is None
@@ -85,8 +85,8 @@ def facts(calibration: "Calibration") -> dict[str, str]:
     )
 
     links = [
-        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} gathered, {fmt_count(one.scatter_gb_s)} "
-        f"scattered, {fmt_count(one.reduce_gb_s)} added up"
+        f"{one.num_gpus}: {fmt_count(one.gather_gb_s)} all-gather, {fmt_count(one.scatter_gb_s)} "
+        f"reduce-scatter, {fmt_count(one.reduce_gb_s)} all-reduce"
         for one in calibration.collectives
     ]
     collectives = {"GPUs": f"GB/s by number of GPUs: {'; '.join(links)}"} if links else {}
@@ -94,9 +94,9 @@ def facts(calibration: "Calibration") -> dict[str, str]:
     return collectives | {
         "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), "
         f"{calibration.label}",
-        "products": f"TFLOP/s by the side of the matrices: {'; '.join(products)}",
+        "products": f"TFLOP/s (side of the square matrices): {'; '.join(products)}",
         "copies": f"{fmt_count(rates.copy_gb_s)} GB/s within its memory{link}",
-        "host": f"{issued}, {fmt_count(rates.launch_us)} microseconds a small kernel",
+        "host": f"{issued}, {fmt_count(rates.launch_us)} microseconds for a small kernel",
         "training": training,
         "machine": f"{calibration.cores:g} x {printable(calibration.processor)}, "
         f"{fmt_gib(calibration.memory_gib)}{disk}",

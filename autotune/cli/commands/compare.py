@@ -153,7 +153,7 @@ def _form(name: str | None, out: Path | None, *, needs_page: bool) -> str:
         )
     if needs_page and form not in ("table", "json"):
         raise UsageError(
-            f"{form} shows neither --sizes nor --buy",
+            f"the format {form} shows neither the results of --sizes nor those of --buy",
             remedy="add --html FILE for a page with them, or take --json",
         )
     return form

@@ -129,7 +129,7 @@ def _print(query: "Longest", rows: list["LongestRow"]) -> None:
     estimated_rows = [row for row in rows if row.evidence == "estimated" and row.tokens]
     if estimated_rows:
         print(
-            "Estimated rows were counted without a GPU, and leave 6 % of the memory for the "
+            "For estimated rows, memory was counted without a GPU, and 6 % of it is left for the "
             "allocator. Their times are also estimates."
         )
         if any(

@@ -409,7 +409,8 @@ class Comparison:
             return None
         elif not any(group.fastest for group in planned):
             lines = [
-                f"it is unknown if anything is within {self.budget}: no formula gives the speed"
+                f"it is unknown whether any card is within {self.budget}: no formula gives the"
+                " speed"
             ]
         else:
             holders = [card for group in planned for card in group.cards if card.holds_it]

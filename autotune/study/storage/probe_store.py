@@ -134,7 +134,7 @@ class ProbeStore:
                 if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
                     self._insert(connection, row)
 
-        self.outages.say(f"{len(rows)} waiting results are in the database now")
+        self.outages.say(f"{len(rows)} results that waited for the database are stored in it now")
 
     @retried
     def find(

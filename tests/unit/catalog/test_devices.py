@@ -239,7 +239,7 @@ ROW = {"name": "x", "vendor": "nvidia", "compute_capability": None, "source": "m
         ({}, None, None),
         ({"memory_mib": 2560}, 2.5, "total of nvidia-smi, recalled"),
         ({"memory_mib": 2560, "memory_source": "read"}, 2.5, "read"),
-        ({"marketed_gb": 50}, 49.5, "estimate: 0.99 of the marketed GB"),
+        ({"marketed_gb": 50}, 49.5, "estimate: 0.99 GiB for each GB on the data sheet"),
         ({"memory_mib": 1024, "marketed_gb": 50}, 1.0, "total of nvidia-smi, recalled"),
     ],
     ids=str,

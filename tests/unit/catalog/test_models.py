@@ -199,11 +199,11 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         ),
         (
             LLAMA | {"architectures": ["Qwen2ForTokenClassification"]},
-            "is of a Qwen2ForTokenClassification",
+            "describes a Qwen2ForTokenClassification",
         ),
         (
             LLAMA | {"architectures": ["InternLM2ForRewardModel"]},
-            "trainings begin with causal language models",
+            "probes train only causal language models",
         ),
         (
             LLAMA | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
@@ -236,7 +236,7 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
         (
             LLAMA | {"model_type": "bert"},
-            "of a bert model, in which a token sees later tokens$",
+            "describes a bert model, in which a token sees later tokens$",
         ),
         (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees later tokens$"),
         ({key: LLAMA[key] for key in LLAMA if key != "model_type"}, "no model_type"),

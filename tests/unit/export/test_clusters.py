@@ -197,8 +197,8 @@ def test_missing_weights_are_reported() -> None:
         with_weights = replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))
         (text,) = clusters.export(with_weights, system).values()
         assert (
-            "# The weights are a local directory, which the job's machine needs too: model in"
-            " train_config.json" in text
+            "# The weights are in a local directory (model in train_config.json): the job's machine"
+            " needs this directory too." in text
         )
 
 

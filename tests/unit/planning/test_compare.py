@@ -425,8 +425,8 @@ def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     held = compare_card(case, limit_gib)
     assert held.state == FITS and held.plan and held.plan.from_reserve
     assert (
-        "on a10, only configurations fit that learn differently from those on other GPUs"
-        in said(held)
+        "on a10, the run fits only with settings that change learning,"
+        " which the other GPUs do not need" in said(held)
     )
 
 
@@ -517,7 +517,8 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
         [StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10"], budget=Budget(max_usd=1.0)
     )
     assert (
-        limited.unmet() == "it is unknown if anything is within $1.00: no formula gives the speed"
+        limited.unmet()
+        == "it is unknown whether any card is within $1.00: no formula gives the speed"
     )
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
     assert (

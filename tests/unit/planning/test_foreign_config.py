@@ -651,7 +651,7 @@ REFUSED = {
     (
         "llamafactory",
         "stage: ppo",
-    ): "'ppo' is another objective than dpo, kto, pt, rm, sft: it generates answers"
+    ): "'ppo' is none of the objectives dpo, kto, pt, rm, sft: it generates answers"
     " during training, which no probe does",
     ("llamafactory", "finetuning_type: oft"): "lora, full or freeze is supported, not 'oft'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
@@ -659,7 +659,7 @@ REFUSED = {
     (
         "axolotl",
         "rl: orpo",
-    ): "'orpo' is another objective than dpo, ipo, kto: no probe trains for it",
+    ): "'orpo' is none of the objectives dpo, ipo, kto: no probe trains for it",
     (
         "axolotl",
         "process_reward_model: true",

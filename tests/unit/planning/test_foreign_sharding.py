@@ -170,7 +170,7 @@ def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
     [
         (
             LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP,
-            "FSDP2 loses the statistics of nf4 weights",
+            "FSDP2 loses the quantisation state of nf4 weights",
         ),
         (FULL | {"optimizer": "adamw_bnb_8bit"} | FSDP, "has no code for sharded tensors"),
         (FULL | {"bf16": "full"} | FSDP, "bf16_pure is untested under fsdp2"),

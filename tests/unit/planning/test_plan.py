@@ -498,7 +498,8 @@ def test_what_fits_at_an_unknown_speed_is_not_said_not_to_fit() -> None:
     some = plan(spec, device=H100)
     assert some.best and some.best.config.cuda_graphs == "none" and not some.from_reserve
     assert re.search(
-        r"; [1-9][0-9,]* more fit, but no formula gives their speed: `autotune run` measures it$",
+        r"; [1-9][0-9,]* more configurations fit, but no formula gives their speed: "
+        r"`autotune run` measures it$",
         some.reason,
     )
     pins |= {"compile": "none", "checkpointing": "none", "padding": "bucket"}
@@ -563,7 +564,7 @@ def test_a_plan_prints_what_it_left_out_and_does_not_miss_packages_of_this_machi
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     command.plan(StudySpec(model="mistral-7b", gpu="a10", allow_quantized=True), evidence=HERE)
     text = capsys.readouterr().err
-    assert "left out: lora_rank 8: below the rank floor of 16 (--min-rank)" in text
+    assert "left out: lora_rank 8: below the smallest rank of 16 (--min-rank)" in text
     assert "left out: quantization fp8: a10 does not multiply 8-bit floats" in text
     assert "is not installed" not in text
 

@@ -272,7 +272,7 @@ def test_what_the_command_refuses() -> None:
     assert "┃" not in nothing.stdout  # what is wrong, and no table of nothing
     assert isinstance(run("--buy", "-3").exception, UsageError)
     for unseen in (["--buy", "3000"], ["--sizes", "10000"]):
-        assert "shows neither --sizes nor --buy" in str(
+        assert "shows neither the results of --sizes nor" in str(
             run("--format", "markdown", *unseen).exception
         )
     assert "no card is known to cost at most $100" in str(run("--buy", "100").exception)

@@ -397,7 +397,7 @@ def test_steps_and_hours(answer: Callable[..., CheckReport]) -> None:
 
 def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(TRL))
-    assert "for 10,000 examples (assumed) x 1, 625 steps" in out
+    assert "for 10,000 examples (assumed) x 1 epoch(s), 625 steps" in out
     assert "The length of the examples was not given: 1,024 tokens each (assumed)" in out
     out = printed(
         answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0)
@@ -528,8 +528,8 @@ def test_the_gradients_that_several_gpus_hold_twice(answer: Callable[..., CheckR
     for text, more in ((FACTORY_FULL, "15.0 GiB"), (FACTORY, "0.06 GiB")):
         notes = answer(changed(text, num_processes=2), "h200-sxm").notes
         assert (
-            "The estimate leaves out the GPUs' communication, and the second copy of the gradients"
-            " that torch then holds"
+            "The estimate leaves out the communication between the GPUs, and the second copy of the"
+            " gradients that torch holds for it"
             f" ({more} more)." in notes
         )
     assert not any(

@@ -25,9 +25,8 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
 
 NF4_UNDER_FSDP2 = (
-    "FSDP2 loses the statistics of nf4 weights, which FSDP 1 keeps with bnb_4bit_quant_storage, but"
-    " no formula covers"
-    " FSDP 1"
+    "FSDP2 loses the quantisation state of nf4 weights, which FSDP 1 keeps with"
+    " bnb_4bit_quant_storage, but no formula covers FSDP 1"
 )
 
 
@@ -321,8 +320,8 @@ def test_what_one_gpu_alone_can_do_is_said(monkeypatch: Any, capsys: Any) -> Non
     code, out, err = run(monkeypatch, capsys, *asked)
     assert code == 0 and "left out: tiling tokens: " in err
     assert (
-        "\n1 none: 2 more fit, but no formula gives their speed: `autotune run` measures it\n"
-        in out
+        "\n1 none: 2 more configurations fit, but no formula gives their speed: "
+        "`autotune run` measures it\n" in out
     )
     assert out.count("no formula gives") == 1
     _, out, _ = run(monkeypatch, capsys, *asked, "--set", "cuda_graphs=micro_batch")

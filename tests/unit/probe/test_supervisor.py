@@ -558,7 +558,7 @@ def test_others_that_do_not_end_their_turn_are_ended_and_what_ran_beside_them_is
     assert prober.fingerprint
     ahead = prober.ahead = Ahead(tmp_path, 0.0)  # type: ignore[assignment]
     found = prober.probe(REQUEST, tmp_path / "one.log")
-    assert found.outcome is Outcome.OK and "did not leave the device" in found.notes[0]
+    assert found.outcome is Outcome.OK and "still used the device" in found.notes[0]
     assert ahead.is_closed and ["turns" in told for told in scripts[0].told] == [True, False]
     assert not prober.probe(REQUEST, tmp_path / "two.log").notes
 

@@ -314,7 +314,7 @@ def test_the_link_is_that_of_so_many_gpus_and_of_what_they_do() -> None:
     assert made.bus_gb_s(replace(copies, num_gpus=8)) == 300.0
     assert made.bus_gb_s(replace(shards, num_gpus=4)) is calibration().bus_gb_s(shards) is None
     assert facts(made)["GPUs"].startswith(
-        "GB/s by number of GPUs: 2: 250 gathered, 240 scattered, 150 added up; 8: "
+        "GB/s by number of GPUs: 2: 250 all-gather, 240 reduce-scatter, 150 all-reduce; 8: "
     )
     with pytest.raises(ValueError, match="a number is not between"):
         calibration(collectives=(replace(pair, reduce_gb_s=0.0),))

@@ -73,7 +73,7 @@ def test_the_default_floors():
         "seq_len 512: would truncate more than 1% of the tokens (--max-truncated)",
         "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be"
         " padding",
-        "lora_rank 8: below the rank floor of 16 (--min-rank)",
+        "lora_rank 8: below the smallest rank of 16 (--min-rank)",
         "quantization fp8, int8, nf4: a quantised base learns differently: used only if no other"
         " value fits "
         "(--allow-quantized)",
@@ -227,7 +227,9 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
     assert knob is not None and knob.choices() == (False, True)
     # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
     assert knob.when is not None and knob.when["micro_batch_size"] == [1, 2, 4]
-    reason = "a step would differ by over 25% from the global batch of 32 (--global-batch)"
+    reason = (
+        "a step's examples would differ by over 25% from the global batch of 32 (--global-batch)"
+    )
     assert removed(setup) == [f"packing True: not with micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.task.space.enumerate():
         config = setup.task.space.config(chosen)
@@ -284,7 +286,7 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
     assert {config.attention for config in choices} == {"sdpa"}
     with pytest.raises(
         UsageError,
-        match="packing was asked for, but a step would differ by over 25% from the global batch",
+        match="packing was asked for, but a step's examples would differ by over 25% from the",
     ):
         prepared(skewed, pins={"packing": True}, global_batch=2)
 
@@ -800,7 +802,9 @@ def test_layers_without_adapters_are_trained_as_a_whole_or_not_at_all() -> None:
     assert both(layered(refused, method=("lora", "full")), "method") == ("full",)
     assert both(layered(refused, method=("full",)), "method") == ("full",)
     for knobs in ({}, {"method": ("lora",)}):  # adapters are the default
-        with pytest.raises(UsageError, match="PEFT refuses adapters on its layers: a reason"):
+        with pytest.raises(
+            UsageError, match="PEFT refuses adapters on the model's layers: a reason"
+        ):
             layered(refused, **knobs)
     assert both(layered({"no_adapters": ""}, method=("lora", "full")), "method") == ("lora", "full")
 
@@ -809,8 +813,9 @@ def test_other_layers_may_have_adapters_where_peft_refuses_some() -> None:
     refused = {"no_adapters": "a reason"}
     some = layered(refused, lora_targets=("all-linear", "q_v"), method=("lora", "full"))
     assert (both(some, "lora_targets"), both(some, "method")) == (("q_v",), ("lora", "full"))
-    assert "lora_targets all-linear: PEFT refuses adapters on some of its layers: a reason" in map(
-        str, some.removals
+    assert (
+        "lora_targets all-linear: PEFT refuses adapters on some of the model's layers: a reason"
+        in map(str, some.removals)
     )
     assert both(layered(refused, lora_targets=("attention",)), "lora_targets") == ("attention",)
     with pytest.raises(UsageError, match="a reason; --set lora_targets=attention may be possible"):
@@ -1055,7 +1060,9 @@ def test_a_step_of_packed_rows_is_a_quarter_off_the_global_batch_at_most() -> No
     narrowing = packed(workload, seq_len=(1536, 2560, 3072), micro_batch_size=(1,))
     assert both(narrowing, "packing") == (False, True)
     assert when(narrowing, "packing") == {"seq_len": [1536, 2560]}
-    reason = "a step would differ by over 25% from the global batch of 4 (--global-batch)"
+    reason = (
+        "a step's examples would differ by over 25% from the global batch of 4 (--global-batch)"
+    )
     assert [str(one) for one in narrowing.removals] == [
         f"packing True: not with seq_len 3072: {reason}"
     ]

@@ -378,7 +378,7 @@ def test_a_prompt_of_a_pair_under_another_name_is_refused(name: str, answer: Any
     """Each pair would have its answers alone."""
     row = {name: TWO_MESSAGES[:1] if name.endswith("s") else "a question", "system": "s"}
     with pytest.raises(
-        ValueError, match=f"^its column {name} is not read beside chosen: rename it"
+        ValueError, match=f"^its column {name} is not read beside chosen: rename {name}"
     ):
         rows_of(Objective.DPO, row | {"chosen": answer, "rejected": answer})
 

@@ -45,8 +45,8 @@ def test_others_disturb_if_they_use_the_gpu(share: float | None, disturbed: bool
     ("steps", "micro_batches", "reason"),
     [
         ((1.0,) * 19 + (9.0,), STEADY, None),  # one slow step of many
-        ((1.0,) * 6 + (2.0,) * 4, STEADY, "the times of its steps differ by 100%"),
-        ((2.0,), (1.0, 2.0) * 5, "the times of its steps differ by 67%"),  # a single step
+        ((1.0,) * 6 + (2.0,) * 4, STEADY, "the times of the timed steps differ by 100%"),
+        ((2.0,), (1.0, 2.0) * 5, "the times of the timed steps differ by 67%"),  # a single step
         ((2.0,), (1.0,), None),
     ],
 )

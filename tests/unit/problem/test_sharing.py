@@ -82,7 +82,7 @@ def test_what_no_way_to_share_can_train_is_not_searched() -> None:
     )
     assert "bf16_pure" not in setup.task.space.choices("precision")
     assert any("breaks the GPU's context" in str(removal) for removal in setup.removals)
-    with pytest.raises(UsageError, match="FSDP2 loses the statistics of nf4 weights"):
+    with pytest.raises(UsageError, match="FSDP2 loses the quantisation state of nf4 weights"):
         setup_on(2, space="qlora", pins={"sharding": "fsdp2"})
     assert task_on(2, space="qlora").space.choices("quantization") == ("nf4",)  # by DDP
 

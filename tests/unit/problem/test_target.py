@@ -320,7 +320,7 @@ def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated
     add_measured(selection, BASELINE, measurement())
     caveats = selection.recipe(FINGERPRINT).caveats
     assert any(
-        "host's work 0.8 times as fast, because both hosts were calibrated" in one
+        "host's work is 0.8 times as fast, because both hosts were calibrated" in one
         for one in caveats
     )
     # What others measured of the card says nothing of the host.

@@ -151,7 +151,7 @@ def test_the_winners_configuration_in_phrases() -> None:
             "QLoRA of rank 16 on a 4-bit (NF4) base, double quantised",
         ),
         ({"dora": True, "rslora": True}, "rsDoRA of rank 16"),
-        ({"checkpointing": "every_3"}, "activation checkpointing in one layer of 3"),
+        ({"checkpointing": "every_3"}, "activation checkpointing in one of every 3 layers"),
         (
             {"checkpointing": "selective_50"},
             "compiled layers that keep up to 50% of their activations",

@@ -136,7 +136,7 @@ def test_a_disturbed_baseline_allows_no_speed_up(start: Start) -> None:
     assert recipe.baseline.evidence is recipe.speedup_evidence is Evidence.DISTURBED
     assert recipe.baseline.memory_evidence is Evidence.MEASURED
     assert (recipe.speedup, recipe.speedup_interval, recipe.differs) == (None, None, False)
-    why = f"no measurement of {BASELINE.label()} was undisturbed"
+    why = f"every measurement of {BASELINE.label()} was disturbed"
     assert describe.speed_up(recipe) == f"the machine is too unsteady for a speed-up: {why}"
     assert f"{why}: {REASON}" in recipe.caveats
     assert recipe.winner.config == BEST and recipe.winner.evidence is Evidence.MEASURED

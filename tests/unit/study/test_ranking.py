@@ -43,7 +43,7 @@ def test_more_capable_within_the_slack_wins():
     assert why(able, [fast, able], 0.05, RANKS, ()) == (
         "it is more capable: lora_rank 64 instead of 16, optimizer adamw_torch_fused instead of"
         " adamw_8bit, "
-        "for 4.0% more cost than the cheapest (slack 5%)"
+        "for 4.0% more cost than the cheapest (--slack allows 5%)"
     )
     assert choose([fast, able], 0.03) is fast
     assert choose([fast, able], 0.0) is fast
@@ -63,8 +63,8 @@ def test_a_tenth_of_free_memory_is_worth_the_slack():
     )
     assert choose([tight, roomy], 0.05) is roomy
     assert why(roomy, [tight, roomy], 0.05, RANKS, ()) == (
-        "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%); nothing more"
-        " capable was tried"
+        "it leaves more memory free, for 1.0% more cost than the cheapest (--slack allows 5%); "
+        "nothing more capable was tried"
     )
     assert choose([tight, scored(99.0, free_fraction=0.04, micro_batch_size=4)], 0.05) is tight
     for free_fraction, is_roomy in ((0.1, True), (0.0999, False)):

@@ -209,8 +209,20 @@ def test_a_study_that_was_cut_short():
     [
         (0.5, ()),
         (0.51, ()),  # 2 % is within what is normal
-        (0.55, ("the search's step time was -9.1% off the confirmed time, which is reported",)),
-        (0.45, ("the search's step time was +11.1% off the confirmed time, which is reported",)),
+        (
+            0.55,
+            (
+                "the search's step time differed by -9.1% from the confirmed time,"
+                " which is reported",
+            ),
+        ),
+        (
+            0.45,
+            (
+                "the search's step time differed by +11.1% from the confirmed time,"
+                " which is reported",
+            ),
+        ),
     ],
 )
 def test_a_search_that_was_off(again_s, caveats):

@@ -136,7 +136,10 @@ def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[s
     trained, held_out = rows.split(examples, 3, 2, 2)
     assert [example.tolist() for example in trained] == [[5, 6]]
     assert [[example.tolist() for example in row] for row in held_out] == [[[3, 4]]]
-    assert "2 of 3 examples have no token to train on in 3 tokens" in capsys.readouterr().err
+    assert (
+        "2 of 3 examples have no token to train on in their first 3 tokens"
+        in capsys.readouterr().err
+    )
 
 
 def test_random_examples_have_a_prompt_of_the_usual_share() -> None:
