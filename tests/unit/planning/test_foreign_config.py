@@ -633,6 +633,13 @@ def test_a_base_that_axolotl_dequantises_has_16_bits(read):
     assert read(f"{LORA['axolotl']}gptq: true\n").config.quantization == "nf4"
 
 
+def test_losses_of_their_own_read_all_logits(read):
+    for text in (f"{FACTORY}use_asft_loss: true\n", f"{AXOLOTL}diffusion: {{eps: 0.1}}\n"):
+        run = read(text)
+        assert run.config.loss == "full" and run.needs_more
+        assert "the run needs more memory and time than estimated" in " ".join(run.notes)
+
+
 def test_freezing_trains_all_layers_at_most(read):
     run = read(f"{FACTORY}finetuning_type: freeze\nbf16: true\n")
     assert run.config.label().startswith("full 8x2048 bf16_mixed")
@@ -673,7 +680,7 @@ REFUSED = {
     ): "a base that stays in this format is not supported",
     (
         "axolotl",
-        "diffusion: {eps: 0.1}",
+        "kd_trainer: true",
     ): "it trains for another objective than predicting the next token, which is not supported",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer accepts this key",
     ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
