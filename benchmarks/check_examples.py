@@ -139,7 +139,7 @@ def removed(chosen: random.Random, file: Path, folder: Path) -> dict[str, Any] |
     absent = said_of(data, folder / file.name)
     if present.startswith("refused: "):  # DeepSpeed does not go with this file
         return None
-    name = "'settings/zero.json' was not found"
+    name = "'settings/zero.json' was found neither"
     detected = name in absent and name not in present
     return {
         "file": file.name,

@@ -115,6 +115,22 @@ def test_why_peft_refuses_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch)
     assert found.untrained == found.unquantized > 0
 
 
+class Router(nn.Linear):
+    def forward(self, hidden: Any) -> Any:
+        return super().forward(hidden), hidden
+
+
+def test_adapters_need_a_layer_that_returns_one_tensor() -> None:
+    """Falcon's linear layers have a forward of their own, and PEFT adapts them."""
+    falcon = describe(
+        {"model_type": "falcon", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "ffn_hidden_size": 64}
+    )  # fmt: skip
+    assert not falcon.no_adapters and falcon.linear_layers
+    assert not module._returns_its_product(Router(4, 2, device="meta"))
+    assert module._returns_its_product(nn.Linear(4, 2, device="meta"))
+
+
 def all_options(  # type: ignore[no-untyped-def]
     rope, rms_norm, swiglu, geglu, cross_entropy, fused_linear_cross_entropy, model
 ): ...
