@@ -23,6 +23,7 @@ from typing import Any
 from bench import ROOT, command, now
 
 from autotune.catalog import ModelSpec, list_devices, resolve_model
+from autotune.catalog.fast_kernels import counted_packages
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import to_data
@@ -127,6 +128,8 @@ def write(models: Sequence[str], answers: dict[str, Any], path: Path) -> int:
 
 
 def main() -> None:
+    if packages := counted_packages():
+        raise SystemExit(f"shipped counts are without fast kernels: uninstall {packages}")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

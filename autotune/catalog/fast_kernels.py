@@ -4,6 +4,8 @@ Without its packages, transformers computes a gated delta net, a short convoluti
 with operations of torch, which are much slower and hold more memory.
 """
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 from autotune.core.files import load_data
@@ -13,6 +15,9 @@ _USUAL_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_at
     "mlp",
     "moe",
 }
+
+# Packages whose kernels dry probes count (`dry/fast_kernels`).
+_COUNTED = ("fla",)
 
 
 def kernel_packages(config: dict[str, Any], text_type: str) -> dict[str, str]:
@@ -26,3 +31,17 @@ def kernel_packages(config: dict[str, Any], text_type: str) -> dict[str, str]:
     if isinstance(layers, list) and _USUAL_LAYERS.issuperset(map(str, layers)):
         return {}
     return {name: data["distributions"][name] for name in data["imports"].get(text_type, ())}
+
+
+def is_installed(package: str) -> bool:
+    """Whether Python can import the package. A folder of this name without code does not count."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def counted_packages(packages: Iterable[str] = _COUNTED) -> tuple[str, ...]:
+    """Return the installed packages whose kernels dry probes count.
+
+    For all other packages, dry probes count the operations of torch that replace the kernels.
+    """
+    return tuple(name for name in packages if name in _COUNTED and is_installed(name))

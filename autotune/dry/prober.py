@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from autotune.catalog.fast_kernels import counted_packages, kernel_packages
 from autotune.core.child_environment import child_environment
 from autotune.core.errors import StorageError
 from autotune.core.files import write_atomic
@@ -84,7 +85,7 @@ class DryProber:
             if kept.count is not None:  # earlier versions also cached answers without a count
                 return kept
 
-        if self._with_shipped and (shipped := shipped_answers().get(key_of(request))) is not None:
+        if self._with_shipped and (shipped := _shipped_answer(request)) is not None:
             return from_data(DryAnswer, shipped)
         if key in self._refusals:
             return self._refusals[key]
@@ -157,7 +158,7 @@ class DryProber:
 
 def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*module_command("autotune.dry.worker"), str(os.getpid())],
+        [*module_command("autotune.dry.worker"), str(os.getpid()), *counted_packages()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -168,14 +169,27 @@ def _start() -> subprocess.Popen[str]:
 
 @cache
 def library_versions() -> tuple[str, ...]:
-    """The libraries that affect the count, each with its version."""
+    """The libraries that affect the count, each with its version, and packages of fast kernels.
+
+    The stand-ins for these kernels do not depend on the package's version.
+    """
     found = []
     for name in PACKAGES:
         try:
             found.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return tuple(found)
+    return (*found, *(f"kernels of {name}" for name in counted_packages()))
+
+
+def _shipped_answer(request: ProbeRequest) -> Any:
+    """The answer that the package ships, as data, or None.
+
+    Shipped counts are without fast kernels.
+    """
+    if counted_packages(kernel_packages(request.model, request.text_type)):
+        return None
+    return shipped_answers().get(key_of(request))
 
 
 @cache

@@ -267,6 +267,11 @@ class StorageCounter(TorchDispatchMode):
             kind = STRIDED if is_strided else OTHER
         self.moved[kind] += moved
 
+    def add_kernel(self, name: str, flops: int, moved_bytes: int) -> None:
+        """Count the work of a kernel that torch does not know."""
+        self._count_product(name, flops, moved_bytes)
+        self.operations += 1
+
     def add_fused(self, moved_bytes: int, operations: int) -> None:
         """Count the work of a compiled graph except its matrix products."""
         self.moved[OTHER] += moved_bytes

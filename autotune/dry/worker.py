@@ -39,25 +39,31 @@ def main() -> None:
     most = psutil.Process().memory_info().data + MOST_GIB * GIB
     resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
+    packages = tuple(sys.argv[2:])
     for line in sys.stdin:
-        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
+        answers.write(json.dumps(_answer(json.loads(line), packages)) + "\n")
         answers.flush()
 
 
 @cache  # `loading` runs once: a second run would exempt later objects from garbage collection
-def _load() -> None:
+def _load(packages: tuple[str, ...]) -> None:
     # Other packages' fast kernels need a GPU. If these packages cannot be imported, transformers
     # uses torch's operations.
-    packages = load_data("autotune.catalog", "data/fast_kernels")["distributions"]
-    sys.modules.update(dict.fromkeys(packages))
+    blocked = load_data("autotune.catalog", "data/fast_kernels")["distributions"]
+    sys.modules.update(dict.fromkeys(blocked))
     with loading():
+        if packages:
+            from autotune.dry.fast_kernels import install
+
+            install(packages)
         import autotune.dry.counting
         import autotune.probe.model_shape  # noqa: F401
 
 
-def _answer(message: dict[str, Any]) -> dict[str, Any]:
+def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Answer one request; the kernels of these packages are counted by stand-ins."""
     try:
-        _load()
+        _load(packages)
         if "describe" in message:
             from autotune.probe.model_shape import describe
 

@@ -4,7 +4,7 @@ The conversion needs neither a GPU nor torch. Each removal of a value has a reas
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from os.path import expanduser
 from pathlib import Path
@@ -551,20 +551,40 @@ def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
 
 
 def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
-    """Return a warning if packages with fast kernels for some of the model's layers are missing."""
-    from importlib.util import find_spec
+    """Return notes about the fast kernels for some of the model's layers.
+
+    The notes say which packages are missing, and which kernels the numbers are for.
+    """
+    from autotune.catalog.fast_kernels import counted_packages, is_installed
 
     needed = model.kernel_packages
-    if probes_run_here:
-        needed = {name: package for name, package in needed.items() if find_spec(name) is None}
-    if not needed:
-        return []
-
-    packages = " ".join(needed.values())
+    with_kernels = counted_packages(needed)
+    without = [name for name in needed if name not in with_kernels]
     slow = "transformers computes some layers of this model slowly and with more memory"
+    notes = []
+
     if probes_run_here:
-        return [f"{slow}; for fast kernels: pip install {packages}"]
-    return [f"{slow} without fast kernels ({packages}); all numbers here are without them"]
+        if missing := _join_packages(model, [name for name in without if not is_installed(name)]):
+            notes.append(f"{slow}; for fast kernels: pip install {missing}")
+        if uncounted := _join_packages(model, [name for name in without if is_installed(name)]):
+            notes.append(
+                f"the fast kernels of {uncounted} are measured, but not counted: numbers without a"
+                " probe have more memory and time for some layers"
+            )
+        return notes
+
+    if packages := _join_packages(model, without):
+        notes.append(f"{slow} without fast kernels ({packages}); all numbers here are without them")
+    if packages := _join_packages(model, with_kernels):
+        notes.append(
+            f"all numbers here are with the fast kernels of {packages}, as on this machine;"
+            " install the package where you train"
+        )
+    return notes
+
+
+def _join_packages(model: ModelSpec, names: Iterable[str]) -> str:
+    return " ".join(model.kernel_packages[name] for name in names)
 
 
 def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:

@@ -253,6 +253,32 @@ def test_a_shipped_answer_holds_where_nothing_is_kept_and_dry_probes_count_the_s
     assert Scripted(tmp_path / "own", REPEATED).count(REQUEST) == kept
 
 
+def test_an_installed_package_of_fast_kernels_gives_counts_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shipped counts are without fast kernels; they hold for models whose layers need none."""
+    hybrid = replace(REQUEST, model=MODEL | {"model_type": "qwen3_5_text"})
+    attending = replace(hybrid, model=hybrid.model | {"layer_types": ["full_attention"] * 12})
+    asked = (REQUEST, hybrid, attending)
+    shipped = to_data(DryAnswer(count=counted(5.0)))
+    answers = {module.key_of(request): shipped for request in asked}
+    monkeypatch.setattr(module, "shipped_answers", lambda: answers)
+    plain = module.library_versions()
+    for one in asked:
+        assert Scripted(tmp_path, REPEATED).count(one) == from_data(DryAnswer, shipped)
+
+    monkeypatch.setattr("autotune.catalog.fast_kernels.is_installed", lambda name: True)
+    module.library_versions.cache_clear()
+    try:
+        assert module.library_versions() == (*plain, "kernels of fla")
+        given = [Scripted(tmp_path, REPEATED).count(one) for one in asked]
+        assert [one == from_data(DryAnswer, shipped) for one in given] == [True, False, True]
+    finally:
+        module.library_versions.cache_clear()
+    (kept,) = tmp_path.iterdir()
+    assert kept.stem == module.key_of(hybrid, (*plain, "kernels of fla"))
+
+
 @pytest.mark.parametrize(
     ("program", "longest_s", "refused"),
     [

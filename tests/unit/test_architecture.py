@@ -43,7 +43,15 @@ PACKAGES = [
 
 # The modules of the worker's process and of the process that counts dry steps.
 CHILD = {
-    "dry": ("compiled", "counting", "meta_device", "preference", "storage_counter", "worker"),
+    "dry": (
+        "compiled",
+        "counting",
+        "fast_kernels",
+        "meta_device",
+        "preference",
+        "storage_counter",
+        "worker",
+    ),
     "probe": (
         "accounting",
         "ahead_worker",
