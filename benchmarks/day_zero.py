@@ -9,6 +9,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,7 @@ ON_GPU: dict[str, dict[str, Any] | str] = {
     "glm4_moe_lite": {"num_hidden_layers": 13},
     "seed_oss": {"num_hidden_layers": 16},
 }
+FAST = ("qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")  # gated delta nets
 WAYS = {
     "LoRA": {
         "micro_batch_size": 4,
@@ -254,6 +256,18 @@ def run_gpu(args: argparse.Namespace) -> None:
     """Predict small models of new families from two truncated
     depths, and measure the whole models.
     """
+    predict_and_measure(args, ON_GPU)
+
+
+def run_fast(args: argparse.Namespace) -> None:
+    """Predict and measure the models whose layers have fast kernels in flash-linear-attention."""
+    if find_spec("fla") is None:
+        raise SystemExit("pip install flash-linear-attention")
+    predict_and_measure(args, {name: ON_GPU[name] for name in FAST})
+
+
+def predict_and_measure(args: argparse.Namespace, models: dict[str, dict[str, Any] | str]) -> None:
+    """Predict and measure each model in each way, and save a row for each."""
     rows: list[dict[str, Any]] = []
     fingerprint = None
     with (
@@ -261,7 +275,7 @@ def run_gpu(args: argparse.Namespace) -> None:
         worker(args.device) as prober,
         DryProber(Path(folder, "dry"), shipped=False) as counter,
     ):
-        for name, changes in ON_GPU.items():
+        for name, changes in models.items():
             for way, knobs in WAYS.items():
                 row: dict[str, Any] = {"family": name, "way": way}
                 try:
@@ -375,6 +389,12 @@ MODES = {
     "gpu": Mode(
         run=run_gpu,
         result="day_zero_gpu",
+        summarize=summarize_gpu,
+        options={"--device": "cuda", "--memory-gib": 75.0},
+    ),
+    "fast": Mode(
+        run=run_fast,
+        result="day_zero_fast",
         summarize=summarize_gpu,
         options={"--device": "cuda", "--memory-gib": 75.0},
     ),
