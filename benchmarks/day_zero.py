@@ -139,12 +139,16 @@ def model_types() -> list[str]:
 def stand_ins(name: str, reason: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Return configs that stand in for a default config that was refused for this reason.
 
-    A decoder stands in for an encoder. Released models, the smallest first, stand in for a default
-    that transformers cannot use.
+    A decoder stands in for an encoder, if the type has a causal class and a key `is_decoder`. The
+    smallest released model stands in for a default that transformers cannot use.
     """
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if reason in ("encoder-decoder", "no causal model"):
+        is_causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if not is_causal or not hasattr(CONFIG_MAPPING[name](), "is_decoder"):
+            return []
         decoder = CONFIG_MAPPING[name](is_decoder=True, is_encoder_decoder=False)
         return [("default decoder", json.loads(decoder.to_json_string()))]
     released = [model for model in list_models() if model.config["model_type"] == name]
