@@ -82,8 +82,7 @@ def test_a_probe_trains_on_images_in_each_way(prober: WorkerProber, model_type: 
     frozen = measured(prober, plain())
     assert frozen.losses and all(map(math.isfinite, frozen.losses))
     for other in (
-        plain(loss="chunked", checkpointing="full"),
-        plain(padding="masked"),
+        plain(loss="chunked", checkpointing="full", padding="masked"),
         plain(method="full"),
         plain(vision="trained"),
     ):
