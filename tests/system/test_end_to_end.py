@@ -370,7 +370,7 @@ QUICK_SPACE = """\
 version: 1
 knobs:
   micro_batch_size: {values: [2, 4], kind: system}
-  seq_len: 64
+  seq_len: 16
   lora_rank: {values: [16, 32], kind: learning}
   precision: fp32
   checkpointing: {values: [none, full], kind: system}

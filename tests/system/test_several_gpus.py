@@ -41,7 +41,7 @@ SPACE = """\
 version: 1
 knobs:
   micro_batch_size: {values: [2, 4], kind: system}
-  seq_len: 64
+  seq_len: 16
   lora_rank: 16
   precision: fp32
   checkpointing: none
@@ -62,7 +62,7 @@ ARGUMENTS += (
     "--examples",
     "4000",
     "--tokens-per-example",
-    "64",
+    "16",
     "--price",
     "0.5",
     "--budget",
@@ -124,11 +124,11 @@ def linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "space": "space.yaml",
         "global_batch": 16,
     }
-    return options | {"examples": 4000, "tokens_per_example": 64, "price": 0.5, "budget": "5m"}
+    return options | {"examples": 4000, "tokens_per_example": 16, "price": 0.5, "budget": "5m"}
 
 
 def test_one_device_plays_a_rank_of_four(tmp_path: Path, linked: dict[str, Any]) -> None:
-    options = linked | {"trials": 2}
+    options = linked | {"pins": {"micro_batch_size": 2}}
     said: list[str] = []
     result = tune(**options, gpus=4, play_ranks=True, study="played", progress=said.append)
     recipe = result.summary.recipe

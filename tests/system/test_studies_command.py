@@ -16,9 +16,9 @@ TASK = (
     "--model",
     "demo-3m",
     "--seq-len",
-    "64",
+    "16",
     "--tokens-per-example",
-    "64",
+    "16",
     "--global-batch",
     "4",
 )
