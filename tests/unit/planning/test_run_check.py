@@ -114,7 +114,16 @@ OOMS = [
     (changed(TRL_7B, activation_checkpointing=False, dtype="bfloat16", max_seq_length=4096), "a10"),
     (changed(TRL_7B, load_in_8bit=True, dtype="bfloat16", max_length=8192), "t4"),
     (changed(TRL_7B, use_peft=None, lora_r=None), "a100-40gb-sxm"),
-    (changed(TRL_7B, use_dora=True), "a10"),
+    # counted: a small model's counts take less
+    (
+        changed(
+            TRL_7B,
+            model_name_or_path="meta-llama/Llama-3.2-1B",
+            per_device_train_batch_size=64,
+            use_dora=True,
+        ),
+        "a10",
+    ),
     *((AXOLOTL, gpu) for gpu in ("a10", "t4")),
     (
         changed(
@@ -276,7 +285,8 @@ def test_bounds(answer: Callable[..., CheckReport]) -> None:
     assert plain.estimate.tokens_per_s is not None and other.estimate.tokens_per_s is not None
     assert 0.9 < other.estimate.tokens_per_s / plain.estimate.tokens_per_s < 1
 
-    dora = answer(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
+    small = changed(AXOLOTL, base_model="demo-3m", sequence_len=1024, peft_use_dora=True)
+    dora = answer(small, "h100-sxm")
     assert dora.checked.state == TIGHT and dora.checked.bounds.most is None
     assert verdict(dora).startswith("too close to tell: needs at least ")
     assert dora.fix is not None and dora.fix.edits == {"peft_use_dora": False}
@@ -563,8 +573,7 @@ def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
 def test_what_a_note_says_is_not_counted_leaves_the_need_open_above() -> None:
     model = resolve_model("mistral-7b")
     closed, opened = (
-        memory_bounds(model, replace(RUN, notes=notes))
-        for notes in ((), ("the run needs more memory",))
+        memory_bounds(model, replace(RUN, needs_more=needs_more)) for needs_more in (False, True)
     )
     assert closed and opened
     assert (closed.least, closed.most, opened.most) == (opened.least, opened.least, None)
