@@ -160,7 +160,6 @@ def test_an_error_in_the_model_is_a_crash_with_its_reason(prober: WorkerProber) 
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 8},
     "dora": {"lora_rank": 64, "dora": True, "precision": "bf16_mixed"},
-    "full": {"method": "full"},
     "in backward": {"method": "full", "optimizer_in_backward": True},
     "checkpointing": {"checkpointing": "full"},
 }
