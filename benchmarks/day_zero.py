@@ -30,7 +30,7 @@ from bench import (
 
 from autotune.catalog import ModelSpec, list_models, resolve_model
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import ProbeRequest
+from autotune.core.probe_types import Measurement, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryProber
 from autotune.problem.performance import step_time_s
@@ -101,7 +101,7 @@ ON_GPU: dict[str, dict[str, Any] | str] = {
     "mistral3": {},  # a wrapper whose tower is loaded
     "lfm2": {},
     "olmo_hybrid": {},
-    "granitemoehybrid": "granite-4.0-h-tiny",
+    "granitemoehybrid": {"num_hidden_layers": 8},
     "qwen3_5_moe_text": {"num_hidden_layers": 16},
     "glm4_moe_lite": {"num_hidden_layers": 13},
     "seed_oss": {"num_hidden_layers": 16},
@@ -260,7 +260,7 @@ def run_gpu(args: argparse.Namespace) -> None:
     """Predict small models of new families from two truncated
     depths, and measure the whole models.
     """
-    predict_and_measure(args, ON_GPU)
+    predict_and_measure(args, {name: ON_GPU[name] for name in args.families})
 
 
 def run_fast(args: argparse.Namespace) -> None:
@@ -351,12 +351,19 @@ def compare(prober: Any, counter: DryProber, request: ProbeRequest) -> dict[str,
         "seconds": seconds,
         "time_error": step_time_s(prediction, micros) / seconds - 1,
         "time_interval": prediction.time_error,
-        "host_share": whole.host_share,
+        "host_share": host_share(whole),
     }
     if counted.count is None:
         return row | {"not_counted": counted.refused}
     peak = counted.count.peak_allocated_gib
     return row | {"counted_gib": peak, "memory_error": peak / whole.peak_allocated_gib - 1}
+
+
+def host_share(measured: Measurement) -> float | None:
+    """Return the share of a micro batch's time that the host needs to issue it, or None."""
+    if measured.host_micro_s is None:
+        return None
+    return measured.host_micro_s / min(measured.micro_step_s)
 
 
 def summarize_gpu(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -394,7 +401,11 @@ MODES = {
         run=run_gpu,
         result="day_zero_gpu",
         summarize=summarize_gpu,
-        options={"--device": "cuda", "--memory-gib": 75.0},
+        options={
+            "--device": "cuda",
+            "--memory-gib": 75.0,
+            "--families": {"nargs": "*", "default": list(ON_GPU), "choices": list(ON_GPU)},
+        },
     ),
     "fast": Mode(
         run=run_fast,

@@ -27,6 +27,9 @@ THROTTLE_REASONS = {
 }
 
 
+SAMPLING_S = 1.0  # the driver may take a sample of a process as rarely as once in these seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
     """A process that holds memory on a card."""
@@ -147,13 +150,13 @@ class Nvml:
     def use_by_others(self, since_s: float, own: Collection[int]) -> float | None:
         """Return the mean share of the card's time that processes other than `own` used.
 
-        The mean covers the time since `since_s`, in seconds since 1970. The processes in `own` use
-        the card, so the result is None if the driver knows none of them: it then lists them under
-        other numbers, or hides them as it hides other processes.
+        The mean covers the time since one sample before `since_s`, in seconds since 1970. The
+        processes in `own` use the card, so the result is None if the driver knows none of them: it
+        then lists them under other numbers, or hides them as it hides other processes.
         """
         import pynvml
 
-        since_us = int(since_s * 1e6)
+        since_us = int((since_s - SAMPLING_S) * 1e6)
         samples = _quiet(lambda: pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_us))
         shares: dict[int, list[float]] = {}
         for sample in samples or []:
