@@ -30,7 +30,7 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import performance
 from autotune.problem.workload import Workload
-from autotune.study.evaluator import shortened
+from autotune.study.evaluator import truncate_request
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
@@ -403,7 +403,7 @@ def predicted(pool: RankPool | WorkerProber, whole: ProbeRequest) -> tuple[Measu
     )
     if shape is None or pair is None:
         raise Failed("no two depths are known for this model")
-    probes = [(depth, measured(pool, shortened(whole, depth))) for depth in pair]
+    probes = [(depth, measured(pool, truncate_request(whole, depth))) for depth in pair]
     prediction = extrapolate(probes, shape.num_layers, shape.single_layers)
     return prediction.measurement, [*pair, shape.num_layers]
 

@@ -400,7 +400,7 @@ def judged_unknown(prober: DryProber, row: dict[str, Any]) -> dict[str, Any] | N
     counted = None if count is None else counted_step_time(config, count)
     if count is None or counted is None or transfer is None:
         raise SystemExit(f"{row['model']} cannot be counted")
-    there = counted.on(transfer)
+    there = counted.convert(transfer)
     return {
         "model": row["model"],
         "config": config.label(),

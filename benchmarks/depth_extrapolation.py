@@ -34,7 +34,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import DEVICE_BOUND, Extrapolation, depths, extrapolate
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
-from autotune.study.evaluator import shortened
+from autotune.study.evaluator import truncate_request
 
 # Each model with the number of layers that count as its full depth: a mixture of experts does not
 # fit with all layers.
@@ -144,7 +144,7 @@ def probe_depths(
     pair = depths(shape, config.checkpoint_every) if shape else None
     assert shape is not None and pair is not None
     whole = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
-    requests = [*(shortened(whole, depth) for depth in pair), whole]
+    requests = [*(truncate_request(whole, depth) for depth in pair), whole]
     about: dict[str, Any] = {
         "model": name,
         "config": config.label(),

@@ -137,7 +137,7 @@ def run_fleet(url: str, workers: int, trials: int, killed: int) -> dict[str, Any
     done = states["COMPLETE"] + states["PRUNED"]
     probed = Counter(word for log in logs for word in log.read_text().split())
     store = ProbeStore(url)
-    stored = {row.result.config.digest for row in store.of_study(FLEET)}
+    stored = {row.result.config.digest for row in store.probes_of_study(FLEET)}
     store.close()
     return {
         "trials": done,
@@ -169,7 +169,7 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
         floors=Floors(),
         space=space,
     )
-    prober, me = Formulas(log), Worker.here("formulas")
+    prober, me = Formulas(log), Worker.this_process("formulas")
     store = ProbeStore(url)
     search = Optimizer.create(url, FLEET, space, seed=crc32(me.name.encode()))
 
@@ -180,7 +180,7 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
         prober, store, study=FLEET, logs=log.parent, request=request, model=model.digest
     )
     limits = Limits(budget_s=3600.0, trials=trials, patience=10**6)
-    with Leases(url, FLEET, me).joined() as coordinator:
+    with Leases(url, FLEET, me).join() as coordinator:
         log.touch()
         while not (log.parent / "go").exists():
             time.sleep(0.01)
@@ -193,7 +193,7 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
             coordinator=coordinator,
             new_rows=lambda: store.new_rows(FLEET),
         )
-        shared.resume(store.of_study(FLEET))
+        shared.resume(store.probes_of_study(FLEET))
         if number:
             Study(shared).work(lambda: False)
         else:
@@ -423,7 +423,7 @@ class FaultStudy:
         trials = optuna.load_study(study_name="one", storage=url).trials
         states = [trial.state for trial in trials]
         finished = {trial.number for trial in trials if trial.state.is_finished()}
-        probes = [row.result for row in ProbeStore(url).of_study("one")]
+        probes = [row.result for row in ProbeStore(url).probes_of_study("one")]
         text = (self.folder / "summary").read_text()
         result = json.loads(text) if text else {"winner": None, "fingerprint": None}
         winner = result["winner"]

@@ -231,7 +231,7 @@ def compare_speed(row: dict[str, Any]) -> dict[str, Any]:
     transfer = from_reference(resolve_device(row["gpu"]))
     if on_reference is None or transfer is None:
         return compared | {"excluded": "no formula"}
-    step_time = on_reference.on(transfer)
+    step_time = on_reference.convert(transfer)
     step_s = row["accumulation"] * step_time.micro_s + step_time.rest_s
     predicted = row["accumulation"] * config.tokens / step_s
     low, high = interval(predicted, step_time.error)
@@ -319,7 +319,7 @@ def compare_objectives(row: dict[str, Any], counts: dict[tuple[str, str], float]
     step = estimate_step_time(model, config, UNKNOWN_HOST, objective)
     transfer = from_reference(resolve_device(row["fingerprint"]["device"]))
     assert memory and as_sft and step and transfer
-    step, peak = step.on(transfer), row["peak_gib"]
+    step, peak = step.convert(transfer), row["peak_gib"]
     step_s = MICROS * step.micro_s + step.rest_s
     low, high = interval(step_s, step.error)
     counted = counts.get((row["model"], row["objective"])) or counted_peak(model, config, objective)
@@ -479,7 +479,7 @@ def world_step(
     transfer = from_reference(card)
     if on_reference is None or transfer is None:
         return {}
-    alone, sent = on_reference.on(transfer), traffic(model, config, parallelism)
+    alone, sent = on_reference.convert(transfer), traffic(model, config, parallelism)
     if parallelism.num_gpus == 1:
         predicted = row["accumulation"] * alone.micro_s + alone.rest_s
         low, high = interval(predicted, alone.error)

@@ -50,7 +50,7 @@ from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study.distributed import SharedTrials
-from autotune.study.evaluator import Evaluator, shortened
+from autotune.study.evaluator import Evaluator, truncate_request
 from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer, distribution
 from autotune.study.storage.probe_store import ProbeStore
@@ -233,7 +233,8 @@ def run_measure(args: argparse.Namespace) -> None:
                 break
             whole = request_of(config, model.config, args.memory_gib, args.device)
             requests = [
-                shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()
+                truncate_request(whole, depth)
+                for depth in depths(shape, config.checkpoint_every) or ()
             ] + [whole]
             results = [prober.probe(request, logs / "probe.log") for request in requests]
             file.write(

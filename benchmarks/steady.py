@@ -88,7 +88,7 @@ def verified(study: str, url: str, folder: Path) -> dict[str, Any]:
 
 def disturbed_measurements(store: ProbeStore, studies: list[str]) -> set[tuple[float, ...]]:
     """Return the step times of all disturbed results of these studies."""
-    results = [row.result for study in studies for row in store.of_study(study)]
+    results = [row.result for study in studies for row in store.probes_of_study(study)]
     return {one.measurement.step_s for one in results if one.disturbed and one.measurement}
 
 
@@ -98,7 +98,7 @@ def counts(study: str, url: str, earlier: list[str]) -> dict[str, int]:
     reused = {row.config for row in trials if row.reused}
     with closing(ProbeStore(url)) as store:
         before = disturbed_measurements(store, earlier)
-        own = [row.result for row in store.of_study(study)]
+        own = [row.result for row in store.probes_of_study(study)]
     return {
         "trials": len(trials),
         "reused": len(reused),

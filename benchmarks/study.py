@@ -72,7 +72,7 @@ def run_whole(args: argparse.Namespace) -> None:
     wall = time.monotonic() - begin
 
     study = load_study(name, url)
-    probes = [row.result for row in ProbeStore(url).of_study(name)]
+    probes = [row.result for row in ProbeStore(url).probes_of_study(name)]
     rows = phases_of([probe for probe in probes if probe.seconds])
     full_depth_ooms = sum(
         probe.outcome is Outcome.OOM and probe.evidence is Evidence.MEASURED and probe.depth is None
@@ -225,7 +225,7 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
         wall_s = time.time() - began
         task = load_study("cold", url).record.task
         with closing(ProbeStore(url)) as store:
-            stored = store.of_study("cold")
+            stored = store.probes_of_study("cold")
         logs = [
             log.read_text(errors="replace")
             for log in Path(folder, "cold", "logs").glob("ahead-*.log")
@@ -291,10 +291,10 @@ def beside(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
                 str(rank): replace(last, config=replace(last.config, lora_rank=rank))
                 for rank in range(24, 64, 4)
             }
-            ahead.want(wanted)
+            ahead.compile_next(wanted)
             while ahead.is_running and not ahead.claimed_keys():
                 time.sleep(0.1)
-                ahead.want(wanted)  # notices a process that has ended
+                ahead.compile_next(wanted)  # notices a process that has ended
             busy: list[list[Measurement]] = []
             for _ in range(REPEATS):
                 busy.append([measured(prober, one) for one in requests])

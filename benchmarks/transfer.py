@@ -22,7 +22,7 @@ from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.core.files import load_yaml
 from autotune.core.probe_types import HOST_SHARE, Measurement, Outcome, ProbeRequest, Rung
 from autotune.core.serialization import from_data, to_data
-from autotune.core.text import dashed
+from autotune.core.text import kebab_case
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.step_time import StepTimeEstimate, divide_step_time, estimate_step_time
 from autotune.prediction.transfer import (
@@ -312,7 +312,7 @@ FITTED = "llama-3.2-1b"  # the exponent of the memory and the error of profiled 
 MEMORY_GIB = 70.0  # of any card
 TIMED_S = 0.5
 # of rows that are packed, or padded to the longest of a micro batch
-LENGTHS = Lengths.described(mean=400, p99=1600)
+LENGTHS = Lengths.from_summary(mean=400, p99=1600)
 PURE = {"precision": "bf16_pure"}
 FULL = {"method": "full", "lora_rank": None} | PURE
 NF4 = {"quantization": "nf4"}
@@ -415,7 +415,7 @@ def run_measure(args: argparse.Namespace) -> None:
     until = time.monotonic() + args.seconds
     target = find_target(args.gpu)
     on_cpu = target.card is None
-    stored = Rows(f"transfer-{dashed(target.device.name)}", args.out, args.rows)
+    stored = Rows(f"transfer-{kebab_case(target.device.name)}", args.out, args.rows)
     models = {name: MODELS.get(name, 2) for name in args.models}
     missing = [
         case for case in cases(models, "fp32" if on_cpu else None) if not stored.has(**case.key)
@@ -565,7 +565,7 @@ def predict(key: tuple[str, str, str | None], source: Measured, target: Measured
     )
     assert transfer is not None and calibrated is not None and probed.kernels and there.kernels
     host = host_transfer(source.calibration, target.calibration)
-    predicted, known = here.on(transfer), here.on(replace(calibrated, host=host))
+    predicted, known = here.convert(transfer), here.convert(replace(calibrated, host=host))
     inside, inside_known = (
         low_high(one)[0] <= took_s <= low_high(one)[1] for one in (predicted, known)
     )
@@ -604,12 +604,14 @@ def by_old_rule(
     """
     config, model = TrainConfig(**row["settings"]), resolve_model(row["model"])
     truncated = replace(model, config=model.config | {"num_hidden_layers": row["depth"]})
-    by_formula = estimate_step_time(truncated, Workload(lengths=lengths_of(config)).at_mean(config))
+    by_formula = estimate_step_time(
+        truncated, Workload(lengths=lengths_of(config)).mean_row_config(config)
+    )
     if by_formula is not None:
-        by_formula = by_formula.on(by_bandwidth(resolve_device(REFERENCE), source))
+        by_formula = by_formula.convert(by_bandwidth(resolve_device(REFERENCE), source))
     host_share = (probed.host_micro_s or 0.0) / min(probed.micro_step_s)
     unprofiled = replace(probed, kernels=None, host_share=host_share)
-    return divide_step_time(unprofiled, by_formula).on(by_bandwidth(source, target))
+    return divide_step_time(unprofiled, by_formula).convert(by_bandwidth(source, target))
 
 
 def by_bandwidth(source: DeviceSpec, target: DeviceSpec) -> SpeedTransfer:

@@ -66,9 +66,9 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
         )
 
     if spec.quality:
-        from autotune.export.run.quality import impossible
+        from autotune.export.run.quality import measurement_obstacle
 
-        if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
+        if reason := measurement_obstacle(setup.task.model, setup.task.workload, spec.dataset):
             raise UsageError(
                 f"--quality cannot run: {reason}",
                 remedy="correct the problem, or omit --quality",
@@ -94,7 +94,7 @@ def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator
         Session(
             plan.url, plan.out, plan.device, num_gpus=num_gpus, stop=stop, progress=progress
         ) as opened_session,
-        stop.ending(),
+        stop.suppress_cancelled(),
     ):
         yield opened_session
 

@@ -17,7 +17,7 @@ from autotune.problem.task import Task
 from autotune.report import describe
 from autotune.report.study_directory import write_exports, write_study, write_versus
 from autotune.study.progress import TextProgress
-from autotune.study.storage.location import existing_url, opened_out
+from autotune.study.storage.location import existing_url, from_stored_directory
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Recipe, StudySummary, summary_data
 
@@ -99,7 +99,7 @@ class StudyResult:
     @property
     def out(self) -> Path:
         """The study's directory."""
-        return opened_out(self.record.out, self.url, self.summary.study)
+        return from_stored_directory(self.record.out, self.url, self.summary.study)
 
     @property
     def recipe(self) -> Recipe:

@@ -144,7 +144,7 @@ def resolve_device(name: str) -> DeviceSpec:
     device = replace(_device(own_row(name)), given=name.strip())
     # If a described card had the name of a catalogued card, it would get that card's prices and
     # measurements.
-    if (known := _by_name().get(_normalize(device.name))) is not None:
+    if (known := _devices_by_name().get(_normalize(device.name))) is not None:
         raise UsageError(
             f"--gpu {device.given}: the catalogue has a card named {device.name}",
             remedy=f"give your card another name, such as my-{device.name},"
@@ -155,7 +155,7 @@ def resolve_device(name: str) -> DeviceSpec:
 
 def catalogued_device(name: str) -> DeviceSpec:
     """Return the catalogue's product for a name. Raises UsageError for an unknown name."""
-    known = _by_name()
+    known = _devices_by_name()
     device = known.get(_normalize(name))
     if device is None:
         raise UsageError(
@@ -191,7 +191,7 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
 
 
 @functools.cache
-def _by_name() -> dict[str, DeviceSpec]:
+def _devices_by_name() -> dict[str, DeviceSpec]:
     return {
         _normalize(name): device
         for device in list_devices()

@@ -56,7 +56,7 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
         device = (
             None
             if BOUND_FLAGS & set(item.flags)
-            else offered(item.gpu_name, item.gpu_memory, item.instance_name)
+            else match_product(item.gpu_name, item.gpu_memory, item.instance_name)
         )
         if device is not None:
             kinds = cheapest.setdefault((item.provider, device.name, item.gpu_count), {})
@@ -81,7 +81,7 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
 
 
 @functools.cache
-def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
+def match_product(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
     """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
     gpuhunt does not give the form factor (PCIe or SXM). Some instance names contain the form

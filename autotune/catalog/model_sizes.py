@@ -106,7 +106,7 @@ class Sizes:
         """The number of parameters in the matrices of all layers."""
         return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
 
-    def for_objective(self, objective: Objective) -> "Sizes":
+    def with_objective(self, objective: Objective) -> "Sizes":
         """Return the sizes of the same model with the head for an objective.
 
         If the objective has labels, a head over the labels replaces the head over the vocabulary.

@@ -248,7 +248,7 @@ def resolve_model(name: str) -> ModelSpec:
     )
 
 
-def shaped_like(name: str) -> ModelSpec | None:
+def find_model_shape(name: str) -> ModelSpec | None:
     """Return the row with the shape of a named model, or None if no row's name matches.
 
     `name` may be a path, or a name with any organisation.

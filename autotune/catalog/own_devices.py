@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import read_user_text, read_user_yaml
-from autotune.core.text import dashed, printable
+from autotune.core.text import kebab_case, printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -63,7 +63,7 @@ def _row_of_file(path: Path) -> dict[str, Any]:
     listed = next((line for line in lines if not line.startswith("---")), "").startswith("-")
     read: Any = read_user_yaml(path, _file_model(listed)).model_dump()
     row: dict[str, Any] = read[0] if listed else read
-    return row | {"name": row["name"] or dashed(path.stem)[:60] or "card"}
+    return row | {"name": row["name"] or kebab_case(path.stem)[:60] or "card"}
 
 
 def _row_of_text(text: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _usual_name(row: dict[str, Any]) -> str:
     """Return a name such as 'card-24gb' from the card's memory, for tables and the study's name."""
     mib = row["memory_mib"]
     gb = row["marketed_gb"] or row["memory"]
-    return f"card-{dashed(f'{gb or mib / 1024:.4g}')}gb"
+    return f"card-{kebab_case(f'{gb or mib / 1024:.4g}')}gb"
 
 
 @functools.cache

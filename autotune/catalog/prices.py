@@ -49,7 +49,7 @@ class Price:
         """USD for 168 hours of one GPU."""
         return 7 * self.usd_per_day
 
-    def of_gpus(self, number: float) -> "Price":
+    def multiply(self, number: float) -> "Price":
         """Return the price of `number` times as many GPUs, rented together."""
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
@@ -71,7 +71,7 @@ class Purchase:
 @functools.cache
 def list_prices() -> tuple[Price, ...]:
     """Return the prices that come with the package."""
-    return tuple(_of_one_gpu(row) for row in load_data("autotune.catalog", "data/prices"))
+    return tuple(_single_gpu_price(row) for row in load_data("autotune.catalog", "data/prices"))
 
 
 def load_prices(path: Path) -> tuple[Price, ...]:
@@ -82,7 +82,7 @@ def load_prices(path: Path) -> tuple[Price, ...]:
     Raises UsageError with the line number of a malformed row.
     """
     rows: Any = read_user_yaml(path, _file_model()).model_dump()
-    return tuple(_of_one_gpu(row | {"source": row["source"] or path.name}) for row in rows)
+    return tuple(_single_gpu_price(row | {"source": row["source"] or path.name}) for row in rows)
 
 
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
@@ -195,7 +195,7 @@ def _number(count: int, unit: str) -> str:
     return f"{count} {unit}" + ("" if count == 1 else "s")
 
 
-def _of_one_gpu(row: dict[str, Any]) -> Price:
+def _single_gpu_price(row: dict[str, Any]) -> Price:
     """Return the price of one GPU from a row.
 
     `usd` and `spot_usd` are prices of the whole instance; all other keys are fields of Price.
@@ -232,14 +232,14 @@ def _file_model() -> "type[BaseModel]":
 
         @field_validator("provider", "source")
         @classmethod
-        def _printable(cls, text: str | None) -> str | None:
+        def _check_printable(cls, text: str | None) -> str | None:
             if text is not None and not text.isprintable():
                 raise ValueError("a character that cannot be printed")
             return text
 
         @field_validator("device")
         @classmethod
-        def _known(cls, name: str) -> str:
+        def _check_device(cls, name: str) -> str:
             try:
                 return catalogued_device(name).name
             except UsageError as error:  # only for a ValueError does the message get its line
@@ -247,7 +247,7 @@ def _file_model() -> "type[BaseModel]":
 
         @field_validator("as_of")
         @classmethod
-        def _dated(cls, when: date | int | str | None) -> str | None:
+        def _date_text(cls, when: date | int | str | None) -> str | None:
             """Convert a date to text, because YAML reads 2026-11-01 as a date, 2026 as a number."""
             if when is not None:
                 _parts(str(when))

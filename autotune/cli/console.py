@@ -268,7 +268,7 @@ class Display(AbstractContextManager["Display"]):
 
     def _height(self, field: Field) -> int:
         """Return the number of terminal lines that a field takes."""
-        return len(self._wrapped(f"{field.name:>9}  ", field.text))
+        return len(self._wrap(f"{field.name:>9}  ", field.text))
 
     def _details(self, summary: StudySummary, recipe: Recipe) -> None:
         """Print the reasons for the answer, before the last screen.
@@ -291,7 +291,10 @@ class Display(AbstractContextManager["Display"]):
             ranked = summary.quality.ranked()
             self._fields(
                 "learned",
-                [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked],
+                [
+                    f"{finalist.config.label()}: {describe.learned_text(finalist)}"
+                    for finalist in ranked
+                ],
             )
 
         self._fields("note", (*recipe.caveats, *summary.notes), "yellow")
@@ -346,7 +349,7 @@ class Display(AbstractContextManager["Display"]):
         if best is None or task is None or not best.tokens_per_second:
             return ""
         hours = task.hours_of_steps(best.config, best.tokens_per_second)
-        price = task.price and task.price.of_gpus(best.config.num_gpus)
+        price = task.price and task.price.multiply(best.config.num_gpus)
         usd = f", {fmt_usd(hours * price.usd_per_hour)}" if price else ""
         speed = f"{fmt_count(best.tokens_per_second)} tokens/s"
         return f"trial {best.number}, {speed}, full run about {fmt_hours(hours)}{usd}"
@@ -370,11 +373,11 @@ class Display(AbstractContextManager["Display"]):
         from rich.text import Text
 
         if self._status is not None:
-            text = ("\n" + " " * len(start)).join(self._wrapped(start, text))
+            text = ("\n" + " " * len(start)).join(self._wrap(start, text))
         line = Text.assemble((start, start_style or style or ""), (text, style or ""))
         self._console.print(line, emoji=False, soft_wrap=True)
 
-    def _wrapped(self, start: str, text: str) -> list[str]:
+    def _wrap(self, start: str, text: str) -> list[str]:
         """Return the lines of a text, wrapped so that `start` fits before them on the terminal."""
         width = max(self._console.width - len(start), 30)
         return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]

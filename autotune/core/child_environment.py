@@ -64,7 +64,7 @@ SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CRED|PASS|PWD|AUTH", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"://\S*@")  # the start of a URL that contains a user's name or password
 
 
-def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
+def inherited_variables(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
     """Return the parent's variables that a training process needs, and the variables in `named`.
 
     A variable that looks like a secret is left out, unless `named` contains its name.
@@ -88,4 +88,4 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
     except PermissionError as error:
         raise EnvironmentProblem(str(error)) from None
     on_device = ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))
-    return passed_on(parent) | caches | ALWAYS_SET | on_device
+    return inherited_variables(parent) | caches | ALWAYS_SET | on_device

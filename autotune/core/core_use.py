@@ -41,7 +41,7 @@ class CoreUse:
         except (OSError, ValueError, LookupError):
             return None
 
-    def since(self, before: "CoreUse") -> tuple[float, float] | None:
+    def mean_cores_since(self, before: "CoreUse") -> tuple[float, float] | None:
         """Return the mean numbers of cores that our process tree and others used since `before`.
 
         The result is None if no time has passed.

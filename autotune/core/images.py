@@ -158,9 +158,9 @@ def _tiles(
     ratio = width / height
     if width >= height:
         wide = longest
-        high = _even(int(longest / ratio))
+        high = _round_up_to_even(int(longest / ratio))
     else:
-        wide = _even(int(longest * ratio))
+        wide = _round_up_to_even(int(longest * ratio))
         high = longest
 
     rows = math.ceil(max(high, 1) / tile)
@@ -183,7 +183,7 @@ def _tiles(
     return Picture(tokens=number * each, beside=beside, pixels=pixels)
 
 
-def _even(side: int) -> int:
+def _round_up_to_even(side: int) -> int:
     return side + side % 2
 
 

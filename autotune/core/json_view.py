@@ -45,24 +45,24 @@ def keys(*names: str, **renamed: Any) -> Keys:
     return dict.fromkeys(names, None) | renamed
 
 
-def also(*names: str, **renamed: Any) -> Keys:
+def fields_plus(*names: str, **renamed: Any) -> Keys:
     """Return Keys with all fields of the dataclass, and with the keys of these arguments."""
     return {ALL: None} | keys(*names, **renamed)
 
 
-def also_native(*names: str, **renamed: Any) -> Keys:
-    """Return Keys like `also`, but the dataclass's fields have their stored form (Native)."""
+def native_fields_plus(*names: str, **renamed: Any) -> Keys:
+    """Return Keys like `fields_plus`, but with the stored form of the fields (Native)."""
     return {ALL: Native(ALL)} | keys(*names, **renamed)
 
 
-def under(prefix: str, shown: Keys) -> Keys:
+def add_prefix(prefix: str, shown: Keys) -> Keys:
     """Return the same keys with `prefix` and a dot before each path."""
-    return {key: _under(prefix, path or key) for key, path in shown.items()}
+    return {key: _prefix_path(prefix, path or key) for key, path in shown.items()}
 
 
-def _under(prefix: str, path: Any) -> Any:
+def _prefix_path(prefix: str, path: Any) -> Any:
     if isinstance(path, dict):
-        return under(prefix, path)
+        return add_prefix(prefix, path)
     if isinstance(path, str):
         return f"{prefix}.{path}"
     return replace(path, path=f"{prefix}.{path.path}")
@@ -81,8 +81,8 @@ def json_data(value: Any) -> Any:
     if not is_dataclass(value):
         return value
 
-    shown = _shown(type(value))
-    return json_data(_at(value, shown)) if isinstance(shown, str) else _object(value, shown)
+    shown = _json_keys(type(value))
+    return json_data(_follow(value, shown)) if isinstance(shown, str) else _object(value, shown)
 
 
 def json_form(kind: Any) -> Any:
@@ -111,15 +111,15 @@ def json_form(kind: Any) -> Any:
     return _model(kind) if is_dataclass(kind) and isinstance(kind, type) else kind
 
 
-def _shown(kind: type) -> Keys | str:
+def _json_keys(kind: type) -> Keys | str:
     """Return the JSON keys of a dataclass, or the path to the value that replaces the object."""
     shown: Keys | str | None = getattr(kind, "JSON", None)
     if isinstance(shown, str):
         return shown
-    return _expanded(kind, also() if shown is None else shown)
+    return _expand_fields(kind, fields_plus() if shown is None else shown)
 
 
-def _expanded(kind: type, shown: Keys) -> Keys:
+def _expand_fields(kind: type, shown: Keys) -> Keys:
     """Return the keys `shown`, with all fields of the dataclass in place of the key `ALL`."""
     if ALL not in shown:
         return shown
@@ -129,27 +129,29 @@ def _expanded(kind: type, shown: Keys) -> Keys:
 
 
 def _object(value: Any, shown: Keys) -> dict[str, Any]:
-    return {key: _entry(value, key, path) for key, path in _expanded(type(value), shown).items()}
+    return {
+        key: _entry(value, key, path) for key, path in _expand_fields(type(value), shown).items()
+    }
 
 
 def _entry(value: Any, key: str, path: Any) -> Any:
     if isinstance(path, dict):
         return _object(value, path)
     if isinstance(path, Native):
-        found = _at(value, path.path)
+        found = _follow(value, path.path)
         return None if found is None else to_data(found)
     if isinstance(path, View):
-        return _viewed(_at(value, path.path), path.keys)
-    return json_data(_at(value, path or key))
+        return _view_data(_follow(value, path.path), path.keys)
+    return json_data(_follow(value, path or key))
 
 
-def _viewed(value: Any, shown: Keys) -> Any:
+def _view_data(value: Any, shown: Keys) -> Any:
     if isinstance(value, tuple | list):
         return [_object(one, shown) for one in value]
     return None if value is None else _object(value, shown)
 
 
-def _at(value: Any, path: str) -> Any:
+def _follow(value: Any, path: str) -> Any:
     """Follow a path and return its value, or None as soon as a part of the path is None."""
     for step in path.split("."):
         if value is None:
@@ -162,7 +164,7 @@ def _at(value: Any, path: str) -> Any:
 @cache
 def _model(kind: type) -> Any:
     """Return a pydantic type for the JSON data of a dataclass."""
-    shown = _shown(kind)
+    shown = _json_keys(kind)
     if isinstance(shown, str):
         return json_form(_type_at(kind, shown))
     return _object_form(kind.__name__, kind, shown)
@@ -174,7 +176,7 @@ def _object_form(name: str, kind: type, shown: Keys) -> Any:
     only_these = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     forms: dict[str, Any] = {
         key: (_entry_form(name, kind, key, path), ...)
-        for key, path in _expanded(kind, shown).items()
+        for key, path in _expand_fields(kind, shown).items()
     }
     return create_model(name, __config__=only_these, **forms)
 

@@ -276,7 +276,7 @@ def check_value(knob: str, value: Any) -> None:
     KNOBS[knob].check(value)
 
 
-def affecting(*effects: Effect) -> tuple[str, ...]:
+def knobs_affecting(*effects: Effect) -> tuple[str, ...]:
     """Return the names of the knobs that change any of these quantities."""
     return tuple(name for name, knob in KNOBS.items() if knob.affects & set(effects))
 

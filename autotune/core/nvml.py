@@ -81,7 +81,7 @@ class Nvml:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(
                     uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
                 )
-            return cls(handle, _quiet(pynvml.nvmlSystemGetDriverVersion))
+            return cls(handle, _query_or_none(pynvml.nvmlSystemGetDriverVersion))
         except (pynvml.NVMLError, OSError):
             return None
 
@@ -91,7 +91,7 @@ class Nvml:
 
         # In version 2 of this call, the used memory excludes the memory that the driver reserves.
         memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
-        capability = _quiet(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(self._handle))
+        capability = _query_or_none(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(self._handle))
         return GpuInfo(
             index=index,
             uuid=pynvml.nvmlDeviceGetUUID(self._handle),
@@ -105,7 +105,7 @@ class Nvml:
 
     def used_gib(self) -> float | None:
         """Return the memory in use on the card, by any process."""
-        return _quiet(lambda: self.info().used_gib)
+        return _query_or_none(lambda: self.info().used_gib)
 
     def used_by_process_gib(self, pid: int) -> float | None:
         """Return the GiB of the card that one process uses, or None if the driver hides it.
@@ -122,26 +122,26 @@ class Nvml:
         import pynvml
 
         kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
+        return _query_or_none(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
     def sample(self) -> Telemetry:
         """Read all sensors. The energy is the total since the driver was loaded."""
         import pynvml
 
         handle = self._handle
-        rates = _quiet(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
-        power = _quiet(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
-        energy = _quiet(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        bits = _quiet(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+        rates = _query_or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
+        power = _query_or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+        energy = _query_or_none(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        bits = _query_or_none(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
 
         return Telemetry(
             utilization=None if rates is None else rates.gpu / 100,
             power_w=None if power is None else power / 1000,
             energy_j=None if energy is None else energy / 1000,
-            temperature_c=_quiet(
+            temperature_c=_query_or_none(
                 lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
             ),
-            sm_clock_mhz=_quiet(
+            sm_clock_mhz=_query_or_none(
                 lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
             ),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit),
@@ -157,7 +157,9 @@ class Nvml:
         import pynvml
 
         since_us = int((since_s - SAMPLING_S) * 1e6)
-        samples = _quiet(lambda: pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_us))
+        samples = _query_or_none(
+            lambda: pynvml.nvmlDeviceGetProcessUtilization(self._handle, since_us)
+        )
         shares: dict[int, list[float]] = {}
         for sample in samples or []:
             if sample.smUtil <= 100:  # above 100, the driver has not set the entry
@@ -175,7 +177,9 @@ class Nvml:
         import pynvml
 
         found = []
-        running = _quiet(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []
+        running = (
+            _query_or_none(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []
+        )
         for process in running:
             name = None
             with suppress(psutil.Error):
@@ -245,7 +249,7 @@ def _named_cards() -> list[int | str] | None:
     return [int(name) if name.isdecimal() else name for name in names]
 
 
-def _quiet(read: Callable[[], T]) -> T | None:
+def _query_or_none(read: Callable[[], T]) -> T | None:
     """Return the value, or None if the driver does not report it."""
     import pynvml
 

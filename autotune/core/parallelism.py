@@ -87,7 +87,7 @@ class Parallelism:
         return self.num_gpus // self.copies
 
     @property
-    def of_copy(self) -> "Parallelism":
+    def single_copy(self) -> "Parallelism":
         """The parallelism of the GPUs that share one copy of the model."""
         return replace(self, num_gpus=self.num_shards, copies=1)
 

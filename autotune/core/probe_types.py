@@ -153,7 +153,7 @@ class MicroBatch:
     images: tuple[tuple[Picture, ...], ...] = ()
 
     @property
-    def digested(self) -> tuple[Any, ...]:
+    def digest_values(self) -> tuple[Any, ...]:
         """The values of the kind that are included in a probe's digest."""
         if not self.images:
             return (self.rows, self.length, round(self.share, 6))
@@ -295,7 +295,7 @@ class ProbeRequest:
                 "headroom": self.headroom,
                 "depth": self.depth,
                 "trainer": self.trainer,
-                "micro_batches": [kind.digested for kind in self.micro_batches],
+                "micro_batches": [kind.digest_values for kind in self.micro_batches],
                 **({"world": self.world} if self.config.num_gpus > 1 else {}),
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),

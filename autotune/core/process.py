@@ -60,7 +60,7 @@ def module_command(module: str) -> list[str]:
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Suspend garbage collection while large libraries are imported inside the block.
 
     The libraries create a million objects, and garbage collections would take a fifth of the import
@@ -93,7 +93,7 @@ class StopToken:
         self.signal = number
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
+    def suppress_cancelled(self) -> Iterator[None]:
         """Suppress Cancelled inside the block, and StorageError too if a stop was requested.
 
         The caller must report the interruption.

@@ -17,7 +17,7 @@ def printable_lines(text: str) -> str:
     return re.sub(r"[^\n\t -~]", lambda found: printable(found[0]), text)
 
 
-def dashed(text: str) -> str:
+def kebab_case(text: str) -> str:
     """Return the text in lower case, with a dash for each run of characters except a-z and 0-9."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 

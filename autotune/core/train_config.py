@@ -176,7 +176,9 @@ class TrainConfig:
 
         Knobs are compared in the order of `capability_priority`.
         """
-        return tuple(KNOBS[name].capability_rank(getattr(self, name)) for name in _by_capability())
+        return tuple(
+            KNOBS[name].capability_rank(getattr(self, name)) for name in _capability_knobs()
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the values by knob, without knobs that have no effect.
@@ -208,7 +210,7 @@ def learning_differences(config: TrainConfig, other: TrainConfig) -> str:
     """Describe the differences that affect learning, such as 'lora_rank 64 instead of 16'."""
     return ", ".join(
         f"{name} {getattr(config, name)} instead of {getattr(other, name)}"
-        for name in _by_capability()
+        for name in _capability_knobs()
         if getattr(config, name) != getattr(other, name)
     )
 
@@ -228,7 +230,7 @@ def digest_of(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _by_capability() -> list[str]:
+def _capability_knobs() -> list[str]:
     """Return the knobs that affect how much a model can learn, the most important first."""
     ranked = [knob for knob in KNOBS.values() if knob.capability_priority is not None]
     return [knob.name for knob in sorted(ranked, key=lambda knob: knob.capability_priority or 0)]

@@ -18,7 +18,7 @@ import psutil
 
 from autotune.core.files import load_data
 from autotune.core.probe_types import ProbeRequest
-from autotune.core.process import die_with_parent, loading
+from autotune.core.process import die_with_parent, pause_garbage_collection
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
@@ -45,13 +45,13 @@ def main() -> None:
         answers.flush()
 
 
-@cache  # `loading` runs once: a second run would exempt later objects from garbage collection
+@cache  # a second `pause_garbage_collection` would exempt later objects from collection
 def _load(packages: tuple[str, ...]) -> None:
     # Other packages' fast kernels need a GPU. If these packages cannot be imported, transformers
     # uses torch's operations.
     blocked = load_data("autotune.catalog", "data/fast_kernels")["distributions"]
     sys.modules.update(dict.fromkeys(blocked))
-    with loading():
+    with pause_garbage_collection():
         if packages:
             from autotune.dry.fast_kernels import install
 

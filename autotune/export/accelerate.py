@@ -5,7 +5,7 @@ import json
 from autotune.core.files import load_data
 from autotune.core.parallelism import ZERO, Parallelism
 from autotune.export import tool_file
-from autotune.export.header import environment, on_cpu, sectioned, summary_lines
+from autotune.export.header import environment, on_cpu, summary_lines, yaml_sections
 from autotune.prediction.sharded_memory import Shares
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import deepspeed_settings
@@ -38,7 +38,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         values |= data["compiled"]
 
     head = tool_file.texts(data["head"], tool_file.settings_of(recipe, "trl"))
-    files = {"accelerate.yaml": sectioned([*summary_lines(recipe), "", *head], [("", values)])}
+    files = {"accelerate.yaml": yaml_sections([*summary_lines(recipe), "", *head], [("", values)])}
     return files | (
         deepspeed_file(recipe) if config.num_gpus == 1 or config.sharding in ZERO else {}
     )
@@ -50,7 +50,7 @@ def deepspeed_file(recipe: Recipe) -> dict[str, str]:
     mixed = MIXED.get(config.precision)
     precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
     stage = int(config.sharding[-1]) if config.sharding in ZERO else 2
-    layer = Shares.counted(recipe.model, config, recipe.winner.measurement).layer
+    layer = Shares.from_measurement(recipe.model, config, recipe.winner.measurement).layer
     settings = deepspeed_settings(stage, round(layer)) | precisions
     return {"deepspeed.json": json.dumps(settings, indent=2) + "\n"}
 

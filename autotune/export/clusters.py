@@ -18,14 +18,14 @@ from autotune.catalog import DeviceSpec
 from autotune.core.errors import PREEMPTED
 from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
-from autotune.core.text import dashed
+from autotune.core.text import kebab_case
 from autotune.core.version import __version__
 from autotune.export.header import (
     allocator,
     comment,
     has_published_weights,
-    sectioned,
     summary_lines,
+    yaml_sections,
 )
 from autotune.export.script import runtime_files
 from autotune.study.summary import Recipe
@@ -259,7 +259,7 @@ def _kubernetes(job: JobSpec) -> str:
         "metadata": {"name": job.name, "annotations": job.annotations},
         "spec": _without_empty(spec),
     }
-    return sectioned(job.head("kubernetes"), [("", values)])
+    return yaml_sections(job.head("kubernetes"), [("", values)])
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _skypilot(job: JobSpec) -> str:
         "setup": f"pip install -- {shlex.join(job.packages)}",
         "run": job.run,
     }
-    return sectioned(job.head("skypilot"), [("", values)])
+    return yaml_sections(job.head("skypilot"), [("", values)])
 
 
 def _slurm(job: JobSpec) -> str:
@@ -325,7 +325,7 @@ SYSTEMS: dict[str, Callable[[JobSpec], str]] = {
 
 def slug(name: str) -> str:
     """Return a DNS label (RFC 1123), which is a valid name for Kubernetes, SkyPilot and Slurm."""
-    name = dashed(name)
+    name = kebab_case(name)
     return (name if name[:1].isalpha() else f"autotune-{name}")[:52].strip("-")
 
 

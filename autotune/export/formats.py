@@ -28,7 +28,7 @@ USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats tha
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 
-def usual(recipe: Recipe) -> list[str]:
+def usual_formats(recipe: Recipe) -> list[str]:
     """Return the formats that every study writes, if they can express the recipe."""
     return [name for name in USUAL if _obstacle(name, recipe) is None]
 

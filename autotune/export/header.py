@@ -47,7 +47,7 @@ def comment(lines: Iterable[str]) -> str:
     return "\n".join(f"# {one_line(line)}".rstrip() for line in lines)
 
 
-def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
+def yaml_sections(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
     """Return YAML with `head` as a comment at the top. Each section is (note, keys and values).
 
     A note that is not empty is a comment above its section. Sections without keys are left out.
@@ -80,7 +80,8 @@ def summary_lines(recipe: Recipe) -> list[str]:
         f"autotune study {recipe.study}: {recipe.model.name} on {recipe.device.label}",
         f"Configuration: {winner.config.label()}, {recipe.accumulation} micro batches a step",
         f"Expect ({winner.evidence.value}): {fmt_seconds(winner.performance.step_time_s)} a step,"
-        f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s{trained_on(recipe)},"
+        f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s"
+        f"{trained_tokens_text(recipe)},"
         f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
         f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s),"
         f" {cost.num_steps:,} steps: {fmt_seconds(3600 * cost.full_run_hours)}"
@@ -90,7 +91,7 @@ def summary_lines(recipe: Recipe) -> list[str]:
     ]
 
 
-def trained_on(recipe: Recipe) -> str:
+def trained_tokens_text(recipe: Recipe) -> str:
     """Return text such as " (900 of them trained on)", or "" if all tokens are trained on."""
     share = recipe.workload.lengths.trained_share
     trained = fmt_count(share * recipe.winner.performance.tokens_per_second)

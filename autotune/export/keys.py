@@ -151,7 +151,7 @@ def eval_batch(tool: str, recipe: Recipe) -> int:
     if tool == "trl" or config.loss != "chunked":
         return size
 
-    longest = recipe.workload.at_longest(config)
+    longest = recipe.workload.longest_row_config(config)
     limit_gib = recipe.winner.measurement.limit_gib
     for rows in range(size, 1, -1):
         batch = Evaluation(rows=rows, loss="full").batch_of(longest)
@@ -206,7 +206,7 @@ def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
     return written
 
 
-def inexpressible(tool: str, recipe: Recipe) -> list[str]:
+def inexpressible_knobs(tool: str, recipe: Recipe) -> list[str]:
     """Return a text for each knob that the tool's file cannot express: reason and substitute."""
     values = settings(tool, recipe)
     gaps_of_tool = []

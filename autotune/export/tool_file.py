@@ -14,8 +14,8 @@ from autotune.export.header import (
     environment,
     has_published_weights,
     on_cpu,
-    sectioned,
     summary_lines,
+    yaml_sections,
 )
 from autotune.study.summary import Recipe
 
@@ -34,7 +34,7 @@ def export(recipe: Recipe, tool: str) -> dict[str, str]:
         "",
         about["known"],
         *(f"- {text}" for text in texts(about["differences"], values)),
-        *(f"not expressed: {item}" for item in keys.inexpressible(tool, recipe)),
+        *(f"not expressed: {item}" for item in keys.inexpressible_knobs(tool, recipe)),
     ]
 
     with_notes = []
@@ -46,7 +46,7 @@ def export(recipe: Recipe, tool: str) -> dict[str, str]:
         name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n"
         for name, of in about.get("json_files", {}).items()
     }
-    return {file_of(recipe, tool): sectioned(head, with_notes), **json_files}
+    return {file_of(recipe, tool): yaml_sections(head, with_notes), **json_files}
 
 
 def file_of(recipe: Recipe, tool: str) -> str:

@@ -66,7 +66,9 @@ def _arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def _notes(recipe: Recipe, files: dict[str, str]) -> str:
-    gaps = [item for item in keys.inexpressible("trl", recipe) if item.startswith(_PASSED_KNOBS)]
+    gaps = [
+        item for item in keys.inexpressible_knobs("trl", recipe) if item.startswith(_PASSED_KNOBS)
+    ]
     page = environment("autotune.export").get_template("transformers_notes.md.j2")
     return page.render(
         recipe=recipe,

@@ -30,8 +30,13 @@ from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import device_limit_gib, how_sure, limit_of, smallest_card
-from autotune.planning.observations import Say, silent
+from autotune.planning.device_estimate import (
+    accuracy_text,
+    device_limit_gib,
+    limit_of,
+    smallest_card,
+)
+from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import (
     alike_but_for_rows,
     candidates,
@@ -62,7 +67,7 @@ def compare(
     budget: Budget | None = None,
     owned: Owned | None = None,
     observations: Sequence[Observation] = (),
-    say: Say = silent,
+    say: Say = ignore_message,
 ) -> Comparison:
     """Compare cards for each spec in `specs` (one per model) and each search space in `methods`.
 
@@ -115,14 +120,14 @@ def compare(
 
     return Comparison(
         groups=tuple(groups),
-        how_sure=_how_sure(groups),
+        how_sure=_accuracy_text(groups),
         calibrated=any(plan.task.calibration for plan in plans),
         budget=budget or Budget(),
         owned=owned,
     )
 
 
-def _how_sure(groups: Sequence[Group]) -> str:
+def _accuracy_text(groups: Sequence[Group]) -> str:
     """Return a text about how memory and speed were estimated, and how large the errors are.
 
     The text covers the formulas, the counts of dry probes, or both, as used in `groups`.
@@ -134,7 +139,7 @@ def _how_sure(groups: Sequence[Group]) -> str:
 
     kinds = [False] * (counted_flags != {True}) + [True] * (True in counted_flags)
     return "; if no formula covers a model, ".join(
-        how_sure(counted=kind, objective=objective) for kind in kinds
+        accuracy_text(counted=kind, objective=objective) for kind in kinds
     )
 
 
@@ -221,7 +226,7 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
 def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
     """Return the memory that a configuration needs for the longest rows, by formula."""
     micro_steps = task.workload.run_shape(config).probe_micro_steps
-    longest = task.workload.at_longest(config)
+    longest = task.workload.longest_row_config(config)
     return memory_of(task.model, longest, micro_steps, objective=task.workload.objective)
 
 

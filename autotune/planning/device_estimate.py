@@ -48,7 +48,7 @@ RANK_ACCURACY = (
 )
 
 
-def how_sure(
+def accuracy_text(
     *, counted: bool = False, objective: Objective = Objective.SFT, num_gpus: int = 1
 ) -> str:
     """Say how memory and speed are estimated and how large the errors are.
@@ -108,7 +108,7 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
 
     workload = task.workload
     steps = workload.run_shape(config).probe_micro_steps
-    reason = no_count(task.model, workload.at_longest(config), steps, workload.objective)
+    reason = no_count(task.model, workload.longest_row_config(config), steps, workload.objective)
     return f"{covers}, and the run's memory cannot be counted: {reason}"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
-from autotune.planning.foreign_config import for_model, parse
-from autotune.planning.foreign_sharding import shared_out
+from autotune.planning.foreign_config import adapt_to_model, parse
+from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.foreign_v1 import V1, file_key
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -31,7 +31,7 @@ SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 Fix = tuple[int, Edits]  # the rank of a change, and the keys to write with their values
 
 
-def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
+def apply_edits(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
     """Return the file's values with the edits.
 
     An edited key that the file has inside a mapping of NESTED is changed inside this mapping.
@@ -71,7 +71,7 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
         yield OTHER_OPTIMIZER, {file_key(tool, "dora"): False}
 
     # Changes for adapters
-    quantization = _switching_off(table["quantized"], values, "load_in_8bit")
+    quantization = _switch_off(table["quantized"], values, "load_in_8bit")
     if config.method == "lora":
         if config.quantization != "nf4":
             yield QUANTIZED, quantization
@@ -112,7 +112,7 @@ def _fused_loss(values: dict[str, Any]) -> Edits:
     )
 
     if any("liger" in str(name).lower() for name in plugins):
-        return _switching_off(
+        return _switch_off(
             {"liger_fused_linear_cross_entropy": True}, values, "liger_cross_entropy"
         )
 
@@ -121,7 +121,7 @@ def _fused_loss(values: dict[str, Any]) -> Edits:
     return {"plugins": plugins, "cut_cross_entropy": True}
 
 
-def _switching_off(edits: Edits, values: dict[str, Any], key: str) -> Edits:
+def _switch_off(edits: Edits, values: dict[str, Any], key: str) -> Edits:
     return edits | ({key: False} if values.get(key) else {})
 
 
@@ -149,7 +149,7 @@ class FixSearch:
         if sizes := self._smaller_batches(run):
             results.append(self._largest({}, {}, (FITS,)) or self._fixed({}, run, sizes[-1]))
 
-        if lengths := self._shorter(run):
+        if lengths := self._shorter_lengths(run):
             shorter_runs = [self._fixed({}, run, length) for length in lengths]
             fitting = (one for one in shorter_runs if one and one.state == FITS)
             results.append(next(fitting, shorter_runs[0]))
@@ -183,7 +183,7 @@ class FixSearch:
         tries both.
         """
         unchanged: list[Edits] = [] if rank == SHORTER else [{}]
-        return unchanged + (self._shorter(self.checked.run) if rank >= SHORTER else [])
+        return unchanged + (self._shorter_lengths(self.checked.run) if rank >= SHORTER else [])
 
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
@@ -214,7 +214,7 @@ class FixSearch:
         sizes = [length, *(length | size for size in self._smaller_batches(run))]
 
         def fits(size: Edits) -> bool:
-            bounds = bounds_of(self.context, self._resized(run, size))
+            bounds = bounds_of(self.context, self._resize(run, size))
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 
@@ -234,12 +234,12 @@ class FixSearch:
             return run
         if key not in self.parsed:
             try:
-                edited_run = for_model(
-                    parse(edited(run.values, edits), run.format), self.context.model
+                edited_run = adapt_to_model(
+                    parse(apply_edits(run.values, edits), run.format), self.context.model
                 )
                 shares = run.uncounted is not None and run.uncounted.shared
                 num_gpus = run.num_gpus if shares or run.config.num_gpus > 1 else None
-                self.parsed[key] = shared_out(edited_run, self.context.model, num_gpus)
+                self.parsed[key] = shard_run(edited_run, self.context.model, num_gpus)
             except UsageError:
                 self.parsed[key] = None
         return self.parsed[key]
@@ -247,9 +247,9 @@ class FixSearch:
     def _fixed(
         self, edits: Edits, run: ForeignConfig, size: Edits | None = None
     ) -> CheckedRun | None:
-        return check_run(self.context, self._resized(run, size or {}), edits | (size or {}))
+        return check_run(self.context, self._resize(run, size or {}), edits | (size or {}))
 
-    def _resized(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
+    def _resize(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
         rows = run.config.micro_batch_size * run.accumulation
         micro = size.get(file_key(run.format, "micro_batch_size"), run.config.micro_batch_size)
         config = replace(
@@ -276,7 +276,7 @@ class FixSearch:
             for size in sizes
         ]
 
-    def _shorter(self, run: ForeignConfig) -> list[Edits]:
+    def _shorter_lengths(self, run: ForeignConfig) -> list[Edits]:
         """Return shorter sequence lengths: powers of two, the longest first."""
         powers = range((run.config.seq_len - 1).bit_length() - 1, MIN_LENGTH.bit_length() - 2, -1)
         return [{self._length_key: 2**power} for power in powers]

@@ -46,7 +46,7 @@ _REMEDY = (
 )
 
 
-def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
+def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     """Adapt the run to its model: the attention that transformers chooses, and the adapted layers.
 
     Raises UsageError if the model has no layer with a name from the file.
@@ -142,10 +142,10 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
-        raise at_line(path, refusal, ignored) from None
+        raise locate_refusal(path, refusal, ignored) from None
 
 
-def at_line(path: Path, refusal: Refused, ignored: str = "") -> UsageError:
+def locate_refusal(path: Path, refusal: Refused, ignored: str = "") -> UsageError:
     """Return the refusal of a key as an error with the file's name and the key's line.
 
     The error also has the sentence about ignored keys, because an ignored key can be the reason for
@@ -222,7 +222,7 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
     """
     if not isinstance(name, str) or Path(name).suffix not in (".yaml", ".yml", ".json"):
         return {}
-    settings = _read_beside(path, name)
+    settings = _read_named_file(path, name)
     if settings is None:
         return {"absent_accelerate_config": name}
 
@@ -254,13 +254,13 @@ def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
     """
     if not isinstance(file_name, str) or not file_name.strip():
         return {}
-    settings = _read_beside(path, file_name)
+    settings = _read_named_file(path, file_name)
     if settings is not None:
         return {"deepspeed": settings, "deepspeed_file": file_name}
     return {"absent_deepspeed": file_name} if Path(file_name).suffix else {}
 
 
-def _read_beside(path: Path, name: str) -> dict[str, Any] | None:
+def _read_named_file(path: Path, name: str) -> dict[str, Any] | None:
     """Return the content of a YAML or JSON file that a run names, or None if it is absent.
 
     The file is looked up beside the run's file, then in the current directory. Raises UsageError

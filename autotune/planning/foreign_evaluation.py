@@ -19,7 +19,11 @@ def evaluation_of(
     file: File, tool: str, config: TrainConfig, objective: Objective
 ) -> Evaluation | None:
     """Return a run's evaluation, or None if the run does not evaluate."""
-    evaluates = {"trl": _in_trl, "axolotl": _in_axolotl, "llamafactory": _in_llamafactory}
+    evaluates = {
+        "trl": _trl_evaluates,
+        "axolotl": _axolotl_evaluates,
+        "llamafactory": _llamafactory_evaluates,
+    }
     if not evaluates[tool](file):
         return None
 
@@ -37,19 +41,19 @@ def _strategy(file: File) -> bool:
     return file.get("eval_strategy", "evaluation_strategy")[1] not in _OFF
 
 
-def _in_trl(file: File) -> bool:
+def _trl_evaluates(file: File) -> bool:
     # TRL's command loads the test split only if an evaluation strategy is set. do_eval has no
     # effect.
     return _strategy(file)
 
 
-def _in_llamafactory(file: File) -> bool:
+def _llamafactory_evaluates(file: File) -> bool:
     share = file.number("val_size", default=0, least=0)
     # With do_eval, LLaMA-Factory evaluates once, after the last step.
     return (share > 0 or file.has("eval_dataset")) and (_strategy(file) or file.flag("do_eval"))
 
 
-def _in_axolotl(file: File) -> bool:
+def _axolotl_evaluates(file: File) -> bool:
     if not file.number("val_set_size", default=0, least=0) and not file.has("test_datasets"):
         return False
     epochs = file.number(key_of("axolotl", "epochs"), default=default_of("axolotl", "epochs"))

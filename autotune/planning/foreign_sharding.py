@@ -69,7 +69,7 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
     return "fsdp2_keep" if keeps else "fsdp2"
 
 
-def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> ForeignConfig:
+def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> ForeignConfig:
     """Return the run sharded over `gpus` GPUs, or over the number that its file names.
 
     `gpus` is the number that the user gave, or None. The result's field `uncounted` describes
@@ -83,11 +83,11 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
 
     if run.objective is not Objective.SFT and number > 1:
         note = notes["one_gpu"].format(objective=run.objective)
-        return _ranged(replace(run, notes=(*run.notes, note)), number)
+        return _with_uncounted(replace(run, notes=(*run.notes, note)), number)
     if number == 1 or strategy is None:
-        return _ranged(run, number)
+        return _with_uncounted(run, number)
     if number not in KNOBS["num_gpus"].choices:
-        return _ranged(run, number, f"no formula covers {number} GPUs")
+        return _with_uncounted(run, number, f"no formula covers {number} GPUs")
 
     replicas = run.values.get("dp_replicate_size")
     copies = next((number for number in KNOBS["copies"].choices if number == replicas), 1)
@@ -103,15 +103,15 @@ def shared_out(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreig
     if reason is None and memory_of(model, config) is None:
         reason = "no formula covers the memory of a rank of this run"
     if reason is not None:
-        return _ranged(run, number, reason)
+        return _with_uncounted(run, number, reason)
 
     kept_notes = [note for note in run.notes if file_strategy is None or note != notes["sharded"]]
     if strategy.startswith("fsdp2") and _is_fsdp_1(run.values):
         kept_notes.append(notes["fsdp_1"])
-    return _ranged(replace(run, config=config, notes=tuple(kept_notes)), number)
+    return _with_uncounted(replace(run, config=config, notes=tuple(kept_notes)), number)
 
 
-def _ranged(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
+def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
     """Return the run, with the field `uncounted` if no formula covers some of its memory savings.
 
     `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.

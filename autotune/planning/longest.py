@@ -146,12 +146,12 @@ class Longest:
             need_by_tokens: dict[int, float] = {}
             for tokens in pair:
                 if (need := self._need(method, tokens)) is None:
-                    return self._uncounted(method, tokens)
+                    return self._uncounted_row(method, tokens)
                 need_by_tokens[tokens] = need
 
             # Pairs come in descending order. Take the first pair whose shorter row is not longer
             # than the predicted row.
-            tokens, limited_by = self._at_limit(method, need_by_tokens)
+            tokens, limited_by = self._longest_within_limits(method, need_by_tokens)
             if tokens >= pair[0]:
                 break
         else:
@@ -168,14 +168,14 @@ class Longest:
                 )
 
         if (need := self._need(method, tokens)) is None:
-            return self._uncounted(method, tokens)
+            return self._uncounted_row(method, tokens)
         need_by_tokens[tokens] = need
         if need > self.limit_gib:  # the row needs more memory than the straight line predicted
-            tokens, limited_by = self._at_limit(method, need_by_tokens)
+            tokens, limited_by = self._longest_within_limits(method, need_by_tokens)
 
         return self._predicted(method, tokens, limited_by)
 
-    def _uncounted(self, method: str, tokens: int) -> LongestRow:
+    def _uncounted_row(self, method: str, tokens: int) -> LongestRow:
         """Return a LongestRow that only says why a step with `tokens` tokens cannot be counted."""
         problem = no_count(self.model, self.config(method, tokens), 1)
         config = self.config(method, STEP).as_dict()
@@ -186,7 +186,9 @@ class Longest:
         need_gib = self.need_gib(self.config(method, tokens))
         return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
 
-    def _at_limit(self, method: str, need_by_tokens: Mapping[int, float]) -> tuple[int, str]:
+    def _longest_within_limits(
+        self, method: str, need_by_tokens: Mapping[int, float]
+    ) -> tuple[int, str]:
         """Return the longest row within all limits, and the limit that bounds it.
 
         `need_by_tokens` has the GiB that rows of known lengths need. The line through the two needs
@@ -207,7 +209,7 @@ class Longest:
     def _predicted(self, method: str, tokens: int, limited_by: str) -> LongestRow:
         config = self.config(method, tokens)
         if (steps := self.count(config)) is None:
-            return self._uncounted(method, tokens)
+            return self._uncounted_row(method, tokens)
         step_s = self.step_s(config, steps)
         return LongestRow(
             method=method,
@@ -244,7 +246,7 @@ class Longest:
 
         is_hopper = float(self.device.compute_capability or 0) >= 9.0
         share = ATTENTION_SHARE_HOPPER if is_hopper else ATTENTION_SHARE
-        on_card = others_time.on(transfer)
+        on_card = others_time.convert(transfer)
 
         return (
             on_card.micro_s
@@ -340,7 +342,7 @@ def verify(
         extra_gib = (
             trial.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
         )
-        tokens = _scaled(
+        tokens = _length_at_limit(
             tokens, (predicted.gpu_gib or 0.0) + extra_gib, asked.limit_gib, static_gib, upper
         )
 
@@ -352,7 +354,7 @@ def verify(
             best = last
             need_gib = last.need_gib or asked.limit_gib
             most_tokens = min(upper, failed_at - STEP)
-            longer = _scaled(tokens, need_gib, asked.limit_gib, static_gib, most_tokens)
+            longer = _length_at_limit(tokens, need_gib, asked.limit_gib, static_gib, most_tokens)
             if longer < tokens * (1 + LEAST_GAIN):
                 break
             tokens = longer
@@ -362,10 +364,12 @@ def verify(
         else:
             break
 
-    return _verified(asked, replace(predicted, timed_on=timed_on), best, tuple(attempts))
+    return _measured_row(asked, replace(predicted, timed_on=timed_on), best, tuple(attempts))
 
 
-def _scaled(tokens: int, need_gib: float, limit_gib: float, static_gib: float, upper: int) -> int:
+def _length_at_limit(
+    tokens: int, need_gib: float, limit_gib: float, static_gib: float, upper: int
+) -> int:
     """Return the length whose memory equals the limit, if `tokens` tokens need `need_gib`.
 
     `static_gib` is the part of `need_gib` that does not depend on the length. The length is at most
@@ -375,7 +379,7 @@ def _scaled(tokens: int, need_gib: float, limit_gib: float, static_gib: float, u
     return min(int(tokens * factor), upper) // STEP * STEP
 
 
-def _verified(
+def _measured_row(
     query: Longest, predicted: LongestRow, best: Attempt | None, attempts: tuple[Attempt, ...]
 ) -> LongestRow:
     if best is None:

@@ -30,7 +30,7 @@ NUMBERS = (1, 2, 4, 8)
 LARGER_BATCH = 1.05
 
 
-def on_other_numbers(recipe: Recipe) -> Scaling:
+def project_gpu_counts(recipe: Recipe) -> Scaling:
     """Return the best configuration for each number of GPUs, if the study compared several numbers.
 
     Otherwise return the winner's run on each number of GPUs in NUMBERS, by the fastest strategy of
@@ -68,7 +68,7 @@ def _task(recipe: Recipe) -> Task:
         study=recipe.study,
         model=recipe.model,
         device=recipe.device,
-        price=recipe.price and recipe.price.of_gpus(1 / recipe.config.num_gpus),
+        price=recipe.price and recipe.price.multiply(1 / recipe.config.num_gpus),
         workload=recipe.workload,
         floors=Floors(),
         space=SearchSpace.of(),
@@ -145,7 +145,7 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
     def measured_pace() -> StepTimeEstimate | None:
         """Return the formula's step time on one GPU, corrected by the measured ratio."""
         single = by_formula.single_gpu if by_formula else None
-        return single and _corrected(recipe, single, ratio, config)
+        return single and _scale_to_measured(recipe, single, ratio, config)
 
     estimated = estimate(task, config, limit_gib, clock=measured_pace)
     if estimated is None:
@@ -195,7 +195,7 @@ def _halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def _corrected(
+def _scale_to_measured(
     recipe: Recipe, single_gpu_step: StepTimeEstimate, ratio: float, config: TrainConfig
 ) -> StepTimeEstimate:
     """Return the formula's step time multiplied by the measured ratio.

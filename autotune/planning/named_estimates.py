@@ -8,7 +8,7 @@ from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count
 from autotune.planning.device_estimate import limit_of, no_estimate
-from autotune.planning.observations import Say, silent
+from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import planned_setup
 from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
@@ -26,7 +26,7 @@ def estimate_named_configs(
     *,
     device: DeviceSpec,
     observations: Sequence[Observation] = (),
-    say: Say = silent,
+    say: Say = ignore_message,
     counted: bool = False,
 ) -> list[ConfigResult]:
     """Estimate each configuration that the spec names. Raises UsageError for an impossible spec.

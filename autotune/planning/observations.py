@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-def silent(text: str) -> None:
+def ignore_message(text: str) -> None:
     """Ignore a message."""
 
 
@@ -37,7 +37,9 @@ def published_observations() -> tuple[Observation, ...]:
     )
 
 
-def known_observations(directory: Path = EVIDENCE, say: Say = silent) -> tuple[Observation, ...]:
+def known_observations(
+    directory: Path = EVIDENCE, say: Say = ignore_message
+) -> tuple[Observation, ...]:
     """Return the published observations and the submissions imported into `directory`.
 
     `say` gets a warning for each unreadable file.

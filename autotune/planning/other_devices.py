@@ -45,7 +45,7 @@ def estimate_other_devices(
         state=FITS,
         need_gib=winner.measurement.peak_reserved_gib,
         limit_gib=winner.measurement.limit_gib,
-        price=task.price and task.price.of_gpus(winner.config.num_gpus),
+        price=task.price and task.price.multiply(winner.config.num_gpus),
         tokens_per_s=winner.performance.tokens_per_second,
         cost=winner.cost,
         num_observations=task.carried.basis if task.carried else 0,

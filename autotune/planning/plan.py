@@ -18,8 +18,8 @@ from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count
-from autotune.planning.device_estimate import how_sure, limit_of, no_estimate, planned_device
-from autotune.planning.observations import Say, silent
+from autotune.planning.device_estimate import accuracy_text, limit_of, no_estimate, planned_device
+from autotune.planning.observations import Say, ignore_message
 from autotune.prediction.estimate import Estimate, estimate, memory_state
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
@@ -39,7 +39,7 @@ from autotune.report.values.plan import (
     Cell,
     Plan,
 )
-from autotune.study.ranking import Scored, choose, why
+from autotune.study.ranking import Scored, choose, explain_choice
 
 MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
 # Of a large space, every n-th configuration is estimated, with n up to this number. With a larger
@@ -59,7 +59,7 @@ def plan(
     *,
     device: DeviceSpec | None = None,
     observations: Sequence[Observation] = (),
-    say: Say = silent,
+    say: Say = ignore_message,
     counted: bool = False,
 ) -> Plan:
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
@@ -84,7 +84,7 @@ def say_removals(setup: Setup, say: Say) -> None:
         say(f"left out: {removal}")
 
 
-def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:
+def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = ignore_message) -> Setup:
     """Set up the study that `autotune run` would do on this card. Raises UsageError.
 
     `say` gets the warnings.
@@ -159,7 +159,7 @@ def plan_task(
             for config, one in estimates.items()
         ]
         winner = choose(scored, task.floors.slack)
-        reason = why(winner, scored, task.floors.slack, task.space, configs)
+        reason = explain_choice(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
             reason += (
                 f"; {no_speed:,} more configurations fit, but no formula gives their speed:"
@@ -253,7 +253,7 @@ def _plan_of(
         num_estimated=1,
         space_size=task.space.size(),
         leanest=task.space.config(task.space.leanest()),
-        how_sure=how_sure(counted=counted, objective=task.workload.objective),
+        how_sure=accuracy_text(counted=counted, objective=task.workload.objective),
         calibrated=calibrated_parts(task.calibration, task.device),
         seen=tuple(
             observed.source for observed in observations if observed.device == task.device.name

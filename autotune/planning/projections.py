@@ -1,6 +1,6 @@
 """Projects a study's winner to other cards and numbers of GPUs, when the study is summarized."""
 
-from autotune.planning.more_gpus import on_other_numbers
+from autotune.planning.more_gpus import project_gpu_counts
 from autotune.planning.other_devices import estimate_other_devices
 from autotune.study.selection import Selection
 from autotune.study.summary import Projections, Recipe
@@ -13,5 +13,5 @@ def project_winner(selection: Selection, recipe: Recipe, headroom: float) -> Pro
     """
     return Projections(
         cards=estimate_other_devices(selection, recipe.winner, headroom),
-        scaling=on_other_numbers(recipe),
+        scaling=project_gpu_counts(recipe),
     )

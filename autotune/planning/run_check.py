@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.catalog.model_names import quantised_copy
-from autotune.catalog.models import shaped_like
+from autotune.catalog.models import find_model_shape
 from autotune.core.errors import UsageError
 from autotune.core.fp16_overflow import fp16_warning
 from autotune.core.knobs import KNOBS
@@ -23,18 +23,24 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.planning.counted_memory import no_count
 from autotune.planning.device_estimate import (
+    accuracy_text,
     device_limit_gib,
-    how_sure,
     limit_of,
     planned_device,
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_config import FUSED_LOSS, at_line, for_model, parse, read_file
+from autotune.planning.foreign_config import (
+    FUSED_LOSS,
+    adapt_to_model,
+    locate_refusal,
+    parse,
+    read_file,
+)
 from autotune.planning.foreign_file import Refused
-from autotune.planning.foreign_sharding import shared_out
+from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.foreign_v1 import file_key
-from autotune.planning.observations import Say, silent
+from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.prediction.memory_formula import unsupported
@@ -81,7 +87,7 @@ def check(
     options: Mapping[str, Any] | None = None,
     *,
     observations: Sequence[Observation] = (),
-    say: Say = silent,
+    say: Say = ignore_message,
 ) -> CheckReport:
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
@@ -98,9 +104,9 @@ def check(
     model, assumption = find_model(name)
     gpus = options.pop("gpus", None)
     try:
-        run = shared_out(for_model(run, model), model, gpus)
+        run = shard_run(adapt_to_model(run, model), model, gpus)
     except Refused as refusal:
-        raise at_line(file, refusal, run.ignored) from None
+        raise locate_refusal(file, refusal, run.ignored) from None
 
     if options.get("objective") not in (None, run.objective):
         raise UsageError(
@@ -126,8 +132,8 @@ def check(
     checked = check_run(context, run)
     if checked is None and run.config.loss == "chunked":
         # Some models change their logits after the head. The loss in chunks cannot do that.
-        whole = for_model(parse(run.values | {FUSED_LOSS: True}, run.format), model)
-        whole = replace(shared_out(whole, model, gpus), ignored=run.ignored)
+        whole = adapt_to_model(parse(run.values | {FUSED_LOSS: True}, run.format), model)
+        whole = replace(shard_run(whole, model, gpus), ignored=run.ignored)
         checked = check_run(context, whole)
         run = whole if checked else run
     if checked is None:
@@ -152,13 +158,13 @@ def check(
         fixes=fixes,
         smallest_card=smallest,
         runnable=runnable,
-        faster=_faster(task, spec, context, runnable.run) if runnable else None,
+        faster=_find_faster(task, spec, context, runnable.run) if runnable else None,
         notes=tuple(
             filter(
                 None, (run.ignored, *_notes(context, checked, assumption), *warnings, *run.notes)
             )
         ),
-        how_sure=how_sure(
+        how_sure=accuracy_text(
             counted=checked.bounds.reported.counted,
             objective=context.workload.objective,
             num_gpus=run.config.num_gpus,
@@ -190,7 +196,10 @@ def _changes(
 def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
     """Return why the run's memory cannot be counted."""
     return no_count(
-        context.model, context.at_longest(run.config), min(run.accumulation, 2), run.objective
+        context.model,
+        context.longest_row_config(run.config),
+        min(run.accumulation, 2),
+        run.objective,
     )
 
 
@@ -202,7 +211,7 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
     model is assumed to have the known model's shape, too. Raises UsageError for an unknown model.
     """
     original, _ = quantised_copy(name)
-    spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(original)
+    spec = None if os.path.isdir(os.path.expanduser(name)) else find_model_shape(original)
     if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
         return (
             spec,
@@ -278,7 +287,7 @@ def _similar_config(config: TrainConfig) -> TrainConfig:
     )
 
 
-def _faster(
+def _find_faster(
     task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig
 ) -> Faster | None:
     """Return the fastest configuration that fits and has the same training result, or None.
@@ -432,7 +441,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "(--dataset, --lengths, --mean-tokens)."
         )
     if config.padding == "longest":
-        rows = f"a micro batch with a row of {context.at_longest(config).seq_len:,} tokens"
+        rows = f"a micro batch with a row of {context.longest_row_config(config).seq_len:,} tokens"
         yield (
             f"Memory is estimated for {rows}, and speed for rows padded to the longest row of "
             "their micro batch."

@@ -15,7 +15,13 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count
 from autotune.planning.foreign_sharding import buffers_of
-from autotune.prediction.estimate import MemoryBounds, estimate, memory_of, on_device, step_time_of
+from autotune.prediction.estimate import (
+    MemoryBounds,
+    device_step_time,
+    estimate,
+    memory_of,
+    step_time_of,
+)
 from autotune.prediction.memory_formula import EVALUATES, MemoryBreakdown
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.step_time import StepTimeEstimate, host_of
@@ -55,19 +61,19 @@ class CheckContext:
         """The examples of the training and their lengths."""
         return self.task.workload
 
-    def at_longest(self, config: TrainConfig) -> TrainConfig:
+    def longest_row_config(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the longest rows, if their lengths are known.
 
         Memory is estimated for this configuration.
         """
         if self.workload.lengths.source == "assumed":
             return config
-        return self.workload.at_longest(config)
+        return self.workload.longest_row_config(config)
 
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
     """Return the memory that a run needs with the examples of `context`, or None if unknown."""
-    return memory_bounds(context.model, replace(run, config=context.at_longest(run.config)))
+    return memory_bounds(context.model, replace(run, config=context.longest_row_config(run.config)))
 
 
 def check_run(
@@ -91,7 +97,9 @@ def check_run(
         shape=replace(shape, epochs=run.epochs or 1),
         num_steps=run.max_steps,
         memory=bounds,
-        clock=lambda: on_device(task, config, _step_time(context, run), context.observations),
+        clock=lambda: device_step_time(
+            task, config, _step_time(context, run), context.observations
+        ),
     )
     assert estimated is not None  # `estimate` returns None only if the memory is unknown
     return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
@@ -112,7 +120,7 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     if evaluated is None:
         return None
     most = evaluated.most
-    return bounds.including(
+    return bounds.include_evaluation(
         MemoryBounds(
             least=evaluation.with_kept(evaluated.least),
             most=None if most is None else evaluation.with_kept(most),
@@ -240,7 +248,7 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """Return the step time on the reference card, or None if no formula covers the run."""
-    config = context.workload.at_mean(run.config)
+    config = context.workload.mean_row_config(run.config)
     if run.uncounted is not None and run.uncounted.exchanges:
         return None  # the time to send weights or gradients is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:

@@ -14,7 +14,7 @@ from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
 from autotune.planning.device_estimate import RANK_ACCURACY, limit_of, no_estimate, planned_device
-from autotune.planning.observations import Say, silent
+from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import candidates, distinguishable, planned_setup, say_removals
 from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
@@ -47,7 +47,7 @@ def plan_spec(
     network: str | float | None = None,
     within: str | float | None = None,
     observations: Sequence[Observation] = (),
-    say: Say = silent,
+    say: Say = ignore_message,
 ) -> GpuPlan:
     """Plan a study for the numbers of GPUs in `gpus`, or for the number in `spec.gpu` (8xh100).
 

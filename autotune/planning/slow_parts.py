@@ -41,7 +41,7 @@ class SlowPart:
 def _pace(calibration: Calibration | None, device: DeviceSpec) -> float | None:
     return (
         MEASURED_HOST.scale / host_of(calibration).scale
-        if calibration and calibration.on_gpu
+        if calibration and calibration.measures_gpu
         else None
     )
 

@@ -194,7 +194,9 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
             model_digest=spec.digest,
             trainer="trl" if recipe.trainer == "trl" else "transformers",
             global_batch=recipe.workload.global_batch,
-            versions={name: _public(version) for name, version in versions.items() if version},
+            versions={
+                name: _public_version(version) for name, version in versions.items() if version
+            },
             rows=[_row(recipe, one) for one in (recipe.winner, recipe.baseline) if one],
         )
     except ValidationError as error:
@@ -228,7 +230,7 @@ def _is_catalogued(name: str, digest: str) -> bool:
     return (name, digest) in {(model.name, model.digest) for model in list_models()}
 
 
-def _public(version: str) -> str:
+def _public_version(version: str) -> str:
     """Return the version without the part after "+", which may contain private text.
 
     If this part names the device of a torch build, such as cu128, it stays.

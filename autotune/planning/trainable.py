@@ -18,8 +18,8 @@ from autotune.core.objective import Objective
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.planning.compare import DEPENDENT, QUIET_S, compare_card
-from autotune.planning.device_estimate import how_sure, limit_of
-from autotune.planning.observations import Say, silent
+from autotune.planning.device_estimate import accuracy_text, limit_of
+from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import candidates, planned_setup
 from autotune.prediction.estimate import memory_of, memory_state
 from autotune.prediction.observed_speed import Observation
@@ -106,7 +106,7 @@ def trainable(
     device: DeviceSpec,
     models: Sequence[ModelSpec] = (),
     observations: Sequence[Observation] = (),
-    say: Say = silent,
+    say: Say = ignore_message,
 ) -> Trainable:
     """Return the models that the card can train, with the options of `spec` except its model.
 
@@ -146,7 +146,7 @@ def trainable(
         lengths=str(task.workload.lengths),
         models=models,
         entries=tuple(entries),
-        how_sure=how_sure(),
+        how_sure=accuracy_text(),
         calibrated=calibrated_parts(task.calibration, device),
         is_guess=not is_measured_kind(device),
     )

@@ -53,7 +53,7 @@ class Traffic:
     ends: float = 0.0
     gradients: float = 0.0
 
-    def of_step(self, accumulation: int) -> float:
+    def step_bytes(self, accumulation: int) -> float:
         """Return the bytes of a step with `accumulation` micro batches."""
         each = self.forward + self.backward + self.ends
         return accumulation * each + self.last_backward + self.after
@@ -96,15 +96,17 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
 
 def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
     """Return any model's traffic on the configuration's GPUs, from a probe's parameter counts."""
-    return _traffic(config, Parallelism.of(config), Shares.counted(model, config, measured))
+    return _traffic(
+        config, Parallelism.of(config), Shares.from_measurement(model, config, measured)
+    )
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
     # If there are several copies of the model, each GPU also all-reduces its shard of the
     # gradients, over the same link, with the GPUs that hold the same shard of the other copies.
     if parallelism.copies > 1:
-        of_copy = _traffic(config, parallelism.of_copy, shares)
-        return between_copies(of_copy, parallelism, 1 / parallelism.num_shards)
+        copy_traffic = _traffic(config, parallelism.single_copy, shares)
+        return add_gradient_all_reduce(copy_traffic, parallelism, 1 / parallelism.num_shards)
     strategy = parallelism.strategy
     sent = (parallelism.num_shards - 1) / parallelism.num_shards
     if strategy == "ddp":
@@ -140,7 +142,7 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     return Traffic(forward=weights, backward=weights + gradients, ends=first + last)
 
 
-def between_copies(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
+def add_gradient_all_reduce(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
     """Add the all-reduce of gradients between copies of the model to a copy's own traffic `sent`.
 
     The all-reduce takes `slower` times as long as if one GPU sent all gradients over its link. If
@@ -175,7 +177,7 @@ def rank_step_time(
     computed_s = accumulation * step_time.micro_s
     each_s, once_s = added_s(step_time.micro_s, config, sent, link_gb_s)
     step_s = computed_s + accumulation * each_s + rest_s + once_s
-    communication_s = sent.of_step(accumulation) / (1e9 * link_gb_s)
+    communication_s = sent.step_bytes(accumulation) / (1e9 * link_gb_s)
 
     fast, slow = interval(1.0, step_time.error)
     slowest = max(slow * (computed_s + rest_s) + slowest_link * communication_s, slow * step_s)

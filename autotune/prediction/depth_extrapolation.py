@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from autotune.core.knobs import KNOBS, affecting
+from autotune.core.knobs import KNOBS, knobs_affecting
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
     HOST_SHARE,
@@ -83,7 +83,7 @@ class Extrapolation:
         """The error of the step time from all sources."""
         return self.measurement.time_error
 
-    def corrected(self, ratios: Sequence[float]) -> "Extrapolation":
+    def scale_times(self, ratios: Sequence[float]) -> "Extrapolation":
         """Multiply the times by the median of `ratios`.
 
         Each ratio is a whole model's measured time divided by its predicted time. With at least
@@ -295,7 +295,7 @@ def _times(
         # In a truncated model, the host issues the layers while the device still computes the head,
         # so the host's time does not lengthen the micro batch. In the whole model, it does lengthen
         # the micro batch.
-        micro = _at_pace(host, low, high, reach, micro)
+        micro = _raise_to_host_pace(host, low, high, reach, micro)
 
     step = high.micro_steps * micro + rest
     host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
@@ -364,7 +364,9 @@ def _kernels(
     )
 
 
-def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:
+def _raise_to_host_pace(
+    host: float, low: Measurement, high: Measurement, reach: float, micro: float
+) -> float:
     """Raise the mean time `micro` so that each kind of micro batch takes at least `host`."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
@@ -507,7 +509,7 @@ class DepthPredictor:
                 known[result.depth] = _Truncated(measurement, result.disturbed)
         elif result.evidence is Evidence.MEASURED:
             self._whole[_micro_batch_signature(config, micro_steps)] = measurement
-            predicted = self.extrapolated(config, micro_steps)
+            predicted = self.predict_from_probes(config, micro_steps)
             if predicted is not None and predicted.disturbed is None:
                 # The time is the median, as in a score, so that one slow step of a whole model does
                 # not make all other configurations look slow.
@@ -515,7 +517,7 @@ class DepthPredictor:
                 ratio = measured_s / predicted.measurement.micro_step_s[0]
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
 
-    def extrapolated(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
+    def predict_from_probes(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """Return the whole model's prediction from two truncated probes, or None without two."""
         truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(truncated) != 2:
@@ -532,13 +534,13 @@ class DepthPredictor:
         A measured whole model corrects the times if it has the same compute signature. With the
         same micro batches, its micro batch time replaces the extrapolated one.
         """
-        predicted = self.extrapolated(config, micro_steps)
+        predicted = self.predict_from_probes(config, micro_steps)
         if predicted is None:
             return None
 
         ratios = self._ratios.get(_compute_signature(config, predicted))
         if ratios:
-            predicted = predicted.corrected(list(ratios.values()))
+            predicted = predicted.scale_times(list(ratios.values()))
         whole = self._whole.get(_micro_batch_signature(config, micro_steps))
         if whole is not None and whole.rest_s:
             return predicted.with_micro_batches_of(whole)
@@ -547,11 +549,11 @@ class DepthPredictor:
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
     """Return the key of configurations whose extrapolated times are wrong by the same factor."""
-    values = [getattr(config, name) for name in affecting("depth_error")]
+    values = [getattr(config, name) for name in knobs_affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
     """Return the key of a micro batch, without the knobs that act only after it (the optimizer)."""
-    only_after = set(affecting("rest_of_step")) - set(affecting("micro_time"))
+    only_after = set(knobs_affecting("rest_of_step")) - set(knobs_affecting("micro_time"))
     return micro_steps, replace(config, **{name: KNOBS[name].default for name in only_after})

@@ -24,7 +24,7 @@ from autotune.prediction.collectives import (
     SLOWEST_LINK,
     RankStepTime,
     Traffic,
-    between_copies,
+    add_gradient_all_reduce,
     rank_step_time,
     slowest_link,
     traffic,
@@ -49,9 +49,9 @@ from autotune.prediction.step_time import (
 from autotune.prediction.transfer import (
     REFERENCE,
     calibrated_parts,
-    calibrates,
     interval,
     is_measured_kind,
+    replaces_data_sheet,
 )
 from autotune.problem.calibration import Calibration
 from autotune.problem.performance import Performance
@@ -123,7 +123,7 @@ class MemoryBounds:
         """The upper bound if there is one, otherwise the lower bound."""
         return self.most or self.least
 
-    def including(self, evaluated: "MemoryBounds") -> "MemoryBounds":
+    def include_evaluation(self, evaluated: "MemoryBounds") -> "MemoryBounds":
         """Return the bounds of a run whose evaluations have the bounds `evaluated`."""
         highest = partial(max, key=lambda memory: memory.peak_reserved_gib)
         least = highest(self.least, evaluated.least)
@@ -212,7 +212,7 @@ class Estimate:
         is_measured = (
             self.num_observations
             or is_measured_kind(self.device)
-            or calibrates(self.calibration, self.device)
+            or replaces_data_sheet(self.calibration, self.device)
         )
         return self.interval is not None and not is_measured
 
@@ -290,7 +290,7 @@ def step_time_of(
     return None if dry_count is None else counted_step_time(config, dry_count, host)
 
 
-def on_device(
+def device_step_time(
     task: Task,
     config: TrainConfig,
     on_reference: StepTimeEstimate | None,
@@ -311,7 +311,7 @@ def on_device(
         task.calibration,
         side=on_reference.side,
     )
-    return None if transfer is None else on_reference.on(transfer)
+    return None if transfer is None else on_reference.convert(transfer)
 
 
 def estimate(
@@ -404,7 +404,7 @@ def _memory(
         parallelism=parallelism,
         count=count,
     )
-    longest = task.workload.at_longest(config)
+    longest = task.workload.longest_row_config(config)
     need = query(longest, micro_steps)
     if need is None:
         return None
@@ -416,7 +416,9 @@ def _memory(
     if not task.workload.held_out() or evaluation.needs_less(longest):
         return bounds
     batch = query(evaluation.batch_of(longest), EVALUATES)
-    return None if batch is None else bounds.including(MemoryBounds(least=batch, most=batch))
+    return (
+        None if batch is None else bounds.include_evaluation(MemoryBounds(least=batch, most=batch))
+    )
 
 
 def _single_gpu(
@@ -431,13 +433,13 @@ def _single_gpu(
 
     The result is None if a rate of the device is unknown, or without a formula and a count.
     """
-    mean = task.workload.at_mean(config)
+    mean = task.workload.mean_row_config(config)
     objective = task.workload.objective
     host = host or host_of(task.calibration)
     on_reference = step_time_of(
         task.model, mean, micro_steps, host, objective=objective, count=count
     )
-    return on_device(task, config, on_reference, observations)
+    return device_step_time(task, config, on_reference, observations)
 
 
 def _with_speed(
@@ -494,10 +496,14 @@ def _link(
     # single copy, all GPUs form one ring, and the slowest link determines the speed of the ring.
     if parallelism.copies == 1:
         return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
-    of_copy = traffic(task.model, config, parallelism.of_copy)
-    if of_copy is None:
+    copy_traffic = traffic(task.model, config, parallelism.single_copy)
+    if copy_traffic is None:
         return None
-    return between_copies(of_copy, parallelism, link_gb_s / network_gb_s), link_gb_s, SLOWEST_LINK
+    return (
+        add_gradient_all_reduce(copy_traffic, parallelism, link_gb_s / network_gb_s),
+        link_gb_s,
+        SLOWEST_LINK,
+    )
 
 
 def _with_step(
@@ -506,14 +512,14 @@ def _with_step(
     """Add the speed and the cost to `estimated`, for a run with this shape and this step time."""
     step_s = step.step_s
     shortest_s, longest_s = step.interval_s
-    speed = Performance.of_steps(
+    speed = Performance.from_step_time(
         shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1)
     )
 
     gpus = shape.world_size
     price = estimated.price
     power_w = estimated.device.tdp_w
-    price = price and price.of_gpus(gpus)
+    price = price and price.multiply(gpus)
     cost = run_cost(
         shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps
     )

@@ -172,10 +172,10 @@ def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
     sizes = Sizes.of(model)
     if sizes is None:
         return f"{printable(model.config['model_type'])} models"
-    return _uncovered(sizes, config)
+    return _uncovered_feature(sizes, config)
 
 
-def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
+def _uncovered_feature(sizes: Sizes, config: TrainConfig) -> str | None:
     in_layers = sizes.adapted(config) <= set(sizes.matrices)
     uncovered = {
         "adapters on modules beyond attention and MLP": not in_layers,
@@ -196,7 +196,7 @@ def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
 def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
     """Return the model's sizes if the formulas cover the model and configuration, or None."""
     sizes = Sizes.of(model)
-    return None if sizes is None or _uncovered(sizes, config) else sizes
+    return None if sizes is None or _uncovered_feature(sizes, config) else sizes
 
 
 def memory_breakdown(
@@ -218,7 +218,7 @@ def memory_breakdown(
     if sizes is None:
         return None
 
-    sizes = sizes.for_objective(objective)
+    sizes = sizes.with_objective(objective)
     config = rows_of(config, objective)
     return _breakdown(sizes, config, micro_steps, ddp, objective)
 
@@ -288,9 +288,11 @@ def _breakdown(
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE + side_workspace(config)),
-        reserved=beyond_evaluated_gib(gib(activations), gib(head))
+        reserved=evaluation_overhead_gib(gib(activations), gib(head))
         if micro_steps == EVALUATES
-        else beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
+        else allocator_overhead_gib(
+            config, logits, gib(activations + head), kept_gib(sizes, config)
+        ),
         own_error=EVALUATION_ERROR if micro_steps == EVALUATES else None,
         phase=_PHASES.get(moment, Phase.BACKWARD),
         # DDP copies the gradients into buckets, so all gradients exist twice. The Trainer has no
@@ -321,11 +323,11 @@ def counted_breakdown(
     # The number of layers that keep activations
     layers = 1 if config.checkpoint_every else model.num_layers
     layer = max(activations - gib(12.0 * logits), 0.0) / layers
-    reserved = beyond_allocated_gib(config, logits, activations, layer)
+    reserved = allocator_overhead_gib(config, logits, activations, layer)
     own_error = INT8_ERROR if config.quantization == "int8" else None
     if evaluates:
         in_head = activations if segment.endswith("head") else 0.0
-        reserved = beyond_evaluated_gib(activations - in_head, in_head)
+        reserved = evaluation_overhead_gib(activations - in_head, in_head)
         own_error = own_error or EVALUATION_ERROR
 
     return MemoryBreakdown(
@@ -357,7 +359,7 @@ def kept_gib(sizes: Sizes, config: TrainConfig) -> float:
     return gib(config.tokens * kept_bytes(sizes, config))
 
 
-def beyond_allocated_gib(
+def allocator_overhead_gib(
     config: TrainConfig, logits: int, activations_gib: float, layer_gib: float
 ) -> float:
     """Return the GiB that the allocator holds beyond allocated memory.
@@ -371,7 +373,7 @@ def beyond_allocated_gib(
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
 
-def beyond_evaluated_gib(activations_gib: float, logits_gib: float) -> float:
+def evaluation_overhead_gib(activations_gib: float, logits_gib: float) -> float:
     """Return the GiB that the allocator holds beyond allocated memory in an evaluation."""
     return EVALUATED_UNUSED * activations_gib + 0.01 * logits_gib + gib(42 * MIB)
 

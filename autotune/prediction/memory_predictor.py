@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from autotune.core.knobs import KNOBS, affecting
+from autotune.core.knobs import KNOBS, knobs_affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
@@ -143,7 +143,7 @@ class MemoryPredictor:
                 static = static_gib(known.measurement, known.measurement.micro_steps)
                 temporary = _segments(known.measurement)[name] - static
                 points.append((known.config.tokens, max(temporary, -statics)))
-            bounds = _at(points, config.tokens)
+            bounds = _temporary_gib(points, config.tokens)
             if bounds[1] > gib:
                 largest = name
             low = max(low, bounds[0])
@@ -251,13 +251,13 @@ def _compute_knobs() -> tuple[str, ...]:
     """
     return tuple(
         name
-        for name in affecting("memory")
+        for name in knobs_affecting("memory")
         if KNOBS[name].form != "integer" and not KNOBS[name].surely_leanest_first
     )
 
 
 def _base(config: TrainConfig) -> tuple[object, ...]:
-    return tuple(getattr(config, name) for name in affecting("weights"))
+    return tuple(getattr(config, name) for name in knobs_affecting("weights"))
 
 
 def _rank(config: TrainConfig) -> int:
@@ -270,7 +270,7 @@ def _segments(measurement: Measurement) -> dict[str, float]:
     }
 
 
-def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
+def _temporary_gib(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
     """Return the (low, likely, high) temporary memory at `tokens`, from other configurations.
 
     `points` has the (tokens, GiB) of each of those configurations. The error of the line is the

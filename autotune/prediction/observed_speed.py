@@ -87,7 +87,7 @@ def _ratio_to_formula(observed: Observation) -> float | None:
     if step_time is None or transfer is None:
         return None
 
-    step_time = step_time.on(transfer)
+    step_time = step_time.convert(transfer)
     measured_s = observed.accumulation * config.tokens / observed.tokens_per_s
     if 2 * observed.accumulation * step_time.host_s > measured_s:
         # The run may have been CPU-bound, and its speed then says little about the card.

@@ -59,38 +59,42 @@ def run_performance(
     peak = (task.peak_tflops or peak_tflops(task.device)) if is_counted else None
     speed = performance(
         config,
-        [_on_device(task, config, measurement)[0] for measurement in measurements],
+        [_device_measurement(task, config, measurement)[0] for measurement in measurements],
         task.workload,
-        flops_per_token=task.model.flops_per_token(config.method, task.workload.attended(config)),
+        flops_per_token=task.model.flops_per_token(
+            config.method, task.workload.mean_attention_length(config)
+        ),
         peak_tflops=peak,
     )
 
     if task.is_simulated(config):
         waiting = _with_waiting(task, config, measurements[0])
-        with_link = speed.widened(*_link_error(task, config, speed.step_time_s, waiting))
-        return with_link.widened(-TOGETHER, TOGETHER)
+        with_link = speed.widen_spread(*_link_error(task, config, speed.step_time_s, waiting))
+        return with_link.widen_spread(-TOGETHER, TOGETHER)
     if task.carried is None:
         return speed
-    return projected(speed, _on_device(task, config, measurements[0])[1])
+    return widen_by_conversion(speed, _device_measurement(task, config, measurements[0])[1])
 
 
-def projected(speed: Performance, error: float) -> Performance:
+def widen_by_conversion(speed: Performance, error: float) -> Performance:
     """Widen the spread of a performance by the error of its speed conversion.
 
     `error` is the standard deviation of the speed's logarithm.
     """
     less, more = interval(1.0, error)
-    return replace(speed.widened(less - 1, more - 1), mfu=None, own_spread=speed.spread)
+    return replace(speed.widen_spread(less - 1, more - 1), mfu=None, own_spread=speed.spread)
 
 
 def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
     """Return the full run's useful tokens per second on the device, or None for a failed probe."""
     if result.measurement is not None:
-        result = replace(result, measurement=_on_device(task, result.config, result.measurement)[0])
+        result = replace(
+            result, measurement=_device_measurement(task, result.config, result.measurement)[0]
+        )
     return tokens_per_s(result, task.workload)
 
 
-def _on_device(
+def _device_measurement(
     task: Task, config: TrainConfig, measurement: Measurement
 ) -> tuple[Measurement, float]:
     """Return the measurement with its times converted to the device, and the conversion's error."""
@@ -102,16 +106,16 @@ def _on_device(
     if task.carried is None:
         return measurement, 0.0
 
-    mean = task.workload.at_mean(config)
+    mean = task.workload.mean_row_config(config)
     objective = task.workload.objective
     by_formula = estimate_step_time(task.model, mean, objective=objective)
     source = task.measured_on or task.device
     to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=task.calibration)
     if by_formula is not None and to_source is not None:
-        by_formula = by_formula.on(to_source)
+        by_formula = by_formula.convert(to_source)
 
     measured_time = divide_step_time(measurement, by_formula)
-    converted = measured_time.on(task.carried)
+    converted = measured_time.convert(task.carried)
     slower = converted.micro_s / measured_time.micro_s
     expected = replace(
         measurement,
@@ -130,7 +134,7 @@ def _with_waiting(task: Task, config: TrainConfig, measurement: Measurement) -> 
 
 def _with_communication(task: Task, config: TrainConfig, measurement: Measurement) -> Measurement:
     """Add the communication between ranks to the times of a simulated rank."""
-    sent, link = _sent(task, config, measurement)
+    sent, link = _rank_traffic(task, config, measurement)
     each_s, once_s = added_s(statistics.median(measurement.micro_step_s), config, sent, link)
     return replace(
         measurement,
@@ -147,18 +151,20 @@ def _link_error(
     At the fast end, communication takes no extra time. At the slow end, no communication overlaps
     with computation, and the link is as slow as `slowest_link` says.
     """
-    sent, link = _sent(task, config, simulated)
+    sent, link = _rank_traffic(task, config, simulated)
     accumulation = task.workload.run_shape(config).accumulation
 
     each_s, once_s = added_s(statistics.median(simulated.micro_step_s), config, sent, link)
     computed_s = step_s - accumulation * each_s - once_s
-    slowest_s = computed_s + slowest_link(task, Parallelism.of(config)) * sent.of_step(
+    slowest_s = computed_s + slowest_link(task, Parallelism.of(config)) * sent.step_bytes(
         accumulation
     ) / (1e9 * link)
     return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
 
 
-def _sent(task: Task, config: TrainConfig, measurement: Measurement) -> tuple[Traffic, float]:
+def _rank_traffic(
+    task: Task, config: TrainConfig, measurement: Measurement
+) -> tuple[Traffic, float]:
     """Return a rank's traffic in a step and its link's GB/s. Raises ValueError without a link."""
     parallelism = Parallelism.of(config)
     sent = traffic(task.model, config, parallelism)

@@ -23,9 +23,9 @@ from autotune.prediction.memory_formula import (
     KEPT_ANSWERS,
     WORKSPACE,
     MemoryBreakdown,
-    beyond_allocated_gib,
-    beyond_evaluated_gib,
+    allocator_overhead_gib,
     evaluation_moments,
+    evaluation_overhead_gib,
     kept_gib,
     live_logits,
     memory_breakdown,
@@ -98,7 +98,9 @@ class Shares:
         )
 
     @classmethod
-    def counted(cls, model: ModelSpec, config: TrainConfig, measured: Measurement) -> "Shares":
+    def from_measurement(
+        cls, model: ModelSpec, config: TrainConfig, measured: Measurement
+    ) -> "Shares":
         """Return the numbers of parameters of any model, from the totals that a probe counted.
 
         Modules that are trained whole count as adapters.
@@ -174,9 +176,9 @@ def _sharded_breakdown(
     gradients, activations, logits, communication = moments[moment]
     live = live_logits(config, sizes.vocab)
     layer = kept_gib(sizes, config)
-    reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
+    reserved = allocator_overhead_gib(config, live, gib(activations + logits), layer)
     if micro_steps == EVALUATES:
-        reserved = beyond_evaluated_gib(gib(activations), gib(logits))
+        reserved = evaluation_overhead_gib(gib(activations), gib(logits))
     phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
     phases |= dict.fromkeys(IN_FORWARD, Phase.FORWARD) | dict.fromkeys(EVALUATED, Phase.EVALUATE)
 

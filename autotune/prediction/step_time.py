@@ -106,7 +106,9 @@ def host_of(calibration: Calibration | None) -> Host:
     if calibration is None:
         return UNKNOWN_HOST
     scale = calibration.layer_ms / (HOST_MS["eager"] * (1 + AGAIN))
-    return Host(scale=scale, error=(MEASURED_HOST if calibration.on_gpu else UNKNOWN_HOST).error)
+    return Host(
+        scale=scale, error=(MEASURED_HOST if calibration.measures_gpu else UNKNOWN_HOST).error
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ class StepTimeEstimate:
             rest_s=rest * self.rest_s,
         )
 
-    def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
+    def convert(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
         """Convert the device's times to another card, and the host's time if its ratio is known."""
         error = transfer.profiled_error if self.profiled else None
         return replace(

@@ -97,7 +97,7 @@ def interval(value: float, error: float) -> tuple[float, float]:
     return value / spread, value * spread
 
 
-def calibrates(calibration: Calibration | None, device: DeviceSpec) -> bool:
+def replaces_data_sheet(calibration: Calibration | None, device: DeviceSpec) -> bool:
     """Return whether a calibration replaces the data sheet of a card.
 
     A calibration never replaces the data sheet of the reference card, because the formulas were
@@ -118,7 +118,8 @@ def calibrated_parts(calibration: Calibration | None, device: DeviceSpec) -> str
     """
     if calibration is None:
         return None
-    return f"{'card and host' if calibrates(calibration, device) else 'host'} {calibration.label}"
+    parts = "card and host" if replaces_data_sheet(calibration, device) else "host"
+    return f"{parts} {calibration.label}"
 
 
 def speed_transfer(
@@ -152,7 +153,7 @@ def speed_transfer(
     if of_source is None or of_target is None:
         return None
 
-    calibrated = calibrates(calibration, target)
+    calibrated = replaces_data_sheet(calibration, target)
     is_measured = is_measured_kind(source) and (calibrated or is_measured_kind(target))
     between = BETWEEN if is_measured else UNMEASURED
     variance = between**2
@@ -187,7 +188,7 @@ def speed_transfer(
 
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
     """Return the target host's speed divided by the source's, or None if either had no GPU."""
-    if source is None or target is None or not (source.on_gpu and target.on_gpu):
+    if source is None or target is None or not (source.measures_gpu and target.measures_gpu):
         return None
     return source.layer_ms / target.layer_ms
 
@@ -200,7 +201,7 @@ def card_rates(
     The rates come from a calibration or from the data sheet.
     """
     by_data_sheet = products_tflops(device, precision)
-    if calibration is None or not calibrates(calibration, device):
+    if calibration is None or not replaces_data_sheet(calibration, device):
         bandwidth = device.bandwidth_gb_s
         return (by_data_sheet, bandwidth) if by_data_sheet and bandwidth else None
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import ProbeRequest
-from autotune.core.process import die_with_parent, loading, take_group_along
+from autotune.core.process import die_with_parent, pause_garbage_collection, take_group_along
 from autotune.core.serialization import from_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, Turns
 
@@ -55,7 +55,7 @@ class AheadCompiler:
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
         """Load the libraries. The device is not used before the first request."""
-        with loading():
+        with pause_garbage_collection():
             from autotune.probe.harness import Probe  # noqa: F401
         self._device = device
         self._folder = folder

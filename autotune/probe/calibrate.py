@@ -209,7 +209,7 @@ class LayerProbes:
             if transfer is None:
                 break
 
-            expected = by_formula.on(transfer)
+            expected = by_formula.convert(transfer)
             chosen = config, expected
             if expected.device_s > DEVICE_LEADS * expected.host_s:
                 break

@@ -59,7 +59,7 @@ class CompileAhead:
         """Whether any of these processes runs and may use the device."""
         return bool(self._processes)
 
-    def want(self, requests: Mapping[str, ProbeRequest]) -> None:
+    def compile_next(self, requests: Mapping[str, ProbeRequest]) -> None:
         """Compile these requests next, in this order, and drop earlier requests.
 
         Requests with equal keys compile to equal code. After `close`, the call does nothing. If the
@@ -112,7 +112,7 @@ class CompileAhead:
         return {key: json.loads(report)["seconds"] for key, report in reports.items() if report}
 
     def make_room(self) -> None:
-        """End all processes to free their memory; `want` starts them again, up to MAX_STARTS."""
+        """End all processes to free memory; `compile_next` restarts them, up to MAX_STARTS."""
         self._end(self._processes)
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ class CudaMeter:
         """Seconds between two marks that the device has passed."""
         return float(start.elapsed_time(end)) / 1000
 
-    def passed(self, mark: torch.cuda.Event) -> bool:
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
         """Whether the device has passed this mark, without waiting."""
         return bool(mark.query())
 
@@ -337,7 +337,7 @@ class CpuMeter:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
-    def passed(self, mark: float) -> bool:
+    def has_passed(self, mark: float) -> bool:
         return True
 
     def synchronize(self) -> None:

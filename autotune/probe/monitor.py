@@ -89,7 +89,7 @@ class Monitor:
     def core_use(self) -> tuple[float, float] | None:
         """The mean number of cores used during the timed steps: by autotune, and by others."""
         before, after = (*self._core_uses, None, None)[:2]
-        return after.since(before) if before and after else None
+        return after.mean_cores_since(before) if before and after else None
 
     def telemetry(self) -> Telemetry | None:
         """The means over all samples of the sensors except the first, or None without samples.

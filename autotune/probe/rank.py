@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import ProbeRequest, RankAddress
 from autotune.core.untested import untested
-from autotune.trainer.ranks import on_loopback
+from autotune.trainer.ranks import loopback_variables
 
 
 def refusal(request: ProbeRequest) -> str | None:
@@ -99,7 +99,7 @@ class Rank:
     def _variables(self) -> dict[str, str]:
         """The environment variables that tell accelerate about the world."""
         variables = {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
-        variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)} | on_loopback()
+        variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)} | loopback_variables()
         if self._device.type == "cpu":
             # Without these variables, accelerate would change the number of threads and look for a
             # GPU.

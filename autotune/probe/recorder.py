@@ -276,7 +276,7 @@ class Recorder:
             ends.append(self._now())
         marks = zip(starts, ends, strict=False)
         finished = [
-            self.meter.seconds(start, end) for start, end in marks if self.meter.passed(end)
+            self.meter.seconds(start, end) for start, end in marks if self.meter.has_passed(end)
         ]
         if len(finished) < ENOUGH_ROUNDS:
             return

@@ -180,7 +180,7 @@ class WorkerProber:
             second = once(request, log)
         except EnvironmentProblem:  # keep the first result; the next probe will report the problem
             return first
-        return of_two_tries(first, second, doubt)
+        return merge_tries(first, second, doubt)
 
     def _doubt(self, result: ProbeResult) -> str | None:
         """The reason why the machine may be to blame, or None.
@@ -466,7 +466,7 @@ class WorkerProber:
         )
 
 
-def of_two_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeResult:
+def merge_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeResult:
     """The second try, or the first if only the first succeeded.
 
     `total` is the time of both tries.

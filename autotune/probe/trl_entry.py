@@ -9,7 +9,7 @@ import json
 import runpy
 import sys
 
-from autotune.core.process import die_with_parent, loading
+from autotune.core.process import die_with_parent, pause_garbage_collection
 
 STEPS = "steps.jsonl"  # the file in the current folder that gets a line of JSON after each step
 
@@ -19,7 +19,7 @@ def main() -> None:
     die_with_parent()  # autotune ends the launcher, and the launcher's end ends this process
     # torch is imported only here, so that the launcher's end also ends this process while torch
     # loads.
-    with loading():
+    with pause_garbage_collection():
         from transformers import trainer
 
         from autotune.probe.trl_trainer import TrlClock

@@ -17,7 +17,7 @@ from autotune.core.files import read_user_text, write_atomic
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import CollectiveRates, DeviceRates, Fingerprint
 from autotune.core.serialization import from_data, to_data
-from autotune.core.text import dashed, printable
+from autotune.core.text import kebab_case, printable
 from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
@@ -86,7 +86,7 @@ class Calibration:
             raise ValueError("no matrix multiplication was measured")
 
     @property
-    def on_gpu(self) -> bool:
+    def measures_gpu(self) -> bool:
         """Whether a GPU was measured, so that the host's time is separate from the device's."""
         return self.fingerprint.compute_capability is not None
 
@@ -161,4 +161,4 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 def kept_path(device: str) -> Path:
     """Return the path, in the user's cache, of the calibration of a card with this name."""
-    return user_cache() / "calibration" / f"{dashed(device)}.json"
+    return user_cache() / "calibration" / f"{kebab_case(device)}.json"

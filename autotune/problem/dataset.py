@@ -15,7 +15,7 @@ from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
 from autotune.core.objective import Objective
 from autotune.problem.image_files import flat, pictures_of, text_of
-from autotune.problem.images import Pictured, pictured, taken
+from autotune.problem.images import Pictured, num_image_tokens, representative_examples
 from autotune.problem.length_distribution import Lengths
 from autotune.trainer.examples import (
     Encoder,
@@ -152,7 +152,8 @@ def image_lengths(
             raise BadDataset(f"{path} has no rows")
 
     lengths = [
-        max(1, text + taken(images)) for (text, _), images in zip(rows, pictures, strict=True)
+        max(1, text + num_image_tokens(images))
+        for (text, _), images in zip(rows, pictures, strict=True)
     ]
     trained = sum(share for _, share in rows)
     if not trained:
@@ -165,10 +166,14 @@ def image_lengths(
     # for each image.
     with_images = [row for row in pictures if row]
     ends = [
-        round(text) + taken(row) + len(row)
+        round(text) + num_image_tokens(row) + len(row)
         for text, row in zip(prefix_tokens, with_images, strict=True)
     ]
-    return distribution, pictured(zip(lengths, pictures, strict=True)), max(ends, default=0)
+    return (
+        distribution,
+        representative_examples(zip(lengths, pictures, strict=True)),
+        max(ends, default=0),
+    )
 
 
 def tokenised_per_s(

@@ -12,12 +12,12 @@ LEAST_TEXT = 2
 Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its images
 
 
-def taken(pictures: Sequence[Picture]) -> int:
+def num_image_tokens(pictures: Sequence[Picture]) -> int:
     """Return the number of tokens that these images take."""
     return sum(picture.length for picture in pictures)
 
 
-def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
+def representative_examples(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
     """Return a selection of the examples that represents all of them, sorted by length.
 
     For each length, only the example with the most frequent combination of images is kept. If there
@@ -30,7 +30,7 @@ def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
 
     by_length: dict[int, Pictured] = {}
     for example, _ in sorted(
-        counts.items(), key=lambda item: (item[1], item[0][0], taken(item[0][1]))
+        counts.items(), key=lambda item: (item[1], item[0][0], num_image_tokens(item[0][1]))
     ):
         by_length[example[0]] = example
 
@@ -39,9 +39,12 @@ def pictured(examples: Iterable[Pictured]) -> tuple[Pictured, ...]:
     representatives = {
         by_length[lengths[round(place * (len(lengths) - 1) / last)]] for place in range(last + 1)
     }
-    largest = max(counts, key=lambda example: taken(example[1]))
+    largest = max(counts, key=lambda example: num_image_tokens(example[1]))
     return tuple(
-        sorted(representatives | {largest}, key=lambda example: (example[0], taken(example[1])))
+        sorted(
+            representatives | {largest},
+            key=lambda example: (example[0], num_image_tokens(example[1])),
+        )
     )
 
 
@@ -53,9 +56,11 @@ def images_of(
     Only examples whose images fit in the row are considered. The images are from the example with
     the nearest length or, if `largest`, from the example with the most image tokens.
     """
-    candidates = [example for example in examples if taken(example[1]) + LEAST_TEXT <= length]
+    candidates = [
+        example for example in examples if num_image_tokens(example[1]) + LEAST_TEXT <= length
+    ]
     if not candidates:
         return ()
     if largest:
-        return max(candidates, key=lambda example: taken(example[1]))[1]
+        return max(candidates, key=lambda example: num_image_tokens(example[1]))[1]
     return min(candidates, key=lambda example: abs(example[0] - length))[1]

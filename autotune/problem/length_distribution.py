@@ -76,7 +76,7 @@ class Lengths:
         )
 
     @classmethod
-    def described(cls, mean: float, p99: float) -> "Lengths":
+    def from_summary(cls, mean: float, p99: float) -> "Lengths":
         """Return a log-normal distribution with this mean and this 99th percentile.
 
         Raises ValueError if no log-normal distribution has this mean and percentile.

@@ -127,7 +127,7 @@ def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
     return without_longer
 
 
-def sorted_together(examples: int, step_examples: int) -> int:
+def sort_group_size(examples: int, step_examples: int) -> int:
     """Return the number of examples that transformers' sampler sorts together.
 
     `step_examples` is the number of examples in one device's step.

@@ -48,7 +48,7 @@ class Performance:
     own_spread: tuple[float, float] | None = None
 
     @classmethod
-    def of_steps(
+    def from_step_time(
         cls,
         shape: RunShape,
         step_time_s: float,
@@ -65,7 +65,7 @@ class Performance:
             mfu=mfu,
         )
 
-    def widened(self, low: float, high: float) -> "Performance":
+    def widen_spread(self, low: float, high: float) -> "Performance":
         """Widen the spread by another range of step times, relative to `step_time_s`."""
         return replace(
             self, spread=(-math.hypot(self.spread[0], low), math.hypot(self.spread[1], high))
@@ -150,7 +150,7 @@ def performance(
             / (peak_tflops * 1e12 * shape.world_size)
         )
 
-    return Performance.of_steps(
+    return Performance.from_step_time(
         shape, step, spread=step_spread(measurements, shape.accumulation, new), mfu=mfu
     )
 

@@ -261,18 +261,18 @@ class SearchSpace:
         allowed_before = _as_list((knob.when or {}).get(other, list(allowed)))
         when = (knob.when or {}) | {other: [value for value in allowed if value in allowed_before]}
         new_space = self._with(replace(knob, when=when))
-        return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
+        return replace(new_space, knobs=tuple(_sort_by_conditions(list(new_space.knobs))))
 
     def divide(self, batch: int) -> "SearchSpace":
         """Return the space with micro batches that, times the GPU count, divide `batch`."""
         knob = self.knob("micro_batch_size")
         assert knob is not None  # the space of a study always has this knob
         new_space = self._with(replace(knob, divides=batch))
-        return replace(new_space, knobs=tuple(_in_order(list(new_space.knobs))))
+        return replace(new_space, knobs=tuple(_sort_by_conditions(list(new_space.knobs))))
 
     def _with(self, knob: Knob) -> "SearchSpace":
         if self.knob(knob.name) is None:
-            return replace(self, knobs=tuple(_in_order([knob, *self.knobs])))
+            return replace(self, knobs=tuple(_sort_by_conditions([knob, *self.knobs])))
         return replace(
             self, knobs=tuple(knob if old.name == knob.name else old for old in self.knobs)
         )
@@ -383,7 +383,7 @@ def _read(path: Path) -> SearchSpace:
         )
         for name, entry in read_user_yaml(path, SpaceFile).knobs.items()
     ]
-    return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
+    return SearchSpace(name=path.stem, knobs=tuple(_sort_by_conditions(knobs)))
 
 
 # Files of the package do not change, and a plan of many models reads them repeatedly, so the spaces
@@ -391,7 +391,7 @@ def _read(path: Path) -> SearchSpace:
 _shipped = functools.cache(_read)
 
 
-def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
+def _sort_by_conditions(knobs: list[Knob]) -> Iterator[Knob]:
     """Yield each knob after the knobs in its conditions, otherwise in the given order.
 
     Knobs whose conditions form a cycle also keep the given order.

@@ -31,7 +31,7 @@ from autotune.problem import constraints
 from autotune.problem.calibration import Calibration, read_calibration
 from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths, form_of, has_images, image_lengths
-from autotune.problem.images import LEAST_TEXT, Pictured, taken
+from autotune.problem.images import LEAST_TEXT, Pictured, num_image_tokens
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.study_spec import DEFAULT_IMAGE, LENGTH_KEYS, MAX_COUNT, StudySpec
@@ -489,7 +489,7 @@ def _lengths(
         return read_lengths(Path(expanduser(spec.lengths)))
     if spec.mean_tokens is not None and spec.p99_tokens is not None:
         try:
-            return Lengths.described(spec.mean_tokens, spec.p99_tokens)
+            return Lengths.from_summary(spec.mean_tokens, spec.p99_tokens)
         except ValueError as error:
             raise UsageError(
                 f"--mean-tokens, --p99-tokens: {error}", remedy="give --lengths FILE instead"
@@ -522,11 +522,11 @@ def _rows_with_images(
         )
 
     one = (picture(*spec.image),)
-    least = taken(one) + LEAST_TEXT
+    least = num_image_tokens(one) + LEAST_TEXT
     if all(getattr(spec, name) is None for name in LENGTH_KEYS):
         return (
-            Lengths.constant(taken(one) + DEFAULT_TEXT, "assumed"),
-            ((taken(one) + DEFAULT_TEXT, one),),
+            Lengths.constant(num_image_tokens(one) + DEFAULT_TEXT, "assumed"),
+            ((num_image_tokens(one) + DEFAULT_TEXT, one),),
             0,
         )
 
@@ -534,7 +534,7 @@ def _rows_with_images(
     if lengths.longest < least:
         raise UsageError(
             f"an example of {lengths.longest} tokens has no room for its image of"
-            f" {taken(one)} tokens (--image-size)",
+            f" {num_image_tokens(one)} tokens (--image-size)",
             remedy="count the tokens of images in the lengths of examples,"
             " or give a --dataset with images",
         )

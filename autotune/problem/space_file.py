@@ -109,7 +109,7 @@ class SpaceFile(BaseModel):
         }
 
     @model_validator(mode="after")
-    def _possible(self) -> "SpaceFile":
+    def _check_possible(self) -> "SpaceFile":
         problems = []
         for name, entry in self.knobs.items():
             for place, reason in entry.problems(name):

@@ -13,7 +13,7 @@ from autotune.catalog import DeviceSpec, match_device, resolve_device
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.machine import processor_name
-from autotune.core.text import dashed, printable
+from autotune.core.text import kebab_case, printable
 from autotune.core.units import fmt_gib
 from autotune.problem.calibration import HERE, Calibration, kept_path, read_calibration
 
@@ -128,7 +128,7 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
     If the catalogue does not have the GPU, the rates in the data sheet are unknown.
     """
     return match_device(card.name, card.memory_gib) or DeviceSpec(
-        name=dashed(card.name),
+        name=kebab_case(card.name),
         vendor="nvidia",
         compute_capability=card.compute_capability,
         memory_gib=card.memory_gib,

@@ -88,7 +88,7 @@ class Task:
     def search_price(self) -> Price | None:
         """The total price of all GPUs that run probes."""
         price = self.price if self.measured_on is None else find_price(self.measured_on.name)
-        return price and price.of_gpus(self.probing_gpus)
+        return price and price.multiply(self.probing_gpus)
 
     def score(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> float:
         """Return the score of a configuration with this speed. The search maximizes the score.

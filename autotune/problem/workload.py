@@ -15,7 +15,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
-from autotune.problem.images import Pictured, images_of, taken
+from autotune.problem.images import Pictured, images_of, num_image_tokens
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
 from autotune.problem.padding import (
@@ -24,7 +24,7 @@ from autotune.problem.padding import (
     buckets,
     new_length_share,
     padded_tokens,
-    sorted_together,
+    sort_group_size,
     stand_ins,
     waiting,
 )
@@ -263,19 +263,19 @@ class Workload:
         """Return the tokens of the longest possible row, with padding."""
         return config.seq_len if config.padding == "max_length" else self._draw(config).longest
 
-    def at_longest(self, config: TrainConfig) -> TrainConfig:
+    def longest_row_config(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the length of the longest possible row as its seq_len.
 
         The formula of memory needs this length, because the longest row sets the peak.
         """
-        return _at_length(self.with_mask(config), self.longest_row(config))
+        return _with_length(self.with_mask(config), self.longest_row(config))
 
-    def at_mean(self, config: TrainConfig) -> TrainConfig:
+    def mean_row_config(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the mean padded length of a row as its seq_len.
 
         The formula of step time needs this length, because it predicts a mean step.
         """
-        return _at_length(self.with_mask(config), max(1, round(self.tokens_per_row(config))))
+        return _with_length(self.with_mask(config), max(1, round(self.tokens_per_row(config))))
 
     def with_mask(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with masked padding if TRL trains and rows have padding."""
@@ -327,14 +327,14 @@ class Workload:
         size = config.micro_batch_size
         sorted_examples = self.global_batch if self.deals(config) else 0
         if config.group_by_length:
-            sorted_examples = sorted_together(
+            sorted_examples = sort_group_size(
                 self.trained, size * max(1, self.global_batch // size)
             )
         return Draw(
             lengths=self.lengths, seq_len=config.seq_len, size=size, sorted_together=sorted_examples
         )
 
-    def attended(self, config: TrainConfig) -> int:
+    def mean_attention_length(self, config: TrainConfig) -> int:
         """Return the mean length of truncated examples, weighted by their tokens.
 
         The attention time per token is proportional to this length.
@@ -379,7 +379,7 @@ class Workload:
     @property
     def image_tokens(self) -> int:
         """The largest number of tokens that the images of a row take; 0 without images."""
-        return max((taken(pictures) for _, pictures in self.pictured), default=0)
+        return max((num_image_tokens(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
         """Return the kinds of micro batches to time, and the longest, which sets the memory peak.
@@ -459,7 +459,7 @@ class Workload:
         }
 
 
-def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
+def _with_length(config: TrainConfig, seq_len: int) -> TrainConfig:
     """Return the configuration with this length, without a slow copy if it already has it."""
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 

@@ -17,8 +17,8 @@ from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import figures
-from autotune.report.comparison import heading, how_estimated, workload_text
-from autotune.report.describe import how_known
+from autotune.report.comparison import basis_sentence, heading, workload_text
+from autotune.report.describe import estimate_basis
 from autotune.report.html import FEW, answer_glossary, plotly_markup, script_json
 from autotune.report.html import page as html_page
 from autotune.report.values.comparison import Comparison, Group
@@ -119,7 +119,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
     lengths = result.lengths.removesuffix(" each")
     notes = [
         f"{fmt_gib(result.device.memory_gib)}, {fmt_gib(result.limit_gib)} of it for tensors. "
-        f"{how_known(result.how_sure, result.calibrated)}.",
+        f"{estimate_basis(result.how_sure, result.calibrated)}.",
         f"Samples of {lengths}; price of an hour: {describe_price(result.price, today)}.",
         "A verdict gives the longest row, in tokens, that surely fits. "
         "tight: too close to the limit to tell. *: fits only with a setting that changes "
@@ -215,7 +215,7 @@ def costs_answer(
     sentences: list[str] = []
     tables: list[Table] = []
     drawings: dict[str, Callable[[], dict[str, Any] | None]] = {}
-    notes = [f"{how_estimated(comparison)}.", SPOT]
+    notes = [f"{basis_sentence(comparison)}.", SPOT]
 
     for group in comparison.groups:
         costs = size_costs(group, sizes)

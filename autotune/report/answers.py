@@ -54,7 +54,7 @@ def plan_answer(plan: Plan) -> Answer:
         answer=plan.best.config.label() if plan.best else "no configuration is certain to fit",
         needs=lines["memory"],
         cost=lines.get("cost", DASH),
-        certainty=describe.how_known(plan.how_sure, plan.calibrated),
+        certainty=describe.estimate_basis(plan.how_sure, plan.calibrated),
         reason=reason,
         details=plan,
     )
@@ -139,7 +139,7 @@ def check_answer(report: CheckReport) -> Answer:
         answer=verdict(report),
         needs=f"{memory_terms(checked.estimate)}; the peak is in {_moment(phase)}",
         cost=dict(duration_lines(report)).get("cost", DASH),
-        certainty=describe.how_known(report.how_sure, report.calibrated),
+        certainty=describe.estimate_basis(report.how_sure, report.calibrated),
         reason=" ".join(report.notes),
         details=report,
     )

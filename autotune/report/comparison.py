@@ -23,7 +23,7 @@ from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.problem.run_cost import FITS
 from autotune.report import describe
 from autotune.report.html import answer_glossary, page
-from autotune.report.values.compared import CardRow, card_row, compared
+from autotune.report.values.compared import CardRow, card_row, to_compared
 from autotune.report.values.comparison import (
     ComparedCard,
     Comparison,
@@ -154,7 +154,7 @@ def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
 # --- sentences about a group
 
 
-def how_estimated(comparison: Comparison) -> str:
+def basis_sentence(comparison: Comparison) -> str:
     """Return the basis of the estimates, as a sentence without the full stop."""
     basis = describe.NOT_MEASURED
     if comparison.calibrated:
@@ -244,7 +244,7 @@ def _cheapest_cards(group: Group) -> Iterator[str]:
     cheapest = group.cheapest
     at_spot = group.cheapest_at_spot
     if cheapest is None:
-        yield f"cheapest: {DASH} ({_why_no_cost(group)})"
+        yield f"cheapest: {DASH} ({_no_cost_reason(group)})"
     else:
         rivals = _rivals(group.rivals(cheapest, usd_interval))
         yield f"cheapest: {cheapest.device.name}, {fmt_usd(cheapest.usd)}{rivals}"
@@ -255,7 +255,7 @@ def _cheapest_cards(group: Group) -> Iterator[str]:
         yield f"cheapest at spot: {at_spot.device.name}, {usd}{rivals}"
 
 
-def _why_no_cost(group: Group) -> str:
+def _no_cost_reason(group: Group) -> str:
     """Say why no card has a known cost."""
     if group.fastest:
         return NO_PRICE
@@ -352,7 +352,7 @@ def _view(comparison: Comparison, today: date) -> Data:
     return (
         functions
         | values
-        | {"how_estimated": how_estimated(comparison), "tables": (numbers, [COLUMNS[0], *texts])}
+        | {"how_estimated": basis_sentence(comparison), "tables": (numbers, [COLUMNS[0], *texts])}
     )
 
 
@@ -367,5 +367,7 @@ FORMATS: dict[str, Callable[[Comparison, date], str]] = {
     "markdown": as_markdown,
     "csv": as_csv,
     "html": lambda comparison, today: page("comparison.html.j2", _view(comparison, today)),
-    "json": lambda comparison, today: json.dumps(json_data(compared(comparison)), indent=2) + "\n",
+    "json": lambda comparison, today: (
+        json.dumps(json_data(to_compared(comparison)), indent=2) + "\n"
+    ),
 }

@@ -162,7 +162,7 @@ def factors(decomposition: Decomposition | None) -> str:
     return ", ".join(f"{name} {factor}" for name, factor in parts if factor != "1.00")
 
 
-def how_known(how_sure: str, calibrated: str | None) -> str:
+def estimate_basis(how_sure: str, calibrated: str | None) -> str:
     """Return the basis of estimates, as a sentence without the full stop."""
     return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
@@ -396,7 +396,7 @@ def training_data(summary: StudySummary) -> list[str]:
     return [expanduser(summary.dataset), *split]
 
 
-def learned(finalist: Learned) -> str:
+def learned_text(finalist: Learned) -> str:
     """Describe the result of one finalist's training, or why the training failed."""
     if finalist.loss_before is None or finalist.loss_after is None:
         return f"failed: {finalist.reason}"

@@ -716,7 +716,7 @@ def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, An
         return None
 
     figure = empty()
-    front = results.front()
+    front = results.pareto_front()
     figure.add_scatter(
         x=[finalist.full_run_hours for finalist in front],
         y=[finalist.loss_after for finalist in front],

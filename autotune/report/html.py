@@ -16,11 +16,11 @@ from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.pages import environment
 from autotune.core.probe_types import Evidence, Outcome
-from autotune.core.text import dashed
+from autotune.core.text import kebab_case
 from autotune.core.units import DASH, fmt_seconds, fmt_usd
-from autotune.export.header import trained_on
+from autotune.export.header import trained_tokens_text
 from autotune.report import describe, figures, infos
-from autotune.report.oom import missed, oom_report
+from autotune.report.oom import excess_text, oom_report
 from autotune.report.style import plotly_js
 from autotune.report.timeline import timeline
 from autotune.study.summary import Recipe, StudySummary
@@ -67,8 +67,8 @@ def page(template: str, view: dict[str, Any]) -> str:
         "breaks": breaks,
         "term": partial(term, explained=explained),
         "place": place,
-        "missed": missed,
-        "learned": describe.learned,
+        "missed": excess_text,
+        "learned": describe.learned_text,
         "hours_range": describe.hours_range,
         "usd_range": describe.usd_range,
         "label": lambda outcome: describe.LABELS[Outcome(outcome)],
@@ -115,7 +115,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     if between := describe.pauses(cost):
         time += f"; {' and '.join(between)} included"
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
-    useful = f"without padding and cut-off tokens{trained_on(recipe)}{mfu}"
+    useful = f"without padding and cut-off tokens{trained_tokens_text(recipe)}{mfu}"
     free = f"{text['free below the limit']} free of a limit of {_keep_together(text['limit'])}"
     free += "" if recipe.example_gib is None else " on an example card"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
@@ -156,7 +156,7 @@ def breaks(text: str) -> "Markup":
 
 def place(name: str) -> str:
     """Return the id of a term's explanation on the page."""
-    return f"term-{dashed(name)}"
+    return f"term-{kebab_case(name)}"
 
 
 def term(name: str, explained: Collection[str]) -> "Markup":

@@ -376,16 +376,18 @@ def _importance(pairs: list[tuple[Any, float]]) -> Importance:
     The jackknife divides the pairs into MIN_MEASURED blocks, and leaves out one block in each
     round.
     """
-    share = _explained(pairs)
+    share = _explained_share(pairs)
     others = [
-        _explained([pair for index, pair in enumerate(pairs) if index % MIN_MEASURED != left_out])
+        _explained_share(
+            [pair for index, pair in enumerate(pairs) if index % MIN_MEASURED != left_out]
+        )
         for left_out in range(MIN_MEASURED)
     ]
     error = EIGHTY_PERCENT * math.sqrt((MIN_MEASURED - 1) * statistics.pvariance(others))
     return Importance(share=share, interval=(max(share - error, 0.0), min(share + error, 1.0)))
 
 
-def _explained(pairs: list[tuple[Any, float]]) -> float:
+def _explained_share(pairs: list[tuple[Any, float]]) -> float:
     """Return the share of the numbers' variance that the groups explain, corrected for chance.
 
     A pair has the name of its group and a number.

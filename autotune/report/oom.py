@@ -153,7 +153,7 @@ class OomReport:
     def markdown(self) -> str:
         """Return the content of oom_report.md."""
         pages = environment("autotune.report")
-        pages.filters["missed"] = missed
+        pages.filters["missed"] = excess_text
         text = pages.get_template("oom_report.md.j2").render(report=self, dash=DASH)
         return text.rstrip() + "\n"
 
@@ -205,7 +205,7 @@ def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-def missed(entry: OomEntry) -> str:
+def excess_text(entry: OomEntry) -> str:
     """Format the excess over the limit as '12.3 % (16.2 GiB)'."""
     if entry.margin is None:
         return DASH

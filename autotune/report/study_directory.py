@@ -84,10 +84,10 @@ def write_exports(out: Path, recipe: Recipe, formats: list[str] | None = None) -
 
     Return the paths. Raises StorageError.
     """
-    from autotune.export.formats import export_all, usual
+    from autotune.export.formats import export_all, usual_formats
 
     paths = []
-    for name, text in export_all(recipe, formats or usual(recipe)).items():
+    for name, text in export_all(recipe, formats or usual_formats(recipe)).items():
         path = out / name if name == "recipe.yaml" else out / "export" / name
         write_atomic(path, text, executable=name.endswith(".sh"))
         paths.append(path)

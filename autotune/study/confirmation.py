@@ -186,7 +186,7 @@ def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
         trials.say(f"comparing the losses of {config.label()} with {REFERENCE}")
         selection.references[reference.digest] = trials.evaluator.reference(reference)
 
-    reason = selection.unsound(config)
+    reason = selection.distrust_reason(config)
     return reason is None or selection.add_confirmation(trials.evaluator.reject(config, reason))
 
 

@@ -133,7 +133,9 @@ class CoordinateSearch:
         }
 
         while trials.num_missing() > 2 and not trials.is_done():
-            chosen = trials.untried(keep_s=2 * trials.compiled_s(), **pinned | {"compile": "none"})
+            chosen = trials.pick_untried(
+                keep_s=2 * trials.compiled_s(), **pinned | {"compile": "none"}
+            )
             if chosen is None:
                 break
             self._try(chosen)

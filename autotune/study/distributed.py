@@ -141,7 +141,7 @@ class SharedTrials:
         self._unfinished_numbers = self._results_of_others.keys() - {
             row.number for row in self.rows
         }
-        self.exempt = set(self.optimizer.remembered(COORDINATE_TRIALS) or ())
+        self.exempt = set(self.optimizer.recall(COORDINATE_TRIALS) or ())
 
         if self.rows:
             self.say(
@@ -197,7 +197,7 @@ class SharedTrials:
         no configuration is left to try, or if the maximum number of trials is reached.
         """
         self.sync()
-        taken = self.coordinator.taken()
+        taken = self.coordinator.leased_digests()
         self._met_others = self._met_others or not taken <= set(self._open.values())
         if self._is_full(lambda: len(taken)):
             return None
@@ -207,17 +207,17 @@ class SharedTrials:
         if not self.coordinator.take(digest, proposal.number):
             self._met_others = True
             self.optimizer.withdraw(proposal.number)
-            other = self.untried() if wanted is None else None
+            other = self.pick_untried() if wanted is None else None
             return None if other is None else self.ask(other)
         self._open[proposal.number] = digest
 
-        if self.rows and self.lasting()(proposal.config) > self.candidate_s():
+        if self.rows and self.duration_predictor()(proposal.config) > self.candidate_s():
             self.optimizer.withdraw(proposal.number)
             self.coordinator.drop(self._open.pop(proposal.number))
-            other = self.untried() if wanted is None else None
+            other = self.pick_untried() if wanted is None else None
             return None if other is None else self.ask(other)
 
-        if self._is_full(lambda: self.coordinator.ahead(digest)):
+        if self._is_full(lambda: self.coordinator.count_ahead(digest)):
             self.give_back(proposal.number)
             return None
         return proposal
@@ -248,7 +248,7 @@ class SharedTrials:
         self.coordinator.drop(self._open.pop(number))
 
     @contextmanager
-    def giving_back(self) -> Iterator[None]:
+    def return_trials_on_failure(self) -> Iterator[None]:
         """Put unfinished trials back into the queue if the block fails.
 
         The exception is then raised again, except Cancelled, which only ends the block.
@@ -290,7 +290,7 @@ class SharedTrials:
         """The digests of the configurations of all finished trials."""
         return {row.config.digest for row in self.rows}
 
-    def untried(
+    def pick_untried(
         self, *, keep_s: float = 0.0, promising: bool = True, **pinned: Any
     ) -> dict[str, Any] | None:
         """Return an untried choice that differs least from the best configuration.
@@ -330,8 +330,8 @@ class SharedTrials:
         self, space: SearchSpace, centre: TrainConfig | None, most_s: float
     ) -> Iterator[list[dict[str, Any]]]:
         """Yield groups of untried choices that take at most `most_s` seconds, the nearest first."""
-        seen = self.coordinator.taken() | self.digests() | set(self._open.values())
-        lasts_s = self.lasting()
+        seen = self.coordinator.leased_digests() | self.digests() | set(self._open.values())
+        lasts_s = self.duration_predictor()
         while nearest := neighbours(space, centre, seen, self.rank):
             yield [chosen for chosen in nearest if lasts_s(space.config(chosen)) <= most_s]
             seen |= {space.config(chosen).digest for chosen in nearest}
@@ -356,7 +356,11 @@ class SharedTrials:
         """
         met_others = self._met_others
         self._met_others = False
-        if not met_others and not self.coordinator.taken() and not self.optimizer.has_unfinished():
+        if (
+            not met_others
+            and not self.coordinator.leased_digests()
+            and not self.optimizer.has_unfinished()
+        ):
             return False
         time.sleep(AWAIT_S)
         return True
@@ -517,7 +521,7 @@ class SharedTrials:
             0,
         )
 
-    def lasting(self) -> Callable[[TrainConfig], float]:
+    def duration_predictor(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds to probe a candidate's truncated models.
 
         The prediction is a line fitted to the candidates probed so far. It maps the formula's time
@@ -526,7 +530,7 @@ class SharedTrials:
         """
 
         def micro_s(config: TrainConfig) -> float:
-            time = estimate_step_time(self.task.model, self.task.workload.at_mean(config))
+            time = estimate_step_time(self.task.model, self.task.workload.mean_row_config(config))
             return 0.0 if time is None else time.micro_s
 
         known = self.evaluator.truncated_s

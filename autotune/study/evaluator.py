@@ -44,7 +44,7 @@ from autotune.prediction.memory_predictor import (
     MemoryPredictor,
     refused_by,
 )
-from autotune.probe.supervisor import of_two_tries
+from autotune.probe.supervisor import merge_tries
 from autotune.problem.disturbance import disturbance
 from autotune.study.probe_time import ProbeTimes
 from autotune.study.storage.probe_store import ProbeStore
@@ -174,9 +174,9 @@ class Evaluator:
         Probes that ran out of memory do not count, because they may have had another memory limit.
         """
         rows = (
-            [row for study in self.studies for row in self.store.of_study(study)]
+            [row for study in self.studies for row in self.store.probes_of_study(study)]
             if self.studies
-            else self.store.of_model(self.model, self.prober.fingerprint.digest)
+            else self.store.probes_of_model(self.model, self.prober.fingerprint.digest)
         )
         for row in rows:
             if row.result.outcome is Outcome.OK:
@@ -213,7 +213,7 @@ class Evaluator:
         if is_whole:
             self._learn_memory(config, measurement)
         elif result.depth is not None:
-            predicted = self._depths.extrapolated(config, measurement.micro_steps)
+            predicted = self._depths.predict_from_probes(config, measurement.micro_steps)
             if predicted is not None:
                 self._learn_memory(config, predicted.measurement)
 
@@ -315,7 +315,7 @@ class Evaluator:
         if self.shape is None or depth is None:
             return None
         try:
-            return shortened(self.request(config), min(depth, self.shape.num_layers))
+            return truncate_request(self.request(config), min(depth, self.shape.num_layers))
         except ValueError:
             return None
 
@@ -500,7 +500,7 @@ class Evaluator:
         for depth in pair:
             # Attention kernels make a plan for each new row length, and one plan serves all layers.
             # So the extra time for a new length is measured with only one number of layers.
-            short = replace(shortened(request, depth), new_lengths=depth == pair[0])
+            short = replace(truncate_request(request, depth), new_lengths=depth == pair[0])
             stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")
             self.learn(trial, result)
@@ -556,20 +556,20 @@ class Evaluator:
 
         If the second probe is disturbed too, the result is marked as disturbed.
         """
-        first = self._judged(self.prober.probe(request, log))
+        first = self._mark_disturbance(self.prober.probe(request, log))
         if first.disturbed is None:
             return self._store_result(trial, self._add_time_parts(first))
 
         # If the budget or the user stops the second probe, the first result stands.
         try:
-            second = self._judged(self.prober.probe(request, log))
+            second = self._mark_disturbance(self.prober.probe(request, log))
             doubt = f"measured twice, because the first time {first.disturbed}"
-            result = of_two_tries(first, second, doubt)
+            result = merge_tries(first, second, doubt)
         except (Cancelled, EnvironmentProblem):  # the next probe raises the same exception
             result = first
         return self._store_result(trial, self._add_time_parts(result))
 
-    def _judged(self, result: ProbeResult) -> ProbeResult:
+    def _mark_disturbance(self, result: ProbeResult) -> ProbeResult:
         """Return the result; it is marked as disturbed if other work disturbed its times."""
         if result.outcome is not Outcome.OK or result.measurement is None:
             return result
@@ -607,7 +607,7 @@ class Evaluator:
 
         Both were measured on truncated models.
         """
-        predicted = self._depths.extrapolated(
+        predicted = self._depths.predict_from_probes(
             result.config, self.request(result.config).micro_steps
         )
         if result.depth or result.measurement is None or predicted is None:
@@ -634,7 +634,7 @@ class Evaluator:
             )
 
 
-def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
+def truncate_request(request: ProbeRequest, depth: int) -> ProbeRequest:
     """Return the request for a truncated model of `depth` layers.
 
     Its steps are timed for at least 0.7 s, or for `request.min_timed_s` if that is shorter. The

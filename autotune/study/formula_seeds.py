@@ -18,7 +18,7 @@ from autotune.prediction.estimate import Estimate, estimate, refusal
 from autotune.prediction.step_time import MEASURED_HOST, Host, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.problem.task import Task
-from autotune.study.neighbours import by_distance
+from autotune.study.neighbours import choices_by_distance
 
 VARIED = (
     *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
@@ -111,5 +111,7 @@ def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:
         # A LoRA rank of None (full fine-tuning) cannot be pinned.
         if knob.name not in VARIED and value is not None:
             space = space.pin(knob.name, value)
-    choices = space.enumerate() if space.size() <= MAX_CONFIGS else by_distance(space, current)
+    choices = (
+        space.enumerate() if space.size() <= MAX_CONFIGS else choices_by_distance(space, current)
+    )
     return dict.fromkeys(space.config(chosen) for chosen in islice(choices, MAX_CONFIGS))

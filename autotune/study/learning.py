@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
-from autotune.core.json_view import also_native
+from autotune.core.json_view import native_fields_plus
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # the ratio of neighbouring rates
@@ -72,7 +72,9 @@ class Learning:
     comparison. `default` is the usual rate of the method, or None in a search by an older version.
     """
 
-    JSON: ClassVar = also_native("learning_rate", "is_sure", "steps", "seconds", notes="notes()")
+    JSON: ClassVar = native_fields_plus(
+        "learning_rate", "is_sure", "steps", "seconds", notes="notes()"
+    )
 
     config: TrainConfig
     attempts: tuple[Attempt, ...]

@@ -32,7 +32,7 @@ class Lookahead:
         """Request compilation of the configurations that may follow this trial."""
         tried = {code_key(config) for config in (trying, *(row.config for row in self.trials.rows))}
         configs = likely_next(self.trials, trying)
-        self.ahead.want(
+        self.ahead.compile_next(
             shallow_requests(self.trials.evaluator, configs, tried | self.ahead.claimed_keys())
         )
 

@@ -34,7 +34,7 @@ class Study:
         Unfinished trials always go back to the queue.
         """
         trials = self.trials
-        with trials.giving_back():
+        with trials.return_trials_on_failure():
             self.run_queue()
             self._climb()
             if trials.is_spent():
@@ -58,7 +58,7 @@ class Study:
         proposals. `is_over` returns whether the leader has stopped searching.
         """
         trials = self.trials
-        with trials.giving_back():
+        with trials.return_trials_on_failure():
             repeated = False  # True if an earlier trial had tried the last trial's configuration
             while not trials.is_done() and not is_over():
                 self._hold_rank()
@@ -66,7 +66,7 @@ class Study:
                 known = trials.digests()
                 num_valued = sum(row.tokens_per_second is not None for row in trials.rows)
                 if (repeated or num_valued < STARTUP) and not trials.optimizer.is_waiting():
-                    wanted = trials.untried()
+                    wanted = trials.pick_untried()
                     if wanted is None and repeated:
                         break
 
@@ -118,7 +118,7 @@ class Study:
             known = trials.digests()
             # If time is short, the sampler would have too little data, so an untried neighbour of
             # the best configuration is tried instead.
-            wanted = trials.untried() if trials.lacks_plenty() else None
+            wanted = trials.pick_untried() if trials.lacks_plenty() else None
             row = trials.run_one(trials.selection.prune_reason, wanted)
 
             if row is None:
@@ -131,10 +131,12 @@ class Study:
                 self._climb()
 
             if row.config.digest in known and not trials.is_done():
-                untried = trials.untried(promising=False)
+                untried = trials.pick_untried(promising=False)
                 if untried is None:
                     others = (
-                        " or is being tried by another worker" if trials.coordinator.taken() else ""
+                        " or is being tried by another worker"
+                        if trials.coordinator.leased_digests()
+                        else ""
                     )
                     trials.say(f"every configuration of the space has been tried{others}")
                     return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autotune.catalog import resolve_model
 from autotune.core.errors import Cancelled, UsageError, did_you_mean
 from autotune.core.files import write_atomic
-from autotune.core.json_view import json_data, keys, under
+from autotune.core.json_view import add_prefix, json_data, keys
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
@@ -95,7 +95,7 @@ class ConfigResult:
             return TIGHT if self.tight else FITS
         return NO_FIT if self.outcome is Outcome.OOM else self.outcome.value
 
-    def compared(self) -> dict[str, tuple[float | str, float | str | None]]:
+    def published_pairs(self) -> dict[str, tuple[float | str, float | str | None]]:
         """Return (published, ours) by name for every published number.
 
         The outcome is included if the published outcome or ours is OOM.
@@ -124,17 +124,17 @@ class ConfigResult:
             if published is not None
         }
 
-    def against(self) -> dict[str, tuple[float | str, float | str]]:
+    def known_pairs(self) -> dict[str, tuple[float | str, float | str]]:
         """Return (published, ours) by name if both are known."""
         return {
             name: (theirs, ours)
-            for name, (theirs, ours) in self.compared().items()
+            for name, (theirs, ours) in self.published_pairs().items()
             if ours is not None
         }
 
     def ratios(self, names: Collection[str]) -> list[float]:
         """Return published / ours for each number in `names` if both are known."""
-        pairs = [pair for name, pair in self.against().items() if name in names]
+        pairs = [pair for name, pair in self.known_pairs().items() if name in names]
         return [float(theirs) / float(ours) for theirs, ours in pairs]
 
     def cells(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class ConfigResult:
                 if ours is None
                 else f", here {_number(ours)}{_relative_difference(theirs, ours)}"
             )
-            for name, (theirs, ours) in self.compared().items()
+            for name, (theirs, ours) in self.published_pairs().items()
         )
         verdict = self.verdict + (f": {self.reason}" if self.reason else "")
 
@@ -164,7 +164,8 @@ class ConfigResult:
     def published(self) -> dict[str, Pair]:
         """Every published number, and the number found here."""
         return {
-            name: Pair(theirs=theirs, ours=ours) for name, (theirs, ours) in self.compared().items()
+            name: Pair(theirs=theirs, ours=ours)
+            for name, (theirs, ours) in self.published_pairs().items()
         }
 
 
@@ -172,7 +173,7 @@ class ConfigResult:
 class SourcedResult:
     """A result, and the source of the published numbers in its suite."""
 
-    JSON: ClassVar = under("result", ConfigResult.JSON) | keys("source")
+    JSON: ClassVar = add_prefix("result", ConfigResult.JSON) | keys("source")
 
     result: ConfigResult
     source: str | None
@@ -261,7 +262,7 @@ def probe_configs(
         if should_stop():
             break
         if not_probed := case.excluded or (SEVERAL if config.num_gpus > 1 else None):
-            results.append(_refused(case, config, not_probed))
+            results.append(_refused_result(case, config, not_probed))
             continue
 
         say(f"{case.name}: {config.label()}")
@@ -299,14 +300,14 @@ def probe_configs(
             break
 
         if result is None:
-            results.append(_refused(case, config, refused))
+            results.append(_refused_result(case, config, refused))
         else:
             results.append(to_config_result(case, config, case_task, result))
         write_results(results, out)
     return results
 
 
-def _refused(case: NamedConfig, config: TrainConfig, reason: str | None) -> ConfigResult:
+def _refused_result(case: NamedConfig, config: TrainConfig, reason: str | None) -> ConfigResult:
     return ConfigResult(
         case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.MEASURED, reason=reason
     )
@@ -366,7 +367,8 @@ def agreement(results: list[ConfigResult]) -> str:
 
     close = sum(one.tight for one in judged_results)
     wrong = sum(
-        not one.tight and len(set(one.against().get("outcome", ()))) == 2 for one in judged_results
+        not one.tight and len(set(one.known_pairs().get("outcome", ()))) == 2
+        for one in judged_results
     )
     parts = [
         f"{len(judged_results)} verdicts, of which {wrong} wrong and {close} too close to tell"

@@ -41,7 +41,7 @@ def _nearest_unseen(
     for distance in range(len(space.knobs) + 1):
         unseen = [
             chosen
-            for chosen in at_distance(space, centre, distance)
+            for chosen in choices_at_distance(space, centre, distance)
             if space.config(chosen).digest not in seen
         ]
         if unseen:
@@ -58,13 +58,15 @@ def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> lis
     return [config for config in variants if config.compile == COMPILED]
 
 
-def by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
+def choices_by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
     """Yield every choice of the space once, starting with the fewest differences from `centre`."""
     for distance in range(len(space.knobs) + 1):
-        yield from at_distance(space, centre, distance)
+        yield from choices_at_distance(space, centre, distance)
 
 
-def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Iterator[dict[str, Any]]:
+def choices_at_distance(
+    space: SearchSpace, centre: TrainConfig, distance: int
+) -> Iterator[dict[str, Any]]:
     """Yield the choices that differ from `centre` in exactly `distance` active knobs.
 
     A value of `centre` outside the space counts as the nearest value in the space. Each choice is

@@ -138,7 +138,7 @@ class NodeMonitor:
         others = [NodeReading.of(measured)]
         others += [
             NodeReading.of(row.result.measurement)
-            for row in self.store.of_study(task.study)
+            for row in self.store.probes_of_study(task.study)
             if row.result.rung is Rung.NODE
             and row.result.measurement is not None
             and not row.result.notes

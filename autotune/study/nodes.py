@@ -98,7 +98,7 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
             apart=tuple(apart),
             unmeasured=None
             if own
-            else _why_unmeasured(results, {baseline} if baseline else set(task.baselines)),
+            else _unmeasured_reason(results, {baseline} if baseline else set(task.baselines)),
         )
         nodes.append(_add_reading(node, latest[name], task))
     return tuple(nodes)
@@ -117,7 +117,7 @@ def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
     )
 
 
-def _why_unmeasured(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
+def _unmeasured_reason(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
     """Return why a node has no reading of the baseline.
 
     The reason is the outcome of its last probe of the baseline, or that it never probed the

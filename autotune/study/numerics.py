@@ -17,7 +17,7 @@ REFERENCE = "bf16 under autocast (fp32 on devices without bf16) and 32-bit optim
 FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
 
 
-def in_question(config: TrainConfig) -> str:
+def coarse_formats(config: TrainConfig) -> str:
     """Name the configuration's formats that are coarser than the reference's, or return "".
 
     Example: 'fp16_mixed and adamw_8bit'.

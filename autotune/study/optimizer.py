@@ -22,7 +22,7 @@ from autotune.core.errors import StorageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.storage.database import OTHER, Outages, one_at_a_time, retried
+from autotune.study.storage.database import OTHER, Outages, one_at_a_time, retry_on_outage
 from autotune.study.storage.optuna_storage import opened_storage, optuna_errors, optuna_storage
 
 STARTUP_TRIALS = 8
@@ -123,17 +123,17 @@ class Optimizer:
         """Close the connections."""
         self._storage.engine.dispose()
 
-    @retried
+    @retry_on_outage
     def remember(self, key: str, value: Any) -> None:
         """Store a value of plain data under a key; `study_record` names the keys."""
         with optuna_errors(self._url):
             self._study.set_user_attr(key, value)
 
-    def remembered(self, key: str) -> Any:
+    def recall(self, key: str) -> Any:
         """Return the value stored under this key, or None."""
         return self.attributes().get(key)
 
-    @retried
+    @retry_on_outage
     def attributes(self) -> dict[str, Any]:
         """Return all stored values by key."""
         with optuna_errors(self._url):
@@ -156,7 +156,7 @@ class Optimizer:
         num_queued = 0
         unnamed_since = dict[int, float]()
         now = time.monotonic()
-        running = self._in_state(TrialState.RUNNING)
+        running = self._trials_in_state(TrialState.RUNNING)
         # The live workers are read after the running trials. So if a running trial's worker is
         # alive, `live` contains it.
         live = workers()
@@ -173,7 +173,7 @@ class Optimizer:
         self._unnamed_since = unnamed_since
         return num_queued
 
-    @retried
+    @retry_on_outage
     def enqueue(self, chosen: dict[str, Any]) -> None:
         """Queue a choice for the next worker that asks."""
         with optuna_errors(self._url):
@@ -186,18 +186,18 @@ class Optimizer:
 
     def is_waiting(self) -> bool:
         """Whether the queue holds a trial."""
-        return bool(self._in_state(TrialState.WAITING))
+        return bool(self._trials_in_state(TrialState.WAITING))
 
     def has_unfinished(self) -> bool:
         """Whether any trial is queued or running."""
-        return bool(self._in_state(TrialState.WAITING, TrialState.RUNNING))
+        return bool(self._trials_in_state(TrialState.WAITING, TrialState.RUNNING))
 
     def close_queue(self) -> None:
         """Fail the queued trials, because no worker will begin them before the study is resumed."""
-        for trial in self._in_state(TrialState.WAITING):
+        for trial in self._trials_in_state(TrialState.WAITING):
             self._postpone(trial.number)
 
-    @retried
+    @retry_on_outage
     def _postpone(self, number: int) -> None:
         with (
             optuna_errors(self._url),
@@ -217,22 +217,22 @@ class Optimizer:
         Choices that were tried since are left out.
         """
         others = (TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)
-        known = [_chosen(trial) for trial in self._in_state(*others)]
+        known = [_chosen_values(trial) for trial in self._trials_in_state(*others)]
         num_queued = 0
-        for trial in self._in_state(TrialState.FAIL):
-            chosen = _chosen(trial)
+        for trial in self._trials_in_state(TrialState.FAIL):
+            chosen = _chosen_values(trial)
             if trial.user_attrs.get(POSTPONED) and chosen not in known:
                 self.enqueue(chosen)
                 known.append(chosen)
                 num_queued += 1
         return num_queued
 
-    @retried
+    @retry_on_outage
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """Begin a trial of the `wanted` choice, else the next queued, else the sampler's choice."""
         if self._is_asking:
             # The last call of this method was interrupted and may have left a running trial behind.
-            for trial in self._in_state(TrialState.RUNNING):
+            for trial in self._trials_in_state(TrialState.RUNNING):
                 if (
                     worker
                     and trial.user_attrs.get("worker") == worker
@@ -305,7 +305,7 @@ class Optimizer:
             study, study._storage.create_new_trial(study._study_id, template_trial=template)
         )
 
-    @retried
+    @retry_on_outage
     def tell(
         self,
         number: int,
@@ -364,11 +364,11 @@ class Optimizer:
             return False
         return True
 
-    @retried
+    @retry_on_outage
     def withdraw(self, number: int) -> bool:
         """Fail a trial, so that it does not count. Returns False if another worker was quicker."""
-        # After a broken connection, `retried` calls this method again. This worker's first call may
-        # then have failed the trial already.
+        # After a broken connection, `retry_on_outage` calls this method again. This worker's first
+        # call may then have failed the trial already.
         again = number in self._withdrawn
         self._withdrawn.add(number)
         with optuna_errors(self._url):
@@ -380,7 +380,7 @@ class Optimizer:
 
         Returns False if another worker has put it back already.
         """
-        chosen = _chosen(self._trial(number))
+        chosen = _chosen_values(self._trial(number))
         if not self.withdraw(number):
             return False
         if chosen:
@@ -389,35 +389,37 @@ class Optimizer:
 
     def finished_numbers(self) -> set[int]:
         """Return the numbers of the trials with an outcome."""
-        return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
+        return {
+            trial.number for trial in self._trials_in_state(TrialState.COMPLETE, TrialState.PRUNED)
+        }
 
     def finished(self) -> list[FinishedTrial]:
         """Return the trials with an outcome by number, without trials that were given back.
 
         Raises StorageError.
         """
-        trials = self._in_state(TrialState.COMPLETE, TrialState.PRUNED)
+        trials = self._trials_in_state(TrialState.COMPLETE, TrialState.PRUNED)
         return [_to_finished_trial(trial) for trial in trials if "config" in trial.user_attrs]
 
-    @retried
+    @retry_on_outage
     def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
         """Return Optuna's record of the study: its attributes, and its trials in any state."""
         with optuna_errors(self._url):
             return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
 
-    @retried
-    def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
+    @retry_on_outage
+    def _trials_in_state(self, *states: TrialState) -> list[FrozenTrial]:
         with optuna_errors(self._url):
             trials: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states)
         return trials
 
-    @retried
+    @retry_on_outage
     def _trial(self, number: int) -> FrozenTrial:
         with optuna_errors(self._url):
             return self._study.get_trials(deepcopy=False)[number]
 
 
-def _chosen(trial: FrozenTrial) -> dict[str, Any]:
+def _chosen_values(trial: FrozenTrial) -> dict[str, Any]:
     """Return the values that a trial was queued with or has chosen so far."""
     chosen: dict[str, Any] = trial.system_attrs.get("fixed_params", {}) | trial.params
     return chosen

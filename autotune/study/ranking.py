@@ -69,7 +69,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
     )
 
 
-def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
+def score_to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
     """Return the least score that would make `choose` prefer the candidate to the others.
 
     Raises ValueError without others.
@@ -107,7 +107,7 @@ def _tie_break(candidate: Scored) -> tuple[bool, float]:
     return not candidate.host_bound, round(candidate.free_fraction, 2)
 
 
-def why(
+def explain_choice(
     winner: Scored,
     candidates: Sequence[Scored],
     slack: float,

@@ -24,7 +24,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_hours, fmt_usd
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.prediction.projection import run_performance
-from autotune.prediction.transfer import calibrates
+from autotune.prediction.transfer import replaces_data_sheet
 from autotune.problem.constraints import NEEDS_CONSENT
 from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import (
@@ -38,8 +38,8 @@ from autotune.problem.performance import (
 from autotune.problem.run_cost import TABLE_EXAMPLES, CostProjection, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
-from autotune.study.ranking import Scored, choose, to_beat, why
+from autotune.study.numerics import BOUND, REFERENCE, coarse_formats, deviation, reference_of
+from autotune.study.ranking import Scored, choose, explain_choice, score_to_beat
 from autotune.study.summary import Candidate, Recipe
 
 WORTH_SAYING = 0.005  # a wait for other GPUs above this share of a micro batch's time is reported
@@ -70,7 +70,7 @@ class CandidateRecord:
     disturbed: list[ProbeResult] = field(default_factory=list)
 
     @property
-    def of_search(self) -> list[Measurement]:
+    def search_measurements(self) -> list[Measurement]:
         """The search's measurement: the whole model's, else an extrapolated or a disturbed one."""
         measurement = self.measured or self.extrapolated
         if measurement is not None:
@@ -80,7 +80,7 @@ class CandidateRecord:
     @property
     def best_known(self) -> list[Measurement]:
         """The measurements that count: the confirmations, or else the search's measurement."""
-        return self.confirmed or self.of_search
+        return self.confirmed or self.search_measurements
 
     @property
     def disturbed_wholes(self) -> list[Measurement]:
@@ -242,14 +242,14 @@ class Selection:
             return []
 
         everything = self._score(
-            (record, record.of_search) for record in self._records_by_evidence()
+            (record, record.search_measurements) for record in self._records_by_evidence()
         )
         min_score = max(scored.score for scored in pool) / (1 + slack)
         candidates = [scored for scored in _best_of_cells(everything) if scored.score >= min_score]
 
         for scored in everything:
             extrapolated = self.record(scored.config).extrapolated
-            if extrapolated and scored.score * (1 + extrapolated.time_error) >= to_beat(
+            if extrapolated and scored.score * (1 + extrapolated.time_error) >= score_to_beat(
                 scored, pool, slack
             ):
                 candidates.append(scored)
@@ -306,7 +306,7 @@ class Selection:
         reference = self._reference_of(config)
         return None if reference is None or reference.digest in self.references else reference
 
-    def unsound(self, config: TrainConfig) -> str | None:
+    def distrust_reason(self, config: TrainConfig) -> str | None:
         """The reason not to trust a configuration's number formats, or None without a reason."""
         difference = self._deviation(config)
         if difference is None or difference <= BOUND:
@@ -320,7 +320,7 @@ class Selection:
         if (
             self.task.model.weights is None
             or self.task.is_simulated(config)
-            or not in_question(config)
+            or not coarse_formats(config)
         ):
             return None
         return reference_of(config, bf16=self.task.device.supports_bf16)
@@ -334,7 +334,7 @@ class Selection:
 
     def _numerics_in_words(self, config: TrainConfig) -> str:
         """Describe the evidence on a configuration's number formats in words."""
-        doubtful = in_question(config)
+        doubtful = coarse_formats(config)
         if not doubtful:
             return f"no number format is in question: {REFERENCE}"
 
@@ -360,7 +360,9 @@ class Selection:
     def pool(self) -> list[Scored]:
         """Return the configurations that may win, scored by the search's measurements."""
         return self._score(
-            (record, record.of_search) for record in self._contenders() if record.of_search
+            (record, record.search_measurements)
+            for record in self._contenders()
+            if record.search_measurements
         )
 
     def finalists(self, count: int) -> list[TrainConfig]:
@@ -412,7 +414,7 @@ class Selection:
         host_bound = self.is_host_bound(config, [measurement])
         own = Scored(config=config, score=score, free_fraction=free_fraction, host_bound=host_bound)
 
-        bar = to_beat(own, others, task.floors.slack)
+        bar = score_to_beat(own, others, task.floors.slack)
         if task.score(config, speed * (1 + error)) >= bar:
             return None
 
@@ -462,7 +464,7 @@ class Selection:
             task.workload,
             config,
             performance,
-            task.price and task.price.of_gpus(config.num_gpus),
+            task.price and task.price.multiply(config.num_gpus),
             self._power_w(config, largest),
             examples=examples,
             options=None if task.is_projected(config) else task.run_options,
@@ -511,11 +513,11 @@ class Selection:
             study=task.study,
             model=task.model,
             device=device,
-            price=task.price and task.price.of_gpus(winner.config.num_gpus),
+            price=task.price and task.price.multiply(winner.config.num_gpus),
             workload=task.workload,
             winner=best,
             baseline=self.candidate(baseline) if baseline else None,
-            reason=why(
+            reason=explain_choice(
                 winner,
                 pool,
                 task.floors.slack,
@@ -542,7 +544,7 @@ class Selection:
             example_gib=task.example_gib,
             numerics=self._numerics_in_words(winner.config),
             run_options=task.run_options,
-            unsteady=self.unsteady(baseline, winner.config) if baseline else None,
+            unsteady=self.unsteadiness_reason(baseline, winner.config) if baseline else None,
             alone=len(self.tried) == 1,
             caveats=(*self.caveats, *_assumptions(task, best), *self._doubts(winner, pool)),
         )
@@ -571,7 +573,7 @@ class Selection:
             return record.confirmed
         return [*record.confirmed, record.measured]
 
-    def unsteady(self, *configs: TrainConfig) -> str | None:
+    def unsteadiness_reason(self, *configs: TrainConfig) -> str | None:
         """The reason why the machine is too unsteady to compare the configurations, or None.
 
         The machine is too unsteady if no measurement of a configuration was undisturbed, or if the
@@ -608,7 +610,7 @@ class Selection:
 
     def _records_by_evidence(self) -> list[CandidateRecord]:
         """Return the records with a search result; the extrapolated records come first."""
-        known = [record for record in self.records.values() if record.of_search]
+        known = [record for record in self.records.values() if record.search_measurements]
         return sorted(known, key=lambda record: record.extrapolated is None)
 
     def _score_confirmed(self) -> list[Scored]:
@@ -877,7 +879,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         ends = [
             card.name
             for card in (task.measured_on, task.device)
-            if calibrates(task.calibration, card)
+            if replaces_data_sheet(task.calibration, card)
         ]
         calibrated = f", {ends[0]} {task.calibration.label}" if ends and task.calibration else ""
 

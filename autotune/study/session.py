@@ -62,7 +62,7 @@ from autotune.study.progress import Progress, TextProgress
 from autotune.study.selection import Selection
 from autotune.study.storage.database import Outages, waiting_s
 from autotune.study.storage.leases import Leases, Worker
-from autotune.study.storage.location import opened_out, stored_out
+from autotune.study.storage.location import from_stored_directory, to_stored_directory
 from autotune.study.storage.optuna_storage import read_record, study_names
 from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from autotune.study.storage.study_record import (
@@ -123,7 +123,7 @@ class Session:
             undo.enter_context(self.prober)
             self.prober.launch()  # its worker process imports torch meanwhile
 
-            me = Worker.here("").name
+            me = Worker.this_process("").name
             outbox = self.folder / "outbox.jsonl"
             self.store = ProbeStore(self.url, outbox=outbox, outages=self.outages, node=me)
             undo.callback(self.store.close)
@@ -194,11 +194,11 @@ class Session:
             formula=partial(_breakdown, task) if by_formula else lambda *_: None,
             shape=shape,
             shallow_only=shallow_only,
-            studies=(task.study, _explained(task.study)) if fresh else (),
+            studies=(task.study, _explain_study_name(task.study)) if fresh else (),
         )
 
 
-def _explained(study: str) -> str:
+def _explain_study_name(study: str) -> str:
     """Return the name under which the probes that explain a study are stored."""
     return f"{study}, explained"
 
@@ -329,7 +329,7 @@ class Leader:
             fingerprint=self._fingerprint,
             terms=terms,
             spec=replace(spec, storage=None),  # the URL may hold a password
-            out=stored_out(plan.out, plan.url),
+            out=to_stored_directory(plan.out, plan.url),
             reserve_opened=feasible.opens_reserve,
             shallow_only=spec.shallow_only,
         )
@@ -374,9 +374,9 @@ class Leader:
         progress = session.progress
         stop = session.stop
         limits = Limits(budget_s=plan.budget_s, trials=spec.trials, patience=spec.patience)
-        me = Worker.here(self._fingerprint.device, leads=True)
+        me = Worker.this_process(self._fingerprint.device, leads=True)
 
-        with Leases(plan.url, plan.study, me, outages=session.outages).joined() as leases:
+        with Leases(plan.url, plan.study, me, outages=session.outages).join() as leases:
             for worker in leases.confirmed_others(progress.say).values():
                 if worker.leads:
                     raise UsageError(
@@ -402,7 +402,7 @@ class Leader:
 
             self._look_ahead(self.trials)
             study = Study(self.trials)
-            self.trials.resume(session.store.of_study(plan.study))
+            self.trials.resume(session.store.probes_of_study(plan.study))
             self.on_resumed(self.trials.rows)
             progress.resumed(self.trials.rows)
             self.trials.begin(tried_configs)
@@ -459,7 +459,7 @@ class Leader:
             limit_gib = memory_limit_gib(self.memory_gib, spec.headroom)
             seeds = formula_seeds(task, task.baselines[0], limit_gib)
             likely = compiled_variants(task.space, [*seeds, *task.baselines])
-            self._ahead.want(shallow_requests(evaluator, likely))
+            self._ahead.compile_next(shallow_requests(evaluator, likely))
 
     def _look_ahead(self, trials: SharedTrials) -> None:
         """At each trial, request compilation of likely next configurations; track compiled code."""
@@ -511,11 +511,14 @@ class Leader:
         # The probes are stored under a separate study's name, as in `explain`. No stored result is
         # reused, so all speeds come from one round of probes.
         separate_evaluator = replace(
-            evaluator, study=_explained(trials.task.study), shallow_only=shallow, reuses=False
+            evaluator,
+            study=_explain_study_name(trials.task.study),
+            shallow_only=shallow,
+            reuses=False,
         )
 
         known_s = evaluator.truncated_s if shallow else evaluator.whole_s
-        lasts_s = trials.lasting()
+        lasts_s = trials.duration_predictor()
 
         def speed(config: TrainConfig) -> float | None:
             took_s = known_s.get(config, 0.0) or lasts_s(config)
@@ -558,7 +561,7 @@ class Leader:
         record = read_record(self.plan.url, self.plan.study)
         assert record is not None
         trials = self.trials
-        stored = self.session.store.of_study(self.plan.study)
+        stored = self.session.store.probes_of_study(self.plan.study)
         return summarize(
             record,
             trials.rows,
@@ -606,7 +609,7 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
         finished = optimizer.finished()
     # The probes are read last, because a running study stores a probe before it finishes the trial.
     with closing(ProbeStore(url)) as store:
-        stored = store.of_study(task.study)
+        stored = store.probes_of_study(task.study)
 
     rows, selection = restore(task, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
@@ -619,7 +622,7 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
 def read_nodes(record: StudyRecord, url: str) -> tuple[Node, ...]:
     """Read the nodes of a study from its database."""
     with closing(ProbeStore(url)) as store:
-        return nodes_of(record.task, store.of_study(record.task.study))
+        return nodes_of(record.task, store.probes_of_study(record.task.study))
 
 
 def await_study(
@@ -651,7 +654,7 @@ def worker_folder(record: StudyRecord, url: str, out: Path | None) -> Path:
     if out is not None:
         return out
     return (
-        opened_out(record.out, url, record.task.study)
+        from_stored_directory(record.out, url, record.task.study)
         / f"worker-{socket.gethostname()}-{os.getpid()}"
     )
 
@@ -688,7 +691,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
     )
     evaluator.learn_from_others()
 
-    me = Worker.here(session.prober.fingerprint.device)
+    me = Worker.this_process(session.prober.fingerprint.device)
     optimizer = session.optimizer(name, task, record.terms.seed + crc32(me.name.encode()))
 
     joined_at = time.monotonic()
@@ -702,7 +705,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
         add_worker_seconds(optimizer, me.name, time.monotonic() - joined_at)
         progress.trial(row)
 
-    with Leases(session.url, name, me, outages=session.outages).joined() as leases:
+    with Leases(session.url, name, me, outages=session.outages).join() as leases:
         trials = SharedTrials(
             task=task,
             optimizer=optimizer,
@@ -714,10 +717,10 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
             coordinator=leases,
             on_trial=on_trial,
         )
-        trials.resume(session.store.of_study(name))
+        trials.resume(session.store.probes_of_study(name))
         progress.resumed(trials.rows)
         trials.new_rows = _watched_rows(session, record, trials.selection, allow_mixed=allow_mixed)
-        Study(trials).work(lambda: optimizer.remembered("phase") != StudyPhase.SEARCHING)
+        Study(trials).work(lambda: optimizer.recall("phase") != StudyPhase.SEARCHING)
         add_worker_seconds(optimizer, me.name, time.monotonic() - joined_at)
     return num_done
 
@@ -819,7 +822,7 @@ def explain(
 
     # The probes are stored under a separate study's name, so that they cannot change this study's
     # winner.
-    study = _explained(task.study)
+    study = _explain_study_name(task.study)
     evaluator = session.evaluator(
         task,
         record.terms,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
-from autotune.core.json_view import Native, View, also_native, json_data, keys, under
+from autotune.core.json_view import Native, View, add_prefix, json_data, keys, native_fields_plus
 from autotune.core.learning_rate import default_learning_rate
 from autotune.core.probe_types import (
     Evidence,
@@ -242,7 +242,7 @@ class Quality:
             )
         )
 
-    def front(self) -> tuple[Learned, ...]:
+    def pareto_front(self) -> tuple[Learned, ...]:
         """Return the Pareto front of loss and time, the fastest first."""
         front = list[Learned]()
         lowest = math.inf
@@ -289,7 +289,9 @@ class Verification:
       the peaks are unknown.
     """
 
-    JSON: ClassVar = also_native("tokens_per_s", "speed_error", "memory_error", "holds", "better")
+    JSON: ClassVar = native_fields_plus(
+        "tokens_per_s", "speed_error", "memory_error", "holds", "better"
+    )
 
     config: TrainConfig
     micro_steps: int
@@ -410,7 +412,7 @@ class StudySummary:
         numerics="recipe.numerics",
         quality=Native("quality"),
         unsteady="recipe.unsteady",
-        verification=View("verification", also_native("holds")),
+        verification=View("verification", native_fields_plus("holds")),
         explanation=Native("explanation"),
         fingerprint=Native("recipe.fingerprint"),
     )
@@ -495,7 +497,7 @@ class StudySummary:
 class SummaryFile:
     """The content of summary.json: a study's summary and the directory of its files."""
 
-    JSON: ClassVar = under("summary", StudySummary.JSON) | keys("out_dir")
+    JSON: ClassVar = add_prefix("summary", StudySummary.JSON) | keys("out_dir")
 
     summary: StudySummary
     out_dir: str
@@ -505,7 +507,7 @@ class SummaryFile:
 class Status:
     """The content of summary.json, and whether a process is running the study."""
 
-    JSON: ClassVar = under("file", SummaryFile.JSON) | keys("running")
+    JSON: ClassVar = add_prefix("file", SummaryFile.JSON) | keys("running")
 
     file: SummaryFile
     running: bool

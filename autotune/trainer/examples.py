@@ -372,8 +372,8 @@ class Encoder:
         # This template renders messages differently if more messages follow. So replace each text
         # of the answer with a mark, and search the rendered text for the marks.
         marked = [*messages[:index], _with_marks(messages[index])]
-        head, tail = _around_marks(self._render(form, [*marked, *messages[index + 1 :]]))
-        head_alone, tail_alone = _around_marks(self._render(form, marked))
+        head, tail = _text_outside_marks(self._render(form, [*marked, *messages[index + 1 :]]))
+        head_alone, tail_alone = _text_outside_marks(self._render(form, marked))
         if head is None or head_alone is None or not text.endswith(tail):
             raise BadExample(f"message {index + 1} cannot be located in the rendered text")
 
@@ -416,7 +416,7 @@ class Encoder:
             followed = self._render(form, marked, add_generation_prompt=True)
         except Exception:  # a template may refuse a prompt after an answer
             return common
-        _, tail_followed = _around_marks(followed)
+        _, tail_followed = _text_outside_marks(followed)
         ending = tail_followed.removesuffix(self._opening)
         is_known = ending and ending != tail_followed and tail.startswith(ending)
         return len(ending) if is_known else common
@@ -493,7 +493,7 @@ def _with_marks(message: Message) -> Message:
     return map_texts(message, change)
 
 
-def _around_marks(text: str) -> tuple[str | None, str]:
+def _text_outside_marks(text: str) -> tuple[str | None, str]:
     """Return the text before the first mark and the text after the last mark.
 
     Without marks, the first value is None.

@@ -110,10 +110,10 @@ def _variables(rank: int, count: int, meeting: int) -> dict[str, str]:
 
     # Each rank would use all cores otherwise. torchrun sets this variable for the same reason.
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    return variables | on_loopback() | {MEETING: f"/proc/self/fd/{meeting}"}
+    return variables | loopback_variables() | {MEETING: f"/proc/self/fd/{meeting}"}
 
 
-def on_loopback() -> dict[str, str]:
+def loopback_variables() -> dict[str, str]:
     """Return the variables that bind gloo and NCCL to the loopback interface.
 
     Variables that are already set keep their values.

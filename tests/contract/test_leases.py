@@ -57,7 +57,7 @@ def test_only_one_worker_takes_a_configuration(join: Join) -> None:
     first, second = join(far(1)), join(far(2))
     assert first.take("aa", 1) and not second.take("aa", 2) and not first.take("aa", 3)
     assert second.take("bb", 4)
-    assert first.taken() == second.taken() == {"aa", "bb"}
+    assert first.leased_digests() == second.leased_digests() == {"aa", "bb"}
     second.drop("aa")  # not its own lease
     assert not second.take("aa", 5)
     first.drop("aa")
@@ -67,16 +67,16 @@ def test_only_one_worker_takes_a_configuration(join: Join) -> None:
 def test_studies_have_separate_leases(join: Join) -> None:
     first, other = join(far(1)), join(far(2), "two")
     assert first.take("aa", 1) and other.take("aa", 1)
-    assert set(first.workers()) == {first.name} and other.taken() == {"aa"}
+    assert set(first.workers()) == {first.name} and other.leased_digests() == {"aa"}
 
 
 def test_ahead_counts_earlier_leases(join: Join) -> None:
     first, second = join(far(1)), join(far(2))
     for name, (worker, number) in {"aa": (first, 7), "bb": (second, 5), "cc": (first, 6)}.items():
         assert worker.take(name, number)
-    assert [first.ahead(name) for name in ("aa", "bb", "cc")] == [0, 1, 2]
+    assert [first.count_ahead(name) for name in ("aa", "bb", "cc")] == [0, 1, 2]
     first.drop("aa")
-    assert second.ahead("cc") == 1
+    assert second.count_ahead("cc") == 1
 
 
 def test_leases_of_another_study_count_nowhere(join: Join) -> None:
@@ -84,10 +84,10 @@ def test_leases_of_another_study_count_nowhere(join: Join) -> None:
     first, other = join(far(0)), join(far(0), "two")
     assert first.take("aa", 1) and other.take("bb", 1) and other.take("aa", 2)
     assert first.take("cc", 2)
-    assert (first.ahead("cc"), other.ahead("aa")) == (1, 1)
-    assert first.taken() == {"aa", "cc"} and other.taken() == {"aa", "bb"}
+    assert (first.count_ahead("cc"), other.count_ahead("aa")) == (1, 1)
+    assert first.leased_digests() == {"aa", "cc"} and other.leased_digests() == {"aa", "bb"}
     other.drop("aa")
-    assert first.taken() == {"aa", "cc"}
+    assert first.leased_digests() == {"aa", "cc"}
 
 
 def test_one_of_many_concurrent_workers_gets_the_lease(join: Join) -> None:
@@ -143,13 +143,13 @@ def test_after_a_pause_of_its_own_a_worker_counts_silence_from_zero(
     advance(clock, 10 * leases.LOST_S)
     if beats_after:  # the other worker has not beaten yet
         mine._beat()
-    assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
+    assert set(mine.workers()) == {mine.name, theirs.name} and mine.leased_digests() == {"aa"}
     mine._beat()
     assert theirs.name in mine.workers()  # counting starts again now
     advance(clock, 0.9 * leases.LOST_S, mine)
     assert theirs.name in mine.workers()
     advance(clock, 0.2 * leases.LOST_S, mine)
-    assert set(mine.workers()) == {mine.name} and mine.taken() == set()
+    assert set(mine.workers()) == {mine.name} and mine.leased_digests() == set()
 
 
 @pytest.mark.parametrize("seconds", [59.0, 60.0])
@@ -181,18 +181,22 @@ def test_a_worker_that_leaves_takes_only_what_is_its_own(join: Join) -> None:
     assert mine.take("aa", 1) and theirs.take("bb", 2) and other.take("cc", 1)
     mine.forget(theirs.name)
     assert (
-        mine.taken() == {"aa"} and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+        mine.leased_digests() == {"aa"}
+        and set(other.workers()) == {other.name}
+        and other.leased_digests() == {"cc"}
     )
     mine.clear()
     assert (
-        mine.taken() == set() and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+        mine.leased_digests() == set()
+        and set(other.workers()) == {other.name}
+        and other.leased_digests() == {"cc"}
     )
 
 
 def test_only_heartbeats_tell_that_workers_of_other_hosts_are_still_running(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    me, said, waited = Worker.here("cpu"), list[str](), list[float]()
+    me, said, waited = Worker.this_process("cpu"), list[str](), list[float]()
     mine, local = join(me), join(replace(me, host="by another name"))
 
     def wait(seconds: float) -> None:
@@ -215,7 +219,11 @@ def test_alone_everything_is_free() -> None:
     alone = leases.SingleWorker()
     assert alone.take("aa", 1) and alone.take("aa", 2)
     alone.drop("aa")
-    assert (alone.ahead("aa"), alone.taken(), tuple(alone.workers())) == (0, set(), ())
+    assert (alone.count_ahead("aa"), alone.leased_digests(), tuple(alone.workers())) == (
+        0,
+        set(),
+        (),
+    )
 
 
 def test_the_tables_are_those_of_earlier_versions() -> None:
@@ -241,37 +249,37 @@ def test_leases_of_an_unregistered_worker_are_free(join: Join) -> None:
     mine, theirs = join(far(1)), join(far(2))
     mine.forget(theirs.name)
     assert theirs.take("aa", 1)  # it wakes up and joins again with this call
-    assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
+    assert set(mine.workers()) == {mine.name, theirs.name} and mine.leased_digests() == {"aa"}
     with mine._database.begin() as connection:
         connection.execute(leases._workers.delete().where(leases._workers.c.name == theirs.name))
-    assert set(mine.workers()) == {mine.name} and mine.taken() == set()
+    assert set(mine.workers()) == {mine.name} and mine.leased_digests() == set()
 
 
 def test_an_ended_process_of_this_machine_counts_as_lost_at_once(join: Join) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    me = Worker.here("cpu")
+    me = Worker.this_process("cpu")
     mine = join(me)
-    theirs = join(replace(me, pid=child.pid, started=leases.began(child.pid) or 0))
+    theirs = join(replace(me, pid=child.pid, started=leases.start_ticks(child.pid) or 0))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
     child.kill()  # the parent has not waited for it, so that it is a zombie
-    while leases.began(child.pid) is not None:
+    while leases.start_ticks(child.pid) is not None:
         pass
-    assert set(mine.workers()) == {mine.name} and mine.taken() == set()
+    assert set(mine.workers()) == {mine.name} and mine.leased_digests() == set()
     child.communicate()
 
 
 def test_a_reused_pid_is_not_the_worker(join: Join) -> None:
-    mine = join(Worker.here("cpu"))
-    other = join(replace(Worker.here("cpu"), started=1))
+    mine = join(Worker.this_process("cpu"))
+    other = join(replace(Worker.this_process("cpu"), started=1))
     assert os.getpid() == other._me.pid and set(mine.workers()) == {mine.name}
 
 
 def test_a_worker_that_leaves_releases_its_leases(database: str) -> None:
-    me = Worker.here("cpu")
-    with Leases(database, "one", me).joined() as coordinator:
+    me = Worker.this_process("cpu")
+    with Leases(database, "one", me).join() as coordinator:
         assert coordinator.take("aa", 1) and set(coordinator.workers()) == {coordinator.name}
-    with Leases(database, "one", me).joined() as coordinator:
-        assert coordinator.taken() == set()
+    with Leases(database, "one", me).join() as coordinator:
+        assert coordinator.leased_digests() == set()
 
 
 def test_heartbeats_continue_after_a_database_error(
@@ -281,7 +289,7 @@ def test_heartbeats_continue_after_a_database_error(
 
     monkeypatch.setattr(leases, "BEAT_S", 0.01)
     coordinator, beats, failed = (
-        Leases(database, "one", Worker.here("cpu")),
+        Leases(database, "one", Worker.this_process("cpu")),
         Leases._beat,
         threading.Event(),
     )
@@ -296,7 +304,7 @@ def test_heartbeats_continue_after_a_database_error(
             again.set()
 
     monkeypatch.setattr(Leases, "_beat", beat)
-    with coordinator.joined():
+    with coordinator.join():
         assert again.wait(10)
 
 

@@ -39,7 +39,7 @@ def test_a_read_waits_for_the_server_and_continues(server: str, messages: list[s
         outage = away(server)
         outage.__enter__()
         threading.Timer(2.0, outage.__exit__, (None, None, None)).start()
-        assert [row.trial for row in store.of_study("one")] == [0]
+        assert [row.trial for row in store.probes_of_study("one")] == [0]
     assert len(messages) == 2 and messages[1] == "the database is back"
     assert (
         "waiting for it (1 min at most): " in messages[0]
@@ -74,7 +74,7 @@ def test_waiting_ends_at_its_limit_or_at_a_stop(
         away(server),
         pytest.raises(StorageError, match="not currently accepting"),
     ):
-        store.of_study("one")
+        store.probes_of_study("one")
     assert len(messages) == 1
 
 
@@ -104,7 +104,7 @@ def join(server: str) -> Iterator[Join]:
     joined: list[Leases] = []
 
     def start(pid: int = 0, **options: Any) -> Leases:
-        me = Worker.here("H200")
+        me = Worker.this_process("H200")
         joined.append(Leases(server, "one", replace(me, pid=pid or me.pid), **options))
         return joined[-1]
 
@@ -119,12 +119,12 @@ def test_an_interrupted_operation_is_run_again(server: str, join: Join, seconds:
     BreaksOnce(server, leases._database.engine, 2)
     if seconds:
         assert leases.take("abc", 0)
-        assert leases.taken() == {"abc"}
+        assert leases.leased_digests() == {"abc"}
     else:
         with pytest.raises(StorageError) as failed:
             leases.take("abc", 0)
         assert failed.value.lost
-        assert leases.taken() == set()
+        assert leases.leased_digests() == set()
 
 
 def test_taking_a_lease_twice_succeeds_for_its_owner(join: Join) -> None:
@@ -165,14 +165,14 @@ def test_optunas_operations_are_run_again_after_any_interruption(server: str, ac
             open_.add(asked.number)
             nameless = [
                 trial
-                for trial in search._in_state(TrialState.RUNNING)
+                for trial in search._trials_in_state(TrialState.RUNNING)
                 if "worker" not in trial.user_attrs
             ]
             assert len(nameless) <= 1  # `repair` puts it back into the queue
             assert nameless or asked.config == SPACE.config(wanted)
         named = {
             trial.number
-            for trial in search._in_state(TrialState.RUNNING)
+            for trial in search._trials_in_state(TrialState.RUNNING)
             if "worker" in trial.user_attrs
         }
         assert named == open_, statement
@@ -194,7 +194,7 @@ def test_a_trial_withdrawn_during_ask_is_replaced(server: str) -> None:
             *_: object, calls: Iterator[int] = calls, at: int = statement, other: Optimizer = other
         ) -> None:
             if next(calls) == at:
-                for one in other._in_state(TrialState.RUNNING):
+                for one in other._trials_in_state(TrialState.RUNNING):
                     other.withdraw(one.number)
 
         sa.event.listen(search._storage.engine, "before_cursor_execute", strike)
@@ -219,9 +219,9 @@ def test_a_stop_during_a_wait_is_not_a_storage_error(error: Exception) -> None:
     """A preempted worker exits with 75, so that its job continues; 6 would end the job."""
     stop = StopToken()
     stop.request(15)
-    with stop.ending():
+    with stop.suppress_cancelled():
         raise error
-    with pytest.raises(StorageError), StopToken().ending():
+    with pytest.raises(StorageError), StopToken().suppress_cancelled():
         raise StorageError("away")
 
 
@@ -246,7 +246,7 @@ def test_other_threads_do_not_wait(server: str, messages: list[str]) -> None:
 
         def read() -> None:
             try:
-                store.of_study("one")
+                store.probes_of_study("one")
             except StorageError as error:
                 failed.append(error)
 

@@ -34,7 +34,7 @@ def store(database: str, tmp_path: Path, messages: list[str]) -> Iterator[ProbeS
 
 
 def trials(store: ProbeStore) -> list[int | None]:
-    return [row.trial for row in store.of_study("one")]
+    return [row.trial for row in store.probes_of_study("one")]
 
 
 def test_a_row_and_the_name_of_its_file_are_on_disk(
@@ -79,11 +79,11 @@ def test_a_row_that_comes_while_the_file_is_emptied_is_kept(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     other = threading.Thread(target=outbox.add, args=({"b": 2},))
-    with outbox.drained() as rows:
+    with outbox.drain() as rows:
         other.start()
         assert rows == [{"a": 1}] and waits.wait(10)
     other.join()
-    with outbox.drained() as rows:
+    with outbox.drain() as rows:
         assert rows == [{"b": 2}]
     assert list(tmp_path.iterdir()) == []
 
@@ -157,8 +157,8 @@ def test_without_a_writable_outbox_the_error_is_raised(
 def test_waiting_rows_stay_if_the_replay_fails(tmp_path: Path) -> None:
     outbox = Outbox(path=tmp_path / "outbox.jsonl")
     outbox.add({"a": 1})
-    with pytest.raises(ZeroDivisionError), outbox.drained():
+    with pytest.raises(ZeroDivisionError), outbox.drain():
         raise ZeroDivisionError
-    with outbox.drained() as rows:
+    with outbox.drain() as rows:
         assert rows == [{"a": 1}]
     assert outbox.is_empty()

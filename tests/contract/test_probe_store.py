@@ -52,14 +52,14 @@ def test_round_trip(store: ProbeStore, database: str) -> None:
     store.add("another", 0, result(), FINGERPRINT)
 
     again = ProbeStore(database)  # as in a later session
-    stored = again.of_study("one")
+    stored = again.probes_of_study("one")
     assert [(row.trial, row.result) for row in stored] == rows
-    assert [row.result for row in again.of_model("", FINGERPRINT.digest)] == [
+    assert [row.result for row in again.probes_of_model("", FINGERPRINT.digest)] == [
         *(row for _, row in rows),
         result(),
     ]
     again.close()
-    assert store.of_study("nobody's") == []
+    assert store.probes_of_study("nobody's") == []
 
 
 @pytest.mark.parametrize("text", ['{"outcome": "won"}', "[]", "half a {"])
@@ -68,7 +68,7 @@ def test_a_row_of_no_known_form_is_a_storage_error(store: ProbeStore, text: str)
     with store._database.begin() as connection:
         connection.execute(probe_store._probes.update().values(result=text))
     with pytest.raises(StorageError, match=r"^row 1 of the probes cannot be read: \S"):
-        store.of_study("one")
+        store.probes_of_study("one")
 
 
 def test_the_table_is_that_of_earlier_versions() -> None:
@@ -98,10 +98,12 @@ def test_rows_of_a_model_are_of_all_studies_under_one_fingerprint(store: ProbeSt
     for number, (study, model, fingerprint) in enumerate(rows):
         store.add(study, number, result(), fingerprint, model=model)
     store.add("one", 9, result(), FINGERPRINT)  # of no named model
-    assert [row.trial for row in store.of_model("m", FINGERPRINT.digest)] == [0, 1]
-    assert [row.trial for row in store.of_model("", FINGERPRINT.digest)] == [9]
+    assert [row.trial for row in store.probes_of_model("m", FINGERPRINT.digest)] == [0, 1]
+    assert [row.trial for row in store.probes_of_model("", FINGERPRINT.digest)] == [9]
     store.forget("one")
-    assert store.of_study("one") == [] and [row.trial for row in store.of_study("two")] == [1]
+    assert store.probes_of_study("one") == [] and [
+        row.trial for row in store.probes_of_study("two")
+    ] == [1]
 
 
 def test_new_rows_are_those_of_others_each_once(store: ProbeStore, database: str) -> None:
@@ -112,7 +114,7 @@ def test_new_rows_are_those_of_others_each_once(store: ProbeStore, database: str
     assert [row.trial for row in store.new_rows("one")] == [0]
     assert store.new_rows("one") == []
     other.add("one", 3, result(), FINGERPRINT)
-    assert [row.trial for row in store.of_study("one")] == [0, 1, 3]
+    assert [row.trial for row in store.probes_of_study("one")] == [0, 1, 3]
     assert store.new_rows("one") == []  # they were read
     assert [row.trial for row in other.new_rows("one")] == [1]
     other.close()
@@ -297,7 +299,7 @@ def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
     ]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     reader = ProbeStore(url)
-    trials = [row.trial for row in reader.of_study("one")]
+    trials = [row.trial for row in reader.probes_of_study("one")]
     reader.close()
     assert sorted(trials) == sorted([*range(20), *range(20)])
 

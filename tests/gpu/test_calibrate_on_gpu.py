@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")
 def test_a_gpu_is_calibrated(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = calibrate()
-    assert made.on_gpu and made.fingerprint.driver
+    assert made.measures_gpu and made.fingerprint.driver
     for rates in made.rates.products.values():
         assert rates[1024] < 1.2 * max(rates.values())
     assert made.products_tflops() > 2 * made.rates.products["fp32"][1024] > 0

@@ -26,7 +26,7 @@ from autotune.core.probe_types import (
     Telemetry,
 )
 from autotune.core.train_config import TrainConfig
-from autotune.planning.more_gpus import on_other_numbers
+from autotune.planning.more_gpus import project_gpu_counts
 from autotune.problem.calibration import Calibration
 from autotune.problem.performance import performance
 from autotune.problem.run_cost import TABLE_EXAMPLES, project
@@ -300,5 +300,5 @@ def summary(
         wall_seconds=max(75.0, 5.0 * trials),
         search_usd=0.07,
         probes=tuple(probes(rows)),
-        scaling=on_other_numbers(recipe),
+        scaling=project_gpu_counts(recipe),
     )

@@ -80,7 +80,7 @@ class Session:
             record_of(trials.task, too_short_for=tuple(trials.too_short_for)),
             trials.rows,
             trials.selection,
-            self.store.of_study(trials.task.study),
+            self.store.probes_of_study(trials.task.study),
             project=project_winner,
             wall_seconds=2.0,
         )
@@ -158,7 +158,7 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
             should_stop=should_stop,
             on_trial=on_trial,
         )
-        trials.resume(store.of_study(task.study))
+        trials.resume(store.probes_of_study(task.study))
         trials.begin(begin or [])
         return Session(
             study=Study(trials),

@@ -61,9 +61,9 @@ class SlowCard:
         )
         need, time = (
             memory_breakdown(
-                self.task.model, self.task.workload.at_longest(known), request.micro_steps
+                self.task.model, self.task.workload.longest_row_config(known), request.micro_steps
             ),
-            estimate_step_time(self.task.model, self.task.workload.at_mean(known)),
+            estimate_step_time(self.task.model, self.task.workload.mean_row_config(known)),
         )
         assert need is not None and time is not None
         load_s = (

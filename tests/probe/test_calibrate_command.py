@@ -55,7 +55,7 @@ def test_what_was_measured_is_kept_and_copied(folder: Path) -> None:
     assert (folder / "copy.json").read_text() == (folder / KEPT).read_text()
     made = read_calibration(folder / "copy.json")
     assert (made.device, made.processor, made.reference) == ("cpu", processor_name(), None)
-    assert made.fingerprint.packages["torch"] and not made.on_gpu
+    assert made.fingerprint.packages["torch"] and not made.measures_gpu
     assert 0.1 < made.layer_ms < 10_000  # from any host to a very busy one
 
 

@@ -62,7 +62,7 @@ def probed(prober: WorkerProber, wanted: ProbeRequest) -> ProbeResult:
 def test_what_was_compiled_ahead_is_there_for_the_probe(prober: WorkerProber) -> None:
     assert prober.ahead is not None
     # Both have the same code, which takes g++ long to compile.
-    prober.ahead.want({"two layers": asked(3), "all layers": asked(3, depth=None)})
+    prober.ahead.compile_next({"two layers": asked(3), "all layers": asked(3, depth=None)})
     deadline = time.monotonic() + 600
     while "all layers" not in prober.ahead.compile_seconds():
         assert alive(pid(prober)) and time.monotonic() < deadline, (
@@ -79,13 +79,15 @@ def test_what_was_compiled_ahead_is_there_for_the_probe(prober: WorkerProber) ->
 @pytest.mark.timeout(900)
 def test_probes_go_on_whatever_becomes_of_the_process(prober: WorkerProber) -> None:
     assert prober.ahead is not None
-    prober.ahead.want({"two": asked(2)})
+    prober.ahead.compile_next({"two": asked(2)})
     until(lambda: bool(prober.ahead.claimed_keys()), "a claim")
     first = pid(prober)
     os.kill(first, signal.SIGKILL)
     until(lambda: not alive(first), "its end")
     probed(prober, asked(2, "none"))
-    prober.ahead.want({"two": asked(2)})  # which starts another, and nobody has claimed it any more
+    prober.ahead.compile_next(
+        {"two": asked(2)}
+    )  # which starts another, and nobody has claimed it any more
     second = pid(prober)
     assert second != first and not members(first)
     until(lambda: bool(prober.ahead.claimed_keys()), "a claim")

@@ -18,7 +18,7 @@ from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.harness import random_image_rows
 from autotune.probe.model_settings import model_settings
 from autotune.probe.supervisor import WorkerProber
-from autotune.study.evaluator import shortened
+from autotune.study.evaluator import truncate_request
 from autotune.trainer import images, varlen
 from autotune.trainer.model_builder import (
     build,
@@ -113,7 +113,8 @@ def test_two_depths_predict_what_images_need(
     """The tower stays whole at any depth."""
     asked = request(model_type, rows=16, text=192, vision=vision)
     low, high, whole = (
-        measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None)
+        measured(prober, truncate_request(asked, depth) if depth else asked)
+        for depth in (2, 4, None)
     )
     predicted = extrapolate([(2, low), (4, high)], 8).measurement
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)

@@ -15,7 +15,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.model_settings import model_settings
 from autotune.probe.supervisor import WorkerProber
-from autotune.study.evaluator import shortened
+from autotune.study.evaluator import truncate_request
 from autotune.trainer.model_builder import build, config_of
 from tests.helpers.factories import TINY
 from tests.helpers.probing import measured
@@ -95,7 +95,7 @@ def test_two_depths_predict_what_an_objective_needs(
 ) -> None:
     # one over the vocabulary holds much of each token
     asked = request(objective, seq_len=256 if objective.num_labels else 128)
-    low, high = (measured(prober, shortened(asked, depth)) for depth in (1, 2))
+    low, high = (measured(prober, truncate_request(asked, depth)) for depth in (1, 2))
     whole = first_time(prober, asked)
     predicted = extrapolate([(1, low), (2, high)], 4).measurement
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)

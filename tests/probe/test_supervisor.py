@@ -11,7 +11,7 @@ import pytest
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
 from autotune.probe.supervisor import WorkerProber, check_worker
-from autotune.study.evaluator import shortened
+from autotune.study.evaluator import truncate_request
 from tests.helpers.probing import LARGE, MODEL, WIDE, measured, pid_of, request
 
 pytestmark = pytest.mark.probe
@@ -83,7 +83,7 @@ def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: 
     whole = request()
     with WorkerProber("cpu", tmp_path) as started:
         before = time.monotonic()
-        few = started.probe(shortened(whole, 1), tmp_path / "log")
+        few = started.probe(truncate_request(whole, 1), tmp_path / "log")
         waited = time.monotonic() - before
         first, second = (started.probe(whole, tmp_path / "log") for _ in range(2))
     assert few.outcome is Outcome.OK and "start" not in few.seconds

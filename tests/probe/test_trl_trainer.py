@@ -10,7 +10,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import StudySpec
-from autotune.study.evaluator import shortened
+from autotune.study.evaluator import truncate_request
 from tests.helpers.factories import TINY
 from tests.helpers.probing import measured
 
@@ -57,7 +57,8 @@ def test_a_probe_through_sfttrainer_learns_what_transformers_trainer_does(
 def test_two_depths_predict_what_sfttrainer_needs(prober: WorkerProber) -> None:
     asked = request(checkpointing="none", micro_batch_size=8, seq_len=256)
     low, high, whole = (
-        measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None)
+        measured(prober, truncate_request(asked, depth) if depth else asked)
+        for depth in (2, 4, None)
     )
     predicted = extrapolate([(2, low), (4, high)], 8).measurement
     assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)

@@ -482,7 +482,7 @@ def test_a_read_only_database_refuses_writes(
 ) -> None:
     finished(start_anywhere, tmp_path)
     with closing(ProbeStore(read_only(database))) as store:
-        assert store.of_study("one")
+        assert store.probes_of_study("one")
         with pytest.raises(StorageError, match=r"read-?only"):
             store.add("one", None, result(subject_of().space.config({})), FINGERPRINT)
     with (

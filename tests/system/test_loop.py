@@ -62,7 +62,7 @@ def test_a_known_proposal_is_replaced_by_a_neighbour_of_the_best(start: Start) -
     best = session.study.trials.best()
     assert best is not None
     seen = {row.config.digest for row in session.study.trials.rows}
-    untried = session.study.trials.untried()
+    untried = session.study.trials.pick_untried()
     assert untried is not None
     asked = session.study.trials.task.space.config(untried)
     assert asked.digest not in seen
@@ -151,7 +151,7 @@ def test_every_trial_is_stored_and_then_reported_once(start: Start) -> None:
     session: Session
 
     def on_trial(row: TrialRecord) -> None:
-        heard.append((row.number, len(session.store.of_study("one"))))
+        heard.append((row.number, len(session.store.probes_of_study("one"))))
 
     session = start(on_trial=on_trial, trials=3)
     session.study.run()

@@ -93,14 +93,14 @@ def test_measured_values_are_shown_next_to_published_ones() -> None:
     (case, config, own), (other, _, _) = cases(spec, task(spec))
     row = to_config_result(case, config, own, result(config=config, measurement=measurement()))
     assert (row.outcome, row.evidence) == (Outcome.OK, Evidence.MEASURED)
-    published, ours = row.against()["tokens/s"]
+    published, ours = row.known_pairs()["tokens/s"]
     assert (published, ours) == (100.0, row.tokens_per_s)
-    assert row.against()["peak GiB"] == (2.0, measurement().peak_allocated_gib)
+    assert row.known_pairs()["peak GiB"] == (2.0, measurement().peak_allocated_gib)
     assert "tokens/s 100, here" in row.cells()[-1] and row.published["peak GiB"].theirs == 2.0
     out_of_memory = result(config=config, outcome=Outcome.OOM, oom=oom_detail())
     failed = to_config_result(case, config, own, out_of_memory)
-    assert failed.against() == {"outcome": ("ok", "oom")} and failed.tokens_per_s is None
-    assert not to_config_result(other, config, own, out_of_memory).against()
+    assert failed.known_pairs() == {"outcome": ("ok", "oom")} and failed.tokens_per_s is None
+    assert not to_config_result(other, config, own, out_of_memory).known_pairs()
 
 
 def test_the_published_suite_of_the_a10_is_not_told_its_own_results() -> None:
@@ -118,7 +118,7 @@ def test_the_published_suite_of_the_a10_is_not_told_its_own_results() -> None:
         row.case.published.outcome for row in rows if row.case.published
     ]
     (optimised,) = (row for row in rows if row.case.name == "optimised")
-    theirs, ours = optimised.against()["whole GB"]
+    theirs, ours = optimised.known_pairs()["whole GB"]
     assert isinstance(theirs, float | int) and ours == pytest.approx(theirs, rel=0.1)
     own = replace(spec, configs=tuple(replace(case, published=None) for case in spec.configs))
     told = estimate_named_configs(own, device=device, observations=seen)

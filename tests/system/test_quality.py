@@ -18,7 +18,7 @@ from autotune.export import script
 from autotune.export.formats import export_all
 from autotune.export.run.learn import Learner, learn
 from autotune.export.run.process import write_files
-from autotune.export.run.quality import compare, impossible
+from autotune.export.run.quality import compare, measurement_obstacle
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.report import describe
@@ -68,13 +68,13 @@ def test_the_lowest_loss_comes_first_and_failures_last() -> None:
         learned(after=None, reason="out of memory"),
     )
     assert quality(failed, high, low).ranked() == (low, high, failed)
-    assert describe.learned(failed) == "failed: out of memory"
+    assert describe.learned_text(failed) == "failed: out of memory"
 
 
 def test_the_front_has_finalists_that_none_beats_in_time_and_loss() -> None:
     fast, good = learned(hours=1.0, after=2.0), learned(hours=2.0, after=1.5)
     beaten, failed = learned(hours=3.0, after=1.7), learned(hours=0.1, after=None, reason="no")
-    assert quality(beaten, good, failed, fast).front() == (fast, good)
+    assert quality(beaten, good, failed, fast).pareto_front() == (fast, good)
 
 
 def test_a_finalist_that_learns_more_than_the_winner_is_named() -> None:
@@ -111,7 +111,7 @@ def test_reasons_why_the_check_cannot_run(tmp_path: Path) -> None:
     def why(
         model: ModelSpec = model, workload: Workload = many, dataset: str | None = "rows.jsonl"
     ) -> str:
-        return impossible(model, workload, dataset) or ""
+        return measurement_obstacle(model, workload, dataset) or ""
 
     assert why() == ""
     assert "real weights" in why(model=bare)

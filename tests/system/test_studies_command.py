@@ -45,7 +45,7 @@ def test_a_study_is_listed_resumed_with_its_options_and_deleted(tmp_path: Path) 
     asked = autotune(tmp_path, "delete", "mine")
     assert asked.code == 2 and "--yes" in asked.err
     url = f"sqlite:///{tmp_path}/runs/autotune.db"
-    with Leases(url, "mine", Worker.here("cpu")).joined():
+    with Leases(url, "mine", Worker.this_process("cpu")).join():
         refused = autotune(tmp_path, "delete", "mine", "--yes")
         assert refused.code == 2 and "being worked on" in refused.err
     deleted = autotune(tmp_path, "delete", "mine", "--yes")

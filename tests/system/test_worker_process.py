@@ -66,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def open_again(place: Place) -> None:
     """Reopen the study as if its leader still searched."""
     with opened(place.url) as search:
-        limits = Limits(**search.remembered("limits"))
+        limits = Limits(**search.recall("limits"))
         update_record(
             search, phase=StudyPhase.SEARCHING, limits=replace(limits, trials=None, patience=999)
         )
@@ -146,7 +146,7 @@ def test_a_worker_that_cannot_join_fails_with_its_exit_code(place: Place) -> Non
         "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
     )
     with opened(place.url) as search:
-        theirs = search.remembered("fingerprint")
+        theirs = search.recall("fingerprint")
         search.remember("fingerprint", theirs | {"packages": theirs["packages"] | {"torch": "1.0"}})
     other = place.start("worker", "--study", "one")
     assert (

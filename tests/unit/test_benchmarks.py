@@ -660,7 +660,12 @@ def rounded(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.7g}"))
 
 
-UNMEASURED = {"gate", "day_zero", "day_zero_fast", "steady"}  # results whose first measurement is still to be made
+UNMEASURED = {
+    "gate",
+    "day_zero",
+    "day_zero_fast",
+    "steady",
+}  # results whose first measurement is still to be made
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)

@@ -126,7 +126,7 @@ def test_the_gpu_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
         and device.memory_gib == pytest.approx(47.5, abs=0.1)
     )
     (price,) = yaml.safe_load(example("prices"))
-    assert prices._of_one_gpu(price).device == device.name
+    assert prices._single_gpu_price(price).device == device.name
 
 
 def test_the_model_can_be_added() -> None:

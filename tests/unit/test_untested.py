@@ -17,7 +17,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import CONTEXTS, UntestedPair, untested, untested_in, untested_pairs
-from autotune.export.formats import FORMATS, export_all, usual
+from autotune.export.formats import FORMATS, export_all, usual_formats
 from autotune.problem.constraints import (
     Narrowing,
     narrow_packing,
@@ -188,7 +188,7 @@ def of_format(pair: UntestedPair, value: Any, member: str) -> list[str]:
         made = replace(made, model=SEEING, workload=workload)
     else:
         made = replace(made, workload=replace(made.workload, objective=Objective(value)))
-    assert member not in usual(made)
+    assert member not in usual_formats(made)
     return [refused(lambda: export_all(made, [member]))]
 
 

@@ -58,7 +58,7 @@ def calibrate(
         print(f"{'slow':>10}  {slow.limit.part}: {slow}")
 
     place = f"kept in {short_path(kept_path(calibration.device))}"
-    if calibration.on_gpu:
+    if calibration.measures_gpu:
         print(f"{place}: estimates for {calibration.device} on this machine use it from now on")
     else:
         print(f"{place}: give this file with `--calibration` to estimate GPUs in this host")

@@ -125,7 +125,7 @@ def compare_command(
         say=print_note,
     )
 
-    unmet = comparison.unmet()
+    unmet = comparison.unmet_reason()
     buys_nothing = purchase_budget is not None and not any(
         purchases(group, purchase_budget) for group in comparison.groups
     )
@@ -164,11 +164,11 @@ def _cards(names: list[str] | None, usd: float | None) -> list[str]:
 
     Raises NothingFits if `usd` can buy no card.
     """
-    from autotune.report.values.rent_or_buy import within
+    from autotune.report.values.rent_or_buy import affordable_cards
 
     if usd is None or names:
         return names or []
-    if not (affordable := within(usd)):
+    if not (affordable := affordable_cards(usd)):
         raise NothingFits(
             f"no card is known to cost at most {fmt_usd(usd)}",
             remedy="raise --buy, or compare rented cards instead: --gpus NAMES",
@@ -208,7 +208,7 @@ def _show(
     """
     from autotune.report.answer import costs_answer
     from autotune.report.comparison import FORMATS
-    from autotune.report.values.compared import compared
+    from autotune.report.values.compared import to_compared
 
     text = io.StringIO()
     # A table is as wide as the terminal or file that it is printed to.
@@ -216,7 +216,7 @@ def _show(
         if form == "table":
             _print(comparison, date.today())
         elif form == "json":
-            print_answer_json(compared(comparison, sizes, purchase_budget))
+            print_answer_json(to_compared(comparison, sizes, purchase_budget))
         else:
             print(FORMATS[form](comparison, date.today()), end="")
         if form == "table" or html:
@@ -232,14 +232,14 @@ def _show(
 def _print(comparison: "Comparison", today: date) -> None:
     from autotune.report.comparison import (
         COLUMNS,
+        basis_sentence,
         cells,
         heading,
-        how_estimated,
         verdicts,
         workload_text,
     )
 
-    print(f"{how_estimated(comparison)}.")
+    print(f"{basis_sentence(comparison)}.")
     for group in comparison.groups:
         print(f"\n{heading(group)}\n{workload_text(group)}")
         rows = [cells(group, card, today) for card in group.cards]

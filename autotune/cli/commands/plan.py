@@ -135,11 +135,11 @@ def plan_named_configs(
     Raises UsageError for an impossible configuration.
     """
     from autotune.core.objective import Objective
-    from autotune.planning.device_estimate import how_sure
+    from autotune.planning.device_estimate import accuracy_text
     from autotune.planning.named_estimates import estimate_named_configs
     from autotune.prediction.transfer import calibrated_parts
     from autotune.problem.setup import calibration_of
-    from autotune.report.describe import how_known
+    from autotune.report.describe import estimate_basis
     from autotune.study.named_configs import COLUMNS, SourcedResult, agreement
 
     results = estimate_named_configs(
@@ -150,9 +150,8 @@ def plan_named_configs(
         return
 
     calibrated = calibrated_parts(calibration_of(spec, device), device)
-    print(
-        f"{device.label}. {how_known(how_sure(objective=Objective(spec.objective)), calibrated)}."
-    )
+    accuracy = accuracy_text(objective=Objective(spec.objective))
+    print(f"{device.label}. {estimate_basis(accuracy, calibrated)}.")
     print_table(None, dict(COLUMNS), [result.cells() for result in results])
     if agreement_text := agreement(results):
         print(agreement_text)

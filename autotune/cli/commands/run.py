@@ -16,7 +16,7 @@ from autotune.cli.study_options import ALL, spec_of, with_study_options
 from autotune.cli.terminal import print_note
 from autotune.core.errors import UsageError
 from autotune.core.process import StopToken
-from autotune.study.storage.location import existing_url, opened_out
+from autotune.study.storage.location import existing_url, from_stored_directory
 
 if TYPE_CHECKING:
     from autotune.problem.study_spec import StudySpec
@@ -71,7 +71,7 @@ def resume(
         **values,
         study=name,
         storage=storage,
-        out=str(opened_out(record.out, url, name)),
+        out=str(from_stored_directory(record.out, url, name)),
     )
     run_spec(spec, as_json=json_, quiet=quiet)
 

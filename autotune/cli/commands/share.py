@@ -122,6 +122,8 @@ def _measured_on(study: str, storage: str | None) -> str:
 
     with closing(ProbeStore(storage_url(storage))) as store:
         days = [
-            row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at
+            row.result.started_at[:10]
+            for row in store.probes_of_study(study)
+            if row.result.started_at
         ]
     return max(days, default=date.today().isoformat())

@@ -14,7 +14,7 @@ from autotune.cli.options import Directory, Html, Json, Storage, StudyName
 from autotune.cli.terminal import console, print_answer_json, print_json, print_table
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
-from autotune.core.text import dashed
+from autotune.core.text import kebab_case
 from autotune.core.units import fmt_count, fmt_seconds
 from autotune.report.values.commands import Files, StudyRow
 from autotune.study.storage.location import existing_url, named_url
@@ -118,7 +118,9 @@ def _print_nodes(
     rows: list[dict[str, Any]] = [json_data(node_row(node, result.task)) for node in nodes]
     if json_dir is not None:
         for row in rows:
-            write_atomic(json_dir / f"{dashed(row['node'])}.json", json.dumps(row, indent=2) + "\n")
+            write_atomic(
+                json_dir / f"{kebab_case(row['node'])}.json", json.dumps(row, indent=2) + "\n"
+            )
 
     if as_json:
         print_json(rows)
@@ -212,7 +214,7 @@ def delete(
     from autotune.study.storage.probe_store import ProbeStore
 
     result = load_study(study, storage)
-    with closing(Leases(result.url, study, Worker.here(""))) as leases:
+    with closing(Leases(result.url, study, Worker.this_process(""))) as leases:
         other_workers = leases.confirmed_others(partial(print, file=sys.stderr)).values()
         if other_workers:
             hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in other_workers)

@@ -75,7 +75,7 @@ def worker(
             progress=display,
             reached=True,
         ) as own_session,
-        stop.ending(),
+        stop.suppress_cancelled(),
     ):
         num_done = session.work(own_session, record, allow_mixed=allow_mixed)
         display.note(f"{num_done} trials of study {study} were done here")

@@ -22,7 +22,7 @@ from autotune.core.process import module_command
 from autotune.export import script
 from autotune.export.header import warmup_steps_of
 from autotune.export.run.process import last_error, scratch_folder, time_limit_s, write_files
-from autotune.export.run.quality import impossible, num_held_out, sample
+from autotune.export.run.quality import measurement_obstacle, num_held_out, sample
 from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
@@ -96,7 +96,7 @@ def learn(
 
 def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
     """Return the rounds of the search, or raise UsageError if a search is impossible."""
-    if reason := impossible(recipe.model, recipe.workload, str(dataset)):
+    if reason := measurement_obstacle(recipe.model, recipe.workload, str(dataset)):
         raise UsageError(
             f"learning is impossible: {reason}",
             remedy="run the study with --model DIR --dataset FILE",

@@ -32,7 +32,7 @@ HELD_OUT = 64  # the largest number of held-out examples
 HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 
 
-def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
+def measurement_obstacle(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
     """Return the reason why held-out losses cannot be measured, or None if they can."""
     if workload.pictured:
         return "it cannot read examples with images"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from autotune.core.child_environment import passed_on
+from autotune.core.child_environment import inherited_variables
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
@@ -82,7 +82,7 @@ class Run:
         # The projection includes evaluations and checkpoints, so it is valid only for a whole run.
         is_whole = "--dataset" in arguments and "--max-steps" not in arguments
         self._paused_s = pauses.known_s if pauses and is_whole else 0.0
-        self._environment = passed_on(os.environ, pass_env)
+        self._environment = inherited_variables(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
 
         # If this process dies, the script gets SIGTERM and saves a checkpoint.

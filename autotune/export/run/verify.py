@@ -98,7 +98,9 @@ def verify(
             should_stop=should_stop,
             while_running=_StepReporter(folder / STEPS, steps, step_s, say).report,
         )
-        lengths = straining_lengths(recipe.workload.at_longest(winner.config)) if soak else None
+        lengths = (
+            straining_lengths(recipe.workload.longest_row_config(winner.config)) if soak else None
+        )
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
-from autotune.core.json_view import keys, under
+from autotune.core.json_view import add_prefix, keys
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -160,7 +160,7 @@ class CheckedRun:
 class SingleChange:
     """One change alone, with the GiB that it saves."""
 
-    JSON: ClassVar = under("changed", CHANGED) | keys("saves_gib")
+    JSON: ClassVar = add_prefix("changed", CHANGED) | keys("saves_gib")
 
     changed: CheckedRun
     saves_gib: float
@@ -213,7 +213,7 @@ class CheckReport:
         each_change="each_change",
         smallest_card="smallest_card.name",
     )
-    JSON: ClassVar = RUN | under("checked", CHECKED) | REST
+    JSON: ClassVar = RUN | add_prefix("checked", CHECKED) | REST
     evidence: ClassVar[Evidence] = Evidence.ESTIMATED
 
     file: Path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autotune.core.json_view import View, also, keys
+from autotune.core.json_view import View, fields_plus, keys
 from autotune.problem.run_cost import TABLE_EXAMPLES
 from autotune.problem.workload import Workload
 from autotune.report.values.comparison import (
@@ -119,7 +119,7 @@ class GroupRows:
 class Compared:
     """A comparison for programs, with the rows of all models and methods."""
 
-    JSON: ClassVar = also(
+    JSON: ClassVar = fields_plus(
         owned=View("owned", keys("usd", "hours", "usd_per_kwh", device="device.name"))
     )
 
@@ -129,7 +129,7 @@ class Compared:
     groups: tuple[GroupRows, ...]
 
 
-def compared(
+def to_compared(
     comparison: Comparison,
     sizes: Sequence[int] = TABLE_EXAMPLES,
     purchase_budget: PurchaseBudget | None = None,

@@ -210,7 +210,7 @@ class Budget:
         hours = [fmt_hours(self.max_hours)] if self.max_hours is not None else []
         return " and ".join(usd + hours)
 
-    def exceeded_by(self, usd: float | None, hours: float) -> tuple[str, ...]:
+    def exceeded_limits(self, usd: float | None, hours: float) -> tuple[str, ...]:
         """Name the limits that a run of this cost and duration exceeds."""
         reasons = []
         if self.max_usd is not None and (usd is None or usd > self.max_usd):
@@ -362,14 +362,16 @@ class Comparison:
             options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours)
         )
         exceeded = {
-            option.name: self.budget.exceeded_by(option.usd, option.hours) for option in options
+            option.name: self.budget.exceeded_limits(option.usd, option.hours) for option in options
         }
         chosen = next((option for option in by_cost if not exceeded[option.name]), None)
         unfit = [(card.device.name, card.state) for card in group.cards if card.cost is None]
 
         return Advice(
             chosen=chosen,
-            breaks=self.budget.exceeded_by(chosen.usd_high, chosen.hours_high) if chosen else (),
+            breaks=self.budget.exceeded_limits(chosen.usd_high, chosen.hours_high)
+            if chosen
+            else (),
             excluded=(
                 *((name, ", ".join(reasons)) for name, reasons in exceeded.items() if reasons),
                 *unfit,
@@ -379,7 +381,7 @@ class Comparison:
         )
 
     def remedy(self) -> str:
-        """Return a remedy for the problem that `unmet` found."""
+        """Return a remedy for the problem that `unmet_reason` found."""
         planned = [group for group in self.groups if group.plan]
         if any(group.fastest for group in planned):
             return f"allow more than {self.budget}, or compare other cards"
@@ -388,7 +390,7 @@ class Comparison:
             min(leanest, key=lambda config: (config.quantization != "nf4", config.seq_len))
         )
 
-    def unmet(self) -> str | None:
+    def unmet_reason(self) -> str | None:
         """Say why the run fits no card, or why no card is within the budget.
 
         Return None if a card holds the run, and is within the budget if there is one.

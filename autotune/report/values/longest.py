@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from autotune.core.json_view import also
+from autotune.core.json_view import fields_plus
 from autotune.core.probe_types import Evidence
 
 
@@ -32,7 +32,7 @@ class LongestRow:
     GPU's memory, the host's memory or the user's limit.
     """
 
-    JSON: ClassVar = also("tokens_per_s")
+    JSON: ClassVar = fields_plus("tokens_per_s")
 
     method: str
     config: dict[str, Any]

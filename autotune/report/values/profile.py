@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from autotune.catalog import DeviceSpec
-from autotune.core.json_view import Native, also, keys
+from autotune.core.json_view import Native, fields_plus, keys
 from autotune.core.micro_profile import MicroBatchProfile
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -21,7 +21,7 @@ class Bound:
     `flops` and `moved_bytes` are the counted work, or None if it is unknown.
     """
 
-    JSON: ClassVar = also("lost_s")
+    JSON: ClassVar = fields_plus("lost_s")
 
     work: str
     seconds: float
@@ -44,7 +44,7 @@ class HostNeed:
     `found` is None if it is unknown.
     """
 
-    JSON: ClassVar = also("suffices")
+    JSON: ClassVar = fields_plus("suffices")
 
     part: str
     found: float | None

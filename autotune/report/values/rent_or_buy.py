@@ -158,7 +158,7 @@ def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
     )
 
 
-def within(budget_usd: float) -> list[str]:
+def affordable_cards(budget_usd: float) -> list[str]:
     """Return the cards of the catalogue whose purchase costs at most `budget_usd`."""
     bought = (find_purchase(device.name) for device in list_devices())
     return [purchase.device for purchase in bought if purchase and purchase.usd <= budget_usd]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_model
-from autotune.core.json_view import also, keys
+from autotune.core.json_view import fields_plus, keys
 from autotune.core.probe_types import Evidence
 
 METHODS = {
@@ -26,7 +26,7 @@ class Entry:
     fit: a power of two, or the model's number of positions.
     """
 
-    JSON: ClassVar = also("params")
+    JSON: ClassVar = fields_plus("params")
 
     model: str
     method: str

@@ -105,7 +105,7 @@ class Outages:
         )
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def fail_fast(self) -> Iterator[None]:
         """Let operations inside this block fail without waiting."""
         seconds = self._seconds
         self._seconds = 0.0
@@ -140,7 +140,7 @@ class Outages:
         if self._until is None:
             self._until = time.monotonic() + self._seconds
             self.say(
-                f"the database {_public(url)} cannot be reached, waiting for it "
+                f"the database {_hide_secrets(url)} cannot be reached, waiting for it "
                 f"({fmt_seconds(self._seconds)} at most): {_first_line(error, url)}"
             )
 
@@ -160,7 +160,9 @@ class HasOutages(Protocol):
     outages: Outages
 
 
-def retried(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+def retry_on_outage(
+    operation: Callable[Concatenate[Owner, P], T],
+) -> Callable[Concatenate[Owner, P], T]:
     """Decorate an idempotent method to run again if its connection broke and `outages.waits()`."""
 
     @wraps(operation)
@@ -343,12 +345,12 @@ def _parsed(url: str) -> URL:
 def public_url(url: str) -> str:
     """Return the URL without its password."""
     try:
-        return _public(_parsed(url))
+        return _hide_secrets(_parsed(url))
     except ArgumentError:
         return "the storage URL"
 
 
-def _public(url: URL) -> str:
+def _hide_secrets(url: URL) -> str:
     return url.difference_update_query(_secrets(url)).render_as_string(hide_password=True)
 
 

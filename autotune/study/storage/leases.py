@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from autotune.core.errors import StorageError
-from autotune.study.storage.database import Database, Outages, retried, storage_errors
+from autotune.study.storage.database import Database, Outages, retry_on_outage, storage_errors
 
 BEAT_S = 5.0
 LOST_S = 60.0  # a worker is lost if its heartbeat count has not changed for this time
@@ -63,10 +63,10 @@ class Worker:
     leads: bool = False
 
     @classmethod
-    def here(cls, device: str, *, leads: bool = False) -> "Worker":
+    def this_process(cls, device: str, *, leads: bool = False) -> "Worker":
         """Describe this process."""
         pid = os.getpid()
-        started = began(pid) or 0
+        started = start_ticks(pid) or 0
         return cls(
             host=socket.gethostname(),
             realm=_realm(),
@@ -83,7 +83,7 @@ class Worker:
 
     def lives_here(self) -> bool | None:
         """Whether the process is alive, or None on another machine or in another namespace."""
-        return began(self.pid) == self.started if self.realm == _realm() else None
+        return start_ticks(self.pid) == self.started if self.realm == _realm() else None
 
 
 class Leases:
@@ -113,7 +113,7 @@ class Leases:
         self._database = Database(url, self.outages, _metadata)
 
     @contextmanager
-    def joined(self) -> Iterator["Leases"]:
+    def join(self) -> Iterator["Leases"]:
         """Join the study's workers for a `with` block. At its end, release this worker's leases."""
         self._beat()
         stop = threading.Event()
@@ -133,7 +133,7 @@ class Leases:
         """Close all connections."""
         self._database.close()
 
-    @retried
+    @retry_on_outage
     def take(self, config: str, trial: int) -> bool:
         """Lease a configuration by its digest; return False if another worker has it."""
         row = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
@@ -151,7 +151,7 @@ class Leases:
                 return self._holds(config, trial)
         return True
 
-    @retried
+    @retry_on_outage
     def _holds(self, config: str, trial: int) -> bool:
         """Whether this worker has this lease already.
 
@@ -162,7 +162,7 @@ class Leases:
         with self._database.begin() as connection:
             return connection.execute(sa.select(_leases.c.id).filter_by(**same)).first() is not None
 
-    @retried
+    @retry_on_outage
     def drop(self, config: str) -> None:
         """Release a configuration that is finished or given back."""
         with self._database.begin() as connection:
@@ -170,8 +170,8 @@ class Leases:
                 _leases.delete().filter_by(study=self._study, config=config, worker=self.name)
             )
 
-    @retried
-    def ahead(self, config: str) -> int:
+    @retry_on_outage
+    def count_ahead(self, config: str) -> int:
         """Count the unfinished configurations that were taken before this one."""
         of_study = _leases.c.study == self._study
         own = sa.select(_leases.c.id).where(of_study, _leases.c.config == config).scalar_subquery()
@@ -179,8 +179,8 @@ class Leases:
         with self._database.begin() as connection:
             return int(connection.execute(query).scalar_one())
 
-    @retried
-    def taken(self) -> set[str]:
+    @retry_on_outage
+    def leased_digests(self) -> set[str]:
         """The digests of the configurations that any worker has taken."""
         with self._database.begin() as connection:
             return set(
@@ -189,7 +189,7 @@ class Leases:
                 ).scalars()
             )
 
-    @retried
+    @retry_on_outage
     def workers(self) -> dict[str, Worker]:
         """Return all workers by name. Lost workers are removed together with their leases."""
         query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(
@@ -247,14 +247,14 @@ class Leases:
             }
         return others
 
-    @retried
+    @retry_on_outage
     def clear(self) -> None:
         """Forget the study's workers and leases."""
         with self._database.begin() as connection:
             for table in (_leases, _workers):
                 connection.execute(table.delete().where(table.c.study == self._study))
 
-    @retried
+    @retry_on_outage
     def forget(self, name: str) -> None:
         """Remove a worker that has left or is lost, with its leases."""
         with self._database.begin() as connection:
@@ -303,11 +303,11 @@ class SingleWorker:
     def drop(self, config: str) -> None:
         """Do nothing: there is no lease."""
 
-    def ahead(self, config: str) -> int:
+    def count_ahead(self, config: str) -> int:
         """Return 0: there is no other worker."""
         return 0
 
-    def taken(self) -> set[str]:
+    def leased_digests(self) -> set[str]:
         """Return an empty set: there is no lease."""
         return set()
 
@@ -319,7 +319,7 @@ class SingleWorker:
 Coordinator = Leases | SingleWorker
 
 
-def began(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """The time when a process of this machine started, in ticks since the boot.
 
     It is None if the process does not exist or is a zombie.

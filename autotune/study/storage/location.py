@@ -69,7 +69,7 @@ def study_directory(out: str | None, study: str) -> Path:
     return Path(out) if out else DEFAULT_ROOT / slug(study)
 
 
-def stored_out(out: Path, url: str) -> str:
+def to_stored_directory(out: Path, url: str) -> str:
     """Convert a study's directory to the text that a record stores.
 
     Inside the SQLite file's directory, the text is a relative path, so that the file and the
@@ -83,8 +83,8 @@ def stored_out(out: Path, url: str) -> str:
     return str(out.resolve().relative_to(folder))
 
 
-def opened_out(stored: str, url: str, study: str) -> Path:
-    """Return the study's directory from the text that `stored_out` returns.
+def from_stored_directory(stored: str, url: str, study: str) -> Path:
+    """Return the study's directory from the text that `to_stored_directory` returns.
 
     A relative path is resolved from the directory that now contains the database. If this host
     lacks the directory of an absolute path, return one under runs/.

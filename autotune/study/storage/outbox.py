@@ -36,7 +36,7 @@ class Outbox:
             sync_directory(self.path.parent)  # so that a new file survives a power failure
 
     @contextmanager
-    def drained(self) -> Iterator[list[dict[str, Any]]]:
+    def drain(self) -> Iterator[list[dict[str, Any]]]:
         """Yield all waiting rows, and delete them if the block ends without an error.
 
         Raises StorageError.

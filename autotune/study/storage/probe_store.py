@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from autotune.core.errors import StorageError
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.core.serialization import from_data, to_data
-from autotune.study.storage.database import OTHER, Database, Outages, retried
+from autotune.study.storage.database import OTHER, Database, Outages, retry_on_outage
 from autotune.study.storage.outbox import Outbox
 
 _metadata = sa.MetaData()
@@ -105,7 +105,7 @@ class ProbeStore:
             return
 
         try:
-            with self.outages.at_once():  # save the row first, then wait for the database
+            with self.outages.fail_fast():  # save the row first, then wait for the database
                 self._empty_outbox()
                 self._write(row)
         except StorageError as error:
@@ -126,7 +126,7 @@ class ProbeStore:
         if self._outbox is None or self._outbox.is_empty():
             return
 
-        with self._outbox.drained() as rows, self._database.begin() as connection:
+        with self._outbox.drain() as rows, self._database.begin() as connection:
             for row in rows:
                 same = (
                     column == row[column.name] for column in _probes.c if column is not _probes.c.id
@@ -136,7 +136,7 @@ class ProbeStore:
 
         self.outages.say(f"{len(rows)} results that waited for the database are stored in it now")
 
-    @retried
+    @retry_on_outage
     def find(
         self,
         request: str,
@@ -169,11 +169,11 @@ class ProbeStore:
         results = (from_data(ProbeResult, json.loads(text)) for text in texts)
         return next((result for result in results if result.disturbed is None), None)
 
-    def of_study(self, study: str) -> list[StoredProbe]:
+    def probes_of_study(self, study: str) -> list[StoredProbe]:
         """Return every row of a study, in the order of writing."""
         return self._rows(_probes.c.study == study)
 
-    @retried
+    @retry_on_outage
     def new_rows(self, study: str) -> list[StoredProbe]:
         """Return the rows of a study from other processes that this process has not read yet."""
         which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
@@ -182,20 +182,20 @@ class ProbeStore:
             unknown = set(connection.execute(query).scalars()) - self._known
         return self._rows(_probes.c.id.in_(unknown)) if unknown else []
 
-    @retried
+    @retry_on_outage
     def forget(self, study: str) -> None:
         """Delete the rows of a study."""
         with self._database.begin() as connection:
             connection.execute(_probes.delete().where(_probes.c.study == study))
 
-    def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
+    def probes_of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
         """Return every row of a model under this fingerprint, in the order of writing.
 
         The rows may belong to any study.
         """
         return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
 
-    @retried
+    @retry_on_outage
     def _rows(self, which: sa.ColumnElement[bool]) -> list[StoredProbe]:
         query = sa.select(_probes).where(which).order_by(_probes.c.id)
         self._empty_outbox()

@@ -73,9 +73,10 @@ class ProbeTerms:
 class StudyRecord:
     """One study as its database knows it.
 
-    `out` is the study's directory in the form that `location.opened_out` reads. `wall_seconds`
-    counts all sessions, `earlier_seconds` the sessions before the current one, `worker_seconds` the
-    time of each additional worker. `limits` and `phase` are None until the search begins.
+    `out` is the study's directory in the form that `location.from_stored_directory` reads.
+    `wall_seconds` counts all sessions, `earlier_seconds` the sessions before the current one,
+    `worker_seconds` the time of each additional worker. `limits` and `phase` are None until the
+    search begins.
     """
 
     task: Task

@@ -44,7 +44,7 @@ def tune(url: str, out: Path, step: str = "") -> subprocess.CompletedProcess[str
 def rows_of(url: str) -> list[StoredProbe]:
     store = ProbeStore(url)
     try:
-        return store.of_study("one")
+        return store.probes_of_study("one")
     finally:
         store.close()
 

@@ -355,7 +355,7 @@ def test_every_offer_of_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_which_product_is_offered(
     gpu: str, memory: float, instance: str, device: str | None
 ) -> None:
-    found = live_prices.offered(gpu, memory, instance)
+    found = live_prices.match_product(gpu, memory, instance)
     assert (found and found.name) == device
 
 
@@ -365,7 +365,7 @@ def test_what_gpuhunt_and_the_catalogue_both_know_is_recognised() -> None:
         device.name
         for gpu in gpuhunt.KNOWN_ACCELERATORS
         for form in ("x", "pcie", "sxm4")
-        if (device := live_prices.offered(gpu.name, gpu.memory, form))
+        if (device := live_prices.match_product(gpu.name, gpu.memory, form))
     }
     # The other editions of the RTX PRO 6000 are known by the instance's name alone. What the clouds
     # of gpuhunt do not rent is not known to it.

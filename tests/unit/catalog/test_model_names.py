@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autotune.catalog import list_models, resolve_model
 from autotune.catalog.model_names import MIRRORS, ModelNames
-from autotune.catalog.models import _names, shaped_like
+from autotune.catalog.models import _names, find_model_shape
 
 ROWS = [
     {"name": "org/Model-7B", "aliases": ["model"]},
@@ -122,7 +122,7 @@ def test_a_name_that_shares_a_shape(name, row, published):
     spec, known = resolve_model(name), resolve_model(row)
     assert (spec.config, spec.params, spec.digest) == (known.config, known.params, known.digest)
     assert spec.name == (published or name)
-    found = shaped_like(name)
+    found = find_model_shape(name)
     assert found is not None and found.name == row
 
 
@@ -132,7 +132,7 @@ def test_a_name_that_shares_a_shape(name, row, published):
 def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
     """Another tool's file says what is trained: the shape of a copy is not asked of the Hub."""
     assert _names().find(name) is None
-    found = shaped_like(name)
+    found = find_model_shape(name)
     assert found is not None and found.name == "Qwen/Qwen2.5-7B"
 
 

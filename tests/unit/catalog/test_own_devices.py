@@ -169,7 +169,7 @@ def test_only_what_the_user_says_is_read_as_a_file(write):
         prices.load_prices(
             Path(write(f"- {{provider: p, device: {path!r}, usd: 1}}", "prices.yaml"))
         )
-    assert live_prices.offered(path, 24, "x") is None
+    assert live_prices.match_product(path, 24, "x") is None
 
 
 @pytest.mark.parametrize(

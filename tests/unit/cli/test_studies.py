@@ -16,7 +16,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.oom import oom_report
 from autotune.study.optimizer import Optimizer
 from autotune.study.session import worker_folder
-from autotune.study.storage.location import opened_out, stored_out
+from autotune.study.storage.location import from_stored_directory, to_stored_directory
 from autotune.study.storage.study_record import start_record
 from tests.helpers.replay import machine
 from tests.helpers.sessions import SPACE, Start, by_tokens, record_of, whole
@@ -33,7 +33,7 @@ def folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
-    out = stored_out(tmp_path / "runs" / "one", URL)
+    out = to_stored_directory(tmp_path / "runs" / "one", URL)
     start_record(session.search, record_of(out=Path(out)))
     return tmp_path
 
@@ -111,14 +111,16 @@ def test_where_a_study_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     beside, server = "sqlite:///a b/x.db", "postgresql+psycopg://me@host/db"
     read_only = "sqlite:///file:a%20b/x.db?mode=ro&uri=true"
     for out in (tmp_path / "a b" / "runs" / "one", tmp_path / "link" / "runs" / "one"):
-        assert stored_out(out, beside) == "runs/one"
+        assert to_stored_directory(out, beside) == "runs/one"
     for url in (beside, read_only):
-        assert opened_out("runs/one", url, "one") == tmp_path / "a b" / "runs" / "one"
+        assert from_stored_directory("runs/one", url, "one") == tmp_path / "a b" / "runs" / "one"
     assert (
-        stored_out(tmp_path / "out", beside)
-        == stored_out(tmp_path / "out", server)
+        to_stored_directory(tmp_path / "out", beside)
+        == to_stored_directory(tmp_path / "out", server)
         == str(tmp_path / "out")
     )
     for url in (beside, server):
-        assert opened_out(str(tmp_path / "a b"), url, "one") == tmp_path / "a b"
-        assert opened_out("/no/such/machine/out", url, "one") == tmp_path / "runs" / "one"
+        assert from_stored_directory(str(tmp_path / "a b"), url, "one") == tmp_path / "a b"
+        assert (
+            from_stored_directory("/no/such/machine/out", url, "one") == tmp_path / "runs" / "one"
+        )

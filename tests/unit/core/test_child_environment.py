@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.child_environment import ON_CPU, child_environment, passed_on
+from autotune.core.child_environment import ON_CPU, child_environment, inherited_variables
 from autotune.core.errors import EnvironmentProblem
 
 
@@ -70,8 +70,8 @@ def test_the_environment_by_device() -> None:
 def test_no_secret_is_passed_on_unless_it_is_named(name: str, value: str) -> None:
     parent = {name: value, "HF_HUB_ENABLE": "https://host/a:b", "PATH": "/bin"}
     kept = {"HF_HUB_ENABLE": "https://host/a:b", "PATH": "/bin"}
-    assert passed_on(parent) == kept and name not in child_environment(parent, "cuda")
-    assert passed_on(parent, [name]) == parent
+    assert inherited_variables(parent) == kept and name not in child_environment(parent, "cuda")
+    assert inherited_variables(parent, [name]) == parent
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_every_worker_has_and_what_those_of_a_device_have(
     ],
 )
 def test_what_a_process_that_trains_needs_is_passed_on(name: str) -> None:
-    assert passed_on({name: "x", f"MY_{name}": "x"}) == {name: "x"}
+    assert inherited_variables({name: "x", f"MY_{name}": "x"}) == {name: "x"}
 
 
 def test_a_worker_on_a_processor_returns_large_blocks() -> None:

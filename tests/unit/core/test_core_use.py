@@ -55,8 +55,8 @@ def test_others_use_what_the_usable_cores_did_beside_our_processes(
     after = CoreUse.now()
     assert before is not None and after is not None
     # Each core was idle, or waited for a disk, for one of the 4 s.
-    assert after.since(before) == (4 / 4, (2 * 3 - 4) / 4)
-    assert before.since(before) is None
+    assert after.mean_cores_since(before) == (4 / 4, (2 * 3 - 4) / 4)
+    assert before.mean_cores_since(before) is None
 
 
 def test_a_process_that_has_just_ended_is_left_out(proc: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_busy_process_of_somebody_else_counts_and_our_own_does_not() -> None:
             child.kill()
             other.kill()
     assert before is not None and after is not None
-    found = after.since(before)
+    found = after.mean_cores_since(before)
     assert found is not None
     ticks_s = 5 / SECOND  # the counters are rounded
     assert found[1] * (after.at_s - before.at_s) >= other_after.user - other_before.user - ticks_s

@@ -15,12 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from autotune.core.json_view import (
     Native,
     View,
-    also,
-    also_native,
+    add_prefix,
+    fields_plus,
     json_data,
     json_form,
     keys,
-    under,
+    native_fields_plus,
 )
 
 
@@ -56,7 +56,7 @@ class Whole:
         *("kind", "parts", "by_name", "unit"),
         day="made",
         first_total="first.total",
-        first=View("first", also("total")),
+        first=View("first", fields_plus("total")),
         all=View("parts", keys("total")),
         stored=Native("first"),
         inner=keys(place="file"),
@@ -132,7 +132,7 @@ def test_the_form_is_that_of_the_data() -> None:
 
 
 def test_keys_of_an_inner_value_can_be_those_of_the_outer_one() -> None:
-    assert under("a", keys("b", c="d.e()", f=keys("g"), h=Native("i"))) == {
+    assert add_prefix("a", keys("b", c="d.e()", f=keys("g"), h=Native("i"))) == {
         "b": "a.b",
         "c": "a.d.e()",
         "f": {"g": "a.g"},
@@ -143,7 +143,7 @@ def test_keys_of_an_inner_value_can_be_those_of_the_outer_one() -> None:
 def test_stored_fields_keep_their_own_form() -> None:
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Stored:
-        JSON: ClassVar = also_native("length")
+        JSON: ClassVar = native_fields_plus("length")
 
         name: Label
 

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.knobs import KNOBS, KnobSpec, _tuples, affecting, check_value, checkpoint_every
+from autotune.core.knobs import (
+    KNOBS,
+    KnobSpec,
+    _tuples,
+    check_value,
+    checkpoint_every,
+    knobs_affecting,
+)
 from autotune.core.train_config import TrainConfig
 
 
@@ -74,7 +81,7 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
 def test_effects_select_knobs():
     of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
     of_rank = ("num_gpus", "lora_kernels", "sharding", "copies", "offload")
-    assert affecting("weights") == (
+    assert knobs_affecting("weights") == (
         "method",
         "lora_targets",
         "modules_to_save",
@@ -82,7 +89,9 @@ def test_effects_select_knobs():
         "dora",
         *of_rank,
     )
-    assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
+    assert set(knobs_affecting("rest_of_step")) - set(knobs_affecting("micro_time")) == {
+        "optimizer"
+    }
 
 
 @pytest.mark.parametrize(

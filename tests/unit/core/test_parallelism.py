@@ -132,7 +132,7 @@ def test_a_configuration_says_how_its_gpus_share() -> None:
     assert (hosts.name, hosts.num_shards) == ("hsdp", 8)
     assert Parallelism.of(TrainConfig(sync_each_batch=True, offload=True)) == Parallelism()
     twice = Parallelism.of(TrainConfig(num_gpus=8, sharding="fsdp2", copies=2))
-    assert (twice.name, twice.num_shards, twice.of_copy) == (
+    assert (twice.name, twice.num_shards, twice.single_copy) == (
         "hsdp",
         4,
         Parallelism(num_gpus=4, strategy="fsdp2"),

@@ -17,7 +17,7 @@ import pytest
 import autotune
 from autotune.core import process
 from autotune.core.errors import Cancelled, StorageError
-from autotune.core.process import StopToken, loading, module_command
+from autotune.core.process import StopToken, module_command, pause_garbage_collection
 
 
 def test_a_stop_is_seen_after_it_was_requested() -> None:
@@ -31,10 +31,10 @@ def test_a_stop_is_seen_after_it_was_requested() -> None:
 
 def test_what_a_stop_interrupts_ends_quietly() -> None:
     token = StopToken()
-    with token.ending():
+    with token.suppress_cancelled():
         raise Cancelled
     token.request()
-    with token.ending():
+    with token.suppress_cancelled():
         raise StorageError("the database went first", remedy="none")
 
 
@@ -45,7 +45,7 @@ def test_errors_that_no_stop_explains_are_raised(requested: bool, error: type[Ex
     token = StopToken()
     if requested:
         token.request()
-    with pytest.raises(error), token.ending():
+    with pytest.raises(error), token.suppress_cancelled():
         raise error("for another reason")
 
 
@@ -160,7 +160,7 @@ def test_what_was_loaded_is_not_collected_again(raised: type[Exception] | None) 
     """Also where a library could not be imported."""
     frozen = gc.get_freeze_count()
     try:
-        with nullcontext() if raised is None else pytest.raises(raised), loading():
+        with nullcontext() if raised is None else pytest.raises(raised), pause_garbage_collection():
             during = gc.isenabled()
             if raised is not None:
                 raise raised

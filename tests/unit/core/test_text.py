@@ -9,7 +9,7 @@ import pytest
 
 from autotune.core.text import (
     code_span,
-    dashed,
+    kebab_case,
     operands,
     printable,
     printable_lines,
@@ -37,7 +37,7 @@ def test_printable_text_stays_on_one_line_and_steers_no_terminal() -> None:
     [("NVIDIA L4", "nvidia-l4"), ("--A  b__c--", "a-b-c"), ("../../etc", "etc"), ("", "")],
 )
 def test_dashed(text: str, expected: str) -> None:
-    assert dashed(text) == expected
+    assert kebab_case(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_how_many_of_the_tokens_are_trained_on_is_said_where_not_all_are() -> No
     lengths = Lengths.of([1024], "counted", 0.25)
     part = timed(workload=Workload(examples=10_000, lengths=lengths))
     assert (
-        header.trained_on(part) == " (4,000 of them trained on)"
-        and header.trained_on(timed()) == ""
+        header.trained_tokens_text(part) == " (4,000 of them trained on)"
+        and header.trained_tokens_text(timed()) == ""
     )
     assert (
         "16,000 useful tokens/s (4,000 of them trained on), peak" in header.summary_lines(part)[2]
@@ -111,6 +111,6 @@ def test_a_comment_has_one_line_for_each_and_nothing_that_a_terminal_obeys() -> 
 def test_sections_stand_in_order_with_their_notes_and_empty_ones_are_left_out() -> None:
     long = "word " * 22
     sections = [("", {"b": 1, "a": 2}), ("a note", {"z": [1], "c": long.strip()}), ("nothing", {})]
-    assert header.sectioned(["head"], sections) == (
+    assert header.yaml_sections(["head"], sections) == (
         f"# head\n\nb: 1\na: 2\n\n# a note\nz:\n- 1\nc: {long.strip()}\n"
     )

@@ -202,9 +202,9 @@ def test_how_rows_are_padded(config: dict[str, Any], trl: Any, axolotl: Any, uns
     for tool in keys.TOOLS:
         batch = keys.write(tool, "batch", made)
         assert {key: batch[key] for key in PADDING_KEYS & set(batch)} == expected[tool], tool
-        assert any(item.startswith("padding ") for item in keys.inexpressible(tool, made)) is (
-            tool in unsaid
-        )
+        assert any(
+            item.startswith("padding ") for item in keys.inexpressible_knobs(tool, made)
+        ) is (tool in unsaid)
 
 
 def test_a_multiple_of_the_padded_length_is_never_longer_than_seq_len() -> None:
@@ -235,7 +235,7 @@ def test_examples_are_grouped_by_length(tool: str, written: dict[str, Any]) -> N
         assert found == (written if grouped else {})
         unsaid = any(
             item.startswith("group_by_length: ")
-            for item in keys.inexpressible(tool, recipe(config))
+            for item in keys.inexpressible_knobs(tool, recipe(config))
         )
         assert unsaid is (grouped and not written)
 
@@ -245,7 +245,7 @@ def test_what_does_not_deal_out_rows_says_so(tool: str) -> None:
     """But not where the rows of the study were not dealt out either."""
     made = with_lengths(TrainConfig(padding="longest"), 100, 500)
     for dealt in (True, False):
-        found = keys.inexpressible(
+        found = keys.inexpressible_knobs(
             tool, replace(made, workload=replace(made.workload, dealt=dealt))
         )
         assert any("does not sort the rows of a step" in item for item in found) is dealt

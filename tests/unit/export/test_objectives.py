@@ -16,7 +16,7 @@ from autotune.core.learning_rate import default_learning_rate
 from autotune.core.objective import Objective
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
-from autotune.export.formats import export_all, usual
+from autotune.export.formats import export_all, usual_formats
 from autotune.problem.dataset import dataset_lengths, form_of, rows_of
 from autotune.problem.setup import Setup, adapt_to_layers, set_up
 from autotune.problem.study_spec import StudySpec
@@ -160,7 +160,7 @@ def test_trl_takes_the_file_of_an_objective(objective: Objective, tmp_path: Path
     trl = pytest.importorskip("trl")
     base = recipe(TrainConfig(loss="chunked", checkpointing="none"), trainer="trl")
     made = replace(base, workload=replace(base.workload, objective=objective))
-    assert usual(made) == ["recipe", "trl"]
+    assert usual_formats(made) == ["recipe", "trl"]
     files = export_all(made, ["trl"])
     text = files[f"trl_{objective}.yaml"]
     (tmp_path / "file.yaml").write_text(text)
@@ -191,7 +191,7 @@ def test_trl_takes_the_file_of_an_objective(objective: Objective, tmp_path: Path
 def test_the_script_of_a_classifier() -> None:
     base = recipe(TrainConfig())
     made = replace(base, workload=replace(base.workload, objective=Objective.CLASSIFICATION))
-    assert usual(made) == ["recipe", "train"]
+    assert usual_formats(made) == ["recipe", "train"]
     settings = json.loads(export_all(made, ["train"])["train_config.json"])
     assert (
         settings["objective"] == "classification" and settings["model_settings"]["num_labels"] == 2

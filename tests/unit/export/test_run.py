@@ -273,7 +273,7 @@ def test_what_is_made_for_trl() -> None:
 @pytest.mark.parametrize("size", [1, 8, 32])
 def test_what_is_made_for_trl_pads_as_the_run_does(size: int) -> None:
     """TRL pads to the longest row of a micro batch, and the longest of all sets the peak."""
-    lengths = Lengths.described(400, 2000)
+    lengths = Lengths.from_summary(400, 2000)
     config = TrainConfig(micro_batch_size=size, seq_len=8192)
     made = recipe(config, workload=Workload(examples=10_000, lengths=lengths))
     data = verify._made_for_trl(made, 500, None)
@@ -549,16 +549,20 @@ def test_how_many_steps_and_examples(rows: int, batch: int, steps: int, held_out
 def test_why_no_loss_can_be_measured() -> None:
     model = replace(resolve_model("demo-3m"), weights="w", tokenizer="w")
     workload = study()[0].workload
-    assert quality.impossible(model, workload, "d") is None
-    assert "real weights" in str(quality.impossible(replace(model, weights=None), workload, "d"))
-    assert "examples to learn from" in str(quality.impossible(model, workload, None))
-    assert "tokenizer" in str(quality.impossible(replace(model, tokenizer="t"), workload, "d"))
+    assert quality.measurement_obstacle(model, workload, "d") is None
+    assert "real weights" in str(
+        quality.measurement_obstacle(replace(model, weights=None), workload, "d")
+    )
+    assert "examples to learn from" in str(quality.measurement_obstacle(model, workload, None))
+    assert "tokenizer" in str(
+        quality.measurement_obstacle(replace(model, tokenizer="t"), workload, "d")
+    )
     few = study(3, 3)[0].workload
     assert (
-        quality.impossible(model, few, "d")
+        quality.measurement_obstacle(model, few, "d")
         == "3 examples are too few: some are held out, and a step needs 3"
     )
-    assert quality.impossible(model, study(4, 3)[0].workload, "d") is None
+    assert quality.measurement_obstacle(model, study(4, 3)[0].workload, "d") is None
 
 
 def test_the_sample_has_each_chosen_row_once_and_only_its_columns(tmp_path: Path) -> None:

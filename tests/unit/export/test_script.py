@@ -19,7 +19,7 @@ from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, script
 from autotune.export.formats import FORMATS, USUAL, export_all
-from autotune.planning.foreign_config import for_model, read_file
+from autotune.planning.foreign_config import adapt_to_model, read_file
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
@@ -202,12 +202,14 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "rslora": data.get("use_rslora", False) is config.rslora,
         "num_gpus": config.num_gpus == 1,
     }
-    named = {item.split()[0].rstrip(":") for item in keys.inexpressible("trl", made)}
+    named = {item.split()[0].rstrip(":") for item in keys.inexpressible_knobs("trl", made)}
     assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named
     assert ("checkpointing" in named) is (
         transformers == "5.17.0" and ((every or 1) > 1 or config.offloads)
     )
-    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("trl", made))
+    assert all(
+        f"# not expressed: {item}\n" in text for item in keys.inexpressible_knobs("trl", made)
+    )
     assert data["gradient_accumulation_steps"] == 32 // config.micro_batch_size
     assert isinstance(data["warmup_steps"], int)
     assert data["packing"] is config.packing and data.get("packing_strategy") == (
@@ -306,7 +308,10 @@ def test_all_linear_layers_are_named_where_peft_refuses_some(tmp_path: Path) -> 
     assert json.loads(files["train_config.json"])["model_settings"]["lora_targets"] == ["in_proj"]
     for name in ("axolotl.yaml", "llamafactory.yaml"):
         (tmp_path / name).write_text(files[name])
-        assert for_model(read_file(tmp_path / name), made.model).config.lora_targets == "all-linear"
+        assert (
+            adapt_to_model(read_file(tmp_path / name), made.model).config.lora_targets
+            == "all-linear"
+        )
         assert "adapters on every linear layer" not in files[name]
 
 
@@ -369,7 +374,7 @@ def test_random_rows_pad_as_the_run_does(examples: int, error: float) -> None:
     """The longest of each micro batch is as long as in the run, and the longest row of all is
     there.
     """
-    lengths = Lengths.described(400, 2000)
+    lengths = Lengths.from_summary(400, 2000)
     config = TrainConfig(micro_batch_size=8, seq_len=8192)
     made = recipe(config, workload=Workload(examples=examples, lengths=lengths))
     sampled = script.settings(made).lengths

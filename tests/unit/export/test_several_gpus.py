@@ -14,9 +14,9 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
 from autotune.core.parallelism import FSDP2, ZERO
 from autotune.core.train_config import TrainConfig
-from autotune.export.formats import FORMATS, export_all, usual
-from autotune.planning.foreign_config import for_model, read_file
-from autotune.planning.foreign_sharding import shared_out
+from autotune.export.formats import FORMATS, export_all, usual_formats
+from autotune.planning.foreign_config import adapt_to_model, read_file
+from autotune.planning.foreign_sharding import shard_run
 from autotune.trainer.lean_trainer import sharing_arguments
 from autotune.trainer.settings import deepspeed_settings
 from tests.unit.export.test_script import recipe
@@ -209,7 +209,7 @@ def test_axolotl_has_keys_of_its_own_which_check_reads_back(strategy: str, tmp_p
         )
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    run = shared_out(for_model(read_file(tmp_path / "axolotl.yaml"), made.model), made.model, 4)
+    run = shard_run(adapt_to_model(read_file(tmp_path / "axolotl.yaml"), made.model), made.model, 4)
     assert (run.config.num_gpus, run.config.sharding) == (4, strategy)
     assert run.config.precision == "bf16_mixed" and run.accumulation == made.accumulation
 
@@ -225,9 +225,9 @@ def test_arguments_of_a_script_of_ones_own_come_with_the_file_of_accelerate() ->
 
 def test_what_cannot_say_it_is_refused_with_the_reason() -> None:
     made = recipe(config("fsdp2"))
-    assert usual(made) == ["recipe", "trl", "train", "axolotl", "llamafactory"]
+    assert usual_formats(made) == ["recipe", "trl", "train", "axolotl", "llamafactory"]
     on_cpu = replace(made, device=resolve_device("cpu"))
-    assert usual(on_cpu) == ["recipe", "train"]
+    assert usual_formats(on_cpu) == ["recipe", "train"]
     with pytest.raises(
         UsageError, match="trl is not written: accelerate starts a single process"
     ) as refused:

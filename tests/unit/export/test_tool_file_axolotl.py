@@ -13,7 +13,7 @@ from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, tool_file
-from autotune.planning.foreign_config import for_model, read_file
+from autotune.planning.foreign_config import adapt_to_model, read_file
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
 
@@ -149,11 +149,13 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(
     made = recipe(config)
     text, _ = exported(made)
     (tmp_path / "axolotl.yaml").write_text(text, encoding="utf-8")
-    run = for_model(read_file(tmp_path / "axolotl.yaml"), made.model)
+    run = adapt_to_model(read_file(tmp_path / "axolotl.yaml"), made.model)
     changed = {knob for knob in KNOBS if getattr(run.config, knob) != getattr(config, knob)}
     changed -= {"allocator"}  # the command's environment says it
-    assert changed <= named(keys.inexpressible("axolotl", made))
-    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("axolotl", made))
+    assert changed <= named(keys.inexpressible_knobs("axolotl", made))
+    assert all(
+        f"# not expressed: {item}\n" in text for item in keys.inexpressible_knobs("axolotl", made)
+    )
     assert (run.format, run.model, run.dataset) == (
         "axolotl",
         "mistralai/Mistral-7B-v0.3",

@@ -15,7 +15,7 @@ from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, tool_file
-from autotune.planning.foreign_config import for_model, read_file
+from autotune.planning.foreign_config import adapt_to_model, read_file
 from autotune.study.summary import Recipe
 from tests.unit.export.test_tool_file_axolotl import (
     CONFIGS,
@@ -52,7 +52,7 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(
     made = recipe(config)
     text, data = exported(made)
     (tmp_path / "llamafactory.yaml").write_text(text, encoding="utf-8")
-    run = for_model(read_file(tmp_path / "llamafactory.yaml"), made.model)
+    run = adapt_to_model(read_file(tmp_path / "llamafactory.yaml"), made.model)
     # `foreign` takes Liger's kernels and loss together; here they are said one by one.
     parts = data.get("liger_kernel_config", {"rope": False, "fused_linear_cross_entropy": False})
     kernels, loss = parts["rope"], parts["fused_linear_cross_entropy"]
@@ -61,9 +61,10 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(
     )
     changed = {knob for knob in KNOBS if getattr(read, knob) != getattr(config, knob)}
     changed -= {"allocator"}  # the command's environment says it
-    assert changed <= named(keys.inexpressible("llamafactory", made))
+    assert changed <= named(keys.inexpressible_knobs("llamafactory", made))
     assert all(
-        f"# not expressed: {item}\n" in text for item in keys.inexpressible("llamafactory", made)
+        f"# not expressed: {item}\n" in text
+        for item in keys.inexpressible_knobs("llamafactory", made)
     )
     assert (run.format, run.model, run.dataset) == (
         "llamafactory",

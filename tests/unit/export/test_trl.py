@@ -25,7 +25,7 @@ def test_the_export_for_the_trainer_that_was_probed_promises_its_speed(compile: 
         assert f"Probed with {trainer}" in text
         assert ("The speed is that of train.py" in text) is (trainer == "transformers")
         assert ("not with this script" in files["train_config.json"]) is (trainer == "trl")
-        named = {item.split()[0] for item in keys.inexpressible("trl", made)}
+        named = {item.split()[0] for item in keys.inexpressible_knobs("trl", made)}
         assert named == ({"compile"} if compile != "none" else set()) | (
             {"precision"} if trainer == "transformers" else set()
         )

@@ -24,7 +24,7 @@ from autotune.prediction.estimate import Estimate, estimate
 from autotune.problem.calibration import Calibration, kept_path, write_calibration
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task
-from autotune.report.comparison import FORMATS, how_estimated
+from autotune.report.comparison import FORMATS, basis_sentence
 from autotune.report.values.compared import card_row
 from tests.helpers.factories import calibration
 
@@ -230,14 +230,14 @@ def test_a_comparison_says_it_of_each_card(file: Callable[..., str]) -> None:
         f"card and host {by_file}",
         f"host {by_file}",
     ]
-    assert how_estimated(made).startswith("Estimated, calibrated as each card's evidence says: ")
+    assert basis_sentence(made).startswith("Estimated, calibrated as each card's evidence says: ")
     for form in ("markdown", "html"):
         page = FORMATS[form](made, calibration().day)
         assert (
             "Nothing was measured here" not in page
             and f"estimated, card and host {by_file}" in page
         )
-    assert how_estimated(compare([replace(spec, calibration=None)], gpus=["a10"])).startswith(
+    assert basis_sentence(compare([replace(spec, calibration=None)], gpus=["a10"])).startswith(
         "Nothing was measured"
     )
 

@@ -45,7 +45,7 @@ from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.report.comparison import COLUMNS, cells, verdicts
-from autotune.report.values.compared import card_row, compared
+from autotune.report.values.compared import card_row, to_compared
 from autotune.report.values.comparison import Advice, OwnRun, speed_interval, usd_interval
 
 TODAY = date(2026, 11, 22)
@@ -278,7 +278,7 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
     held = comparison(
         entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5)
     )
-    text = held.unmet()
+    text = held.unmet_reason()
     assert text is not None and text.splitlines() == [
         "nothing is within $1.00 and 30 min",
         "m, lora: cheapest is a10 ($2.00, 4 h), fastest is h100-sxm ($3.00, 1 h)",
@@ -286,14 +286,14 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
     assert held.remedy() == "allow more than $1.00 and 30 min, or compare other cards"
     slow, silent = entry("a10", 4, 0.5), entry("l4", plan=replace(plan(), best=None))
     assert silent.holds_it and silent.cost is None
-    text = comparison(slow, silent, budget=Budget(max_usd=1)).unmet()
+    text = comparison(slow, silent, budget=Budget(max_usd=1)).unmet_reason()
     assert text is not None and text.splitlines()[:2] == [
         "nothing of known speed is within $1.00",
         "no formula gives the speed of l4",
     ]
     assert (
-        replace(held, budget=Budget(max_usd=3)).unmet()
-        is replace(held, budget=Budget()).unmet()
+        replace(held, budget=Budget(max_usd=3)).unmet_reason()
+        is replace(held, budget=Budget()).unmet_reason()
         is None
     )
 
@@ -301,7 +301,7 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
 def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
     assert (
-        held.unmet()
+        held.unmet_reason()
         == "nothing surely fits any of these cards\nm, lora: the smallest card that holds the run"
         " is h100-sxm"
     )
@@ -347,7 +347,7 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
 def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
     made = comparison(entry("rtx-4090", 2, None), entry("h100", 1, 0.1), owned=OWNED)
     assert "it never pays off against h100-sxm rented at $0.1" in verdicts(made, made.groups[0])[-1]
-    assert json_data(compared(made))["groups"][0]["own_run"]["never_pays"] is True
+    assert json_data(to_compared(made))["groups"][0]["own_run"]["never_pays"] is True
 
 
 def test_an_own_card_with_unknown_price_or_speed() -> None:
@@ -517,7 +517,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
         [StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10"], budget=Budget(max_usd=1.0)
     )
     assert (
-        limited.unmet()
+        limited.unmet_reason()
         == "it is unknown whether any card is within $1.00: no formula gives the speed"
     )
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
@@ -770,14 +770,14 @@ def test_methods_are_for_specs_without_a_space_or_configurations() -> None:
 
 def test_all_of_a_budget_may_be_spent() -> None:
     budget = Budget(max_usd=2.0, max_hours=3.0)
-    assert budget.exceeded_by(2.0, 3.0) == () and bool(budget) and not Budget()
-    assert budget.exceeded_by(2.01, 3.0) == ("$2.01 is over $2.00",)
-    assert budget.exceeded_by(2.0, 3.5) == ("3 h 30 min is over 3 h",)
-    assert budget.exceeded_by(None, 4.0) == ("no price is known", "4 h is over 3 h")
+    assert budget.exceeded_limits(2.0, 3.0) == () and bool(budget) and not Budget()
+    assert budget.exceeded_limits(2.01, 3.0) == ("$2.01 is over $2.00",)
+    assert budget.exceeded_limits(2.0, 3.5) == ("3 h 30 min is over 3 h",)
+    assert budget.exceeded_limits(None, 4.0) == ("no price is known", "4 h is over 3 h")
     assert (
-        Budget(max_hours=3.0).exceeded_by(None, 3.0)
+        Budget(max_hours=3.0).exceeded_limits(None, 3.0)
         == ()
-        == Budget(max_usd=0.5).exceeded_by(0.5, 1e9)
+        == Budget(max_usd=0.5).exceeded_limits(0.5, 1e9)
     )
     assert [str(one) for one in (budget, Budget(max_usd=2), Budget(max_hours=1))] == [
         "$2.00 and 3 h",
@@ -939,10 +939,10 @@ def test_one_model_that_fits_somewhere_is_enough() -> None:
     fits, large = group(entry("a10", 4, 0.5)), group(too_large("t4"))
     for groups in ((fits, large), (large, fits)):
         made = Comparison(groups=groups)
-        assert made.unmet() is None
-        assert replace(made, budget=Budget(max_usd=3)).unmet() is None
+        assert made.unmet_reason() is None
+        assert replace(made, budget=Budget(max_usd=3)).unmet_reason() is None
         poor = replace(made, budget=Budget(max_usd=1))
-        lines = (poor.unmet() or "").splitlines()
+        lines = (poor.unmet_reason() or "").splitlines()
         assert (
             lines[0] == "nothing is within $1.00" and "m, lora: fits none of these cards" in lines
         )
@@ -1033,7 +1033,7 @@ def test_cards_that_cannot_run_the_space_do_not_stand_for_others() -> None:
         spec, [compare_card(setup("a10", **pure), 20.0)], lambda text: None
     )
     assert list(needs) == [True] and needs[True].config.method == "full"
-    assert Comparison(groups=(group(too_large("t4")),)).unmet() == (
+    assert Comparison(groups=(group(too_large("t4")),)).unmet_reason() == (
         "nothing surely fits any of these cards\nm, lora: no card holds it"
     )
 

@@ -13,14 +13,20 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
+    accuracy_text,
     corrected_by_observations,
     device_limit_gib,
-    how_sure,
     limit_of,
     planned_device,
     smallest_card,
 )
-from autotune.prediction.estimate import Estimate, MemoryBounds, estimate, memory_state, on_device
+from autotune.prediction.estimate import (
+    Estimate,
+    MemoryBounds,
+    device_step_time,
+    estimate,
+    memory_state,
+)
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
 from autotune.prediction.observed_speed import Observation, measured_ratios, observed_transfer
 from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
@@ -37,7 +43,7 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import RunShape, Workload
-from autotune.report.describe import how_known
+from autotune.report.describe import estimate_basis
 from tests.helpers.factories import calibration
 from tests.helpers.sessions import subject_of
 from tests.unit.prediction.test_memory_formula import estimate as memory_of
@@ -72,7 +78,7 @@ def with_speed(
         shape=SHAPE,
         num_steps=num_steps,
         memory=MemoryBounds(least=memory, most=memory),
-        clock=lambda: on_device(task, TrainConfig(), step),
+        clock=lambda: device_step_time(task, TrainConfig(), step),
     )
     assert found is not None and found.state == state
     return found
@@ -232,15 +238,17 @@ def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(
 
 
 def test_what_an_estimate_rests_on_is_said() -> None:
-    assert how_known(how_sure(), None).startswith(
+    assert estimate_basis(accuracy_text(), None).startswith(
         "Nothing was measured here. Estimated: memory by a formula"
     )
-    counted = how_known(how_sure(counted=True), None)
+    counted = estimate_basis(accuracy_text(counted=True), None)
     assert counted.startswith(
         "Nothing was measured here. Estimated: memory by counting a training step"
     )
     for is_counted, by in ((False, "a formula"), (True, "counting a training step")):
-        known = how_known(how_sure(counted=is_counted), calibrated_parts(calibration(), A10))
+        known = estimate_basis(
+            accuracy_text(counted=is_counted), calibrated_parts(calibration(), A10)
+        )
         assert known.startswith(
             f"Estimated, card and host calibrated on this machine, 2026-11-22: memory by {by}"
         )

@@ -19,7 +19,7 @@ from autotune.planning.fixes import (
     SHORTER,
     FixSearch,
     _subsets,
-    edited,
+    apply_edits,
     fixes_of,
 )
 from autotune.planning.foreign_config import parse
@@ -248,7 +248,7 @@ def search(tmp_path: Path) -> Callable[..., FixSearch]:
 def test_lengths_are_halved_down_to_256(search: Callable[..., FixSearch]) -> None:
     def shorter(**keys: Any) -> list[dict[str, int]]:
         found = search(changed(TRL_7B, **keys))
-        return found._shorter(found.checked.run)
+        return found._shorter_lengths(found.checked.run)
 
     assert shorter() == [{"max_length": 512}, {"max_length": 256}]  # of 1,024
     assert shorter(max_seq_length=1025) == [
@@ -323,25 +323,25 @@ def test_micro_batches_above_1024_are_not_tried(search: Callable[..., FixSearch]
 def test_a_run_is_resized_by_the_keys_of_its_tool(search: Callable[..., FixSearch]) -> None:
     found = search(changed(TRL_7B, max_seq_length=900))
     run = found.checked.run
-    assert found._resized(run, {}) == run
+    assert found._resize(run, {}) == run
     size = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
         "max_seq_length": 300,
     }
-    other = found._resized(run, size)
+    other = found._resize(run, size)
     assert (other.config.micro_batch_size, other.accumulation, other.config.seq_len) == (4, 4, 300)
     assert replace(other, config=run.config, accumulation=run.accumulation) == run
 
 
 def test_edits_of_a_mapping_that_is_empty_stand_at_the_top() -> None:
-    assert edited({"model_init_kwargs": None, "a": 1}, {"a": 2, "b": 3}) == {
+    assert apply_edits({"model_init_kwargs": None, "a": 1}, {"a": 2, "b": 3}) == {
         "model_init_kwargs": None,
         "a": 2,
         "b": 3,
     }
     nested = {"model_init_kwargs": {"c": 1}, "bnb_config_kwargs": {"a": 1, "b": 2}}
-    assert edited(nested, {"a": 5, "c": 6}) == {
+    assert apply_edits(nested, {"a": 5, "c": 6}) == {
         "model_init_kwargs": {"c": 6},
         "bnb_config_kwargs": {"a": 5, "b": 2},
     }

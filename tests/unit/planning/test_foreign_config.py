@@ -15,7 +15,7 @@ from autotune.core.files import MAX_BYTES, load_data
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
-from autotune.planning.foreign_config import for_model, parse, read_file
+from autotune.planning.foreign_config import adapt_to_model, parse, read_file
 from autotune.planning.foreign_sharding import strategy_of
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 from tests.helpers.factories import summary
@@ -564,7 +564,7 @@ def test_names_of_layers_are_those_of_the_model(model, targets, known, absent, r
     run = read(LORA["trl"])
     # TRL would refuse an adapter on the head.
     named = replace(run, format="axolotl", config=replace(run.config, lora_targets=targets))
-    found = for_model(named, resolve_model(model))
+    found = adapt_to_model(named, resolve_model(model))
     assert found.config.lora_targets == known
     note = f"No linear layer of this model is named '{absent}': PEFT adds no adapter for it."
     assert found.notes == (*run.notes, *([note] if absent else []))
@@ -577,8 +577,8 @@ def test_all_linear_layers_are_refused_where_peft_takes_only_some(read):
         "PEFT refuses adapters on some of this model's linear layers. The estimate has adapters"
         " only on in_proj: name these layers in the file."
     )
-    assert for_model(every, mamba).notes[-1] == note
-    named = for_model(replace(run, config=replace(run.config, lora_targets="in_proj")), mamba)
+    assert adapt_to_model(every, mamba).notes[-1] == note
+    named = adapt_to_model(replace(run, config=replace(run.config, lora_targets="in_proj")), mamba)
     assert named.config.lora_targets == "all-linear" and note not in named.notes
 
 
@@ -588,7 +588,7 @@ def test_names_that_no_layer_has_are_refused(read):
     with pytest.raises(
         UsageError, match="no linear layer of this model is named 'c_attn, query_key_value'"
     ):
-        for_model(named, resolve_model("mistral-7b"))
+        adapt_to_model(named, resolve_model("mistral-7b"))
 
 
 def test_what_needs_no_note(read):
@@ -875,11 +875,11 @@ def test_attention_is_eager_where_transformers_has_no_other(read):
         resolve_model("gemma-2-9b"),
         resolve_model("mistral-7b"),
     )
-    eager = for_model(run, gemma)
+    eager = adapt_to_model(run, gemma)
     assert eager.config == replace(run.config, attention="eager") and eager.model == run.model
-    assert for_model(run, mistral) == run
+    assert adapt_to_model(run, mistral) == run
     flash = read(f"{LORA['trl']}attn_implementation: flash_attention_2\n")
-    assert for_model(flash, gemma) == flash
+    assert adapt_to_model(flash, gemma) == flash
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
-from autotune.planning.foreign_config import for_model, parse, read_file
+from autotune.planning.foreign_config import adapt_to_model, parse, read_file
 from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_refusals import _table
 from autotune.planning.run_check import check
@@ -173,12 +173,12 @@ def test_peft_has_no_dropout_for_joined_experts(tmp_path: Path) -> None:
 
     model = resolve_model("Qwen/Qwen3-30B-A3B")
     assert (
-        for_model(parse(MIXTURE | {"lora_dropout": 0}, "trl"), model).config.lora_targets
+        adapt_to_model(parse(MIXTURE | {"lora_dropout": 0}, "trl"), model).config.lora_targets
         == "all-linear"
     )
     attention = MIXTURE | {"lora_target_modules": ["q_proj", "v_proj"]}
-    assert for_model(parse(attention, "trl"), model).config.lora_dropout == 0.05
-    found = for_model(
+    assert adapt_to_model(parse(attention, "trl"), model).config.lora_dropout == 0.05
+    found = adapt_to_model(
         parse(AXOLOTL | {"lora_dropout": 0.05, "base_model": model.name}, "axolotl"), model
     )
     assert found.config.lora_dropout == 0 and any(
@@ -196,4 +196,4 @@ def test_peft_has_no_dropout_for_joined_experts(tmp_path: Path) -> None:
 def test_targets_that_are_refused(targets: list[str], problem: str) -> None:
     values = MIXTURE | {"lora_target_modules": targets, "lora_dropout": 0}
     with pytest.raises(Refused, match=problem):
-        for_model(parse(values, "trl"), resolve_model("Qwen/Qwen3-30B-A3B"))
+        adapt_to_model(parse(values, "trl"), resolve_model("Qwen/Qwen3-30B-A3B"))

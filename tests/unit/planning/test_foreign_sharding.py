@@ -12,7 +12,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import read_file
-from autotune.planning.foreign_sharding import buffers_of, shared_out, strategy_of
+from autotune.planning.foreign_sharding import buffers_of, shard_run, strategy_of
 from autotune.planning.run_check import check
 from autotune.planning.run_estimate import memory_bounds
 from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers, rank_breakdown
@@ -80,7 +80,7 @@ def read(folder: Path, values: dict[str, Any]) -> ForeignConfig:
 def notes_of(
     folder: Path, values: dict[str, Any], gpus: int | None = 8
 ) -> tuple[ForeignConfig, str]:
-    run = shared_out(read(folder, values), resolve_model("llama-3.1-8b"), gpus)
+    run = shard_run(read(folder, values), resolve_model("llama-3.1-8b"), gpus)
     return run, " ".join(run.notes)
 
 

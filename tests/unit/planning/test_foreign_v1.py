@@ -7,7 +7,7 @@ import pytest
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.planning.foreign_config import parse, read_file
-from autotune.planning.foreign_sharding import shared_out, strategy_of
+from autotune.planning.foreign_sharding import shard_run, strategy_of
 from autotune.planning.foreign_v1 import V1
 from autotune.planning.run_check import check
 from autotune.report.values.check import ForeignConfig
@@ -91,7 +91,7 @@ def test_deepspeed_is_read_beside_the_file(read, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     run = read(f"{BASE}dist_config: {{name: deepspeed, config_file: ds.json}}\n")
     assert strategy_of(run.values) == "zero2"
-    assert shared_out(run, resolve_model("qwen3-0.6b"), 2).config.sharding == "zero2"
+    assert shard_run(run, resolve_model("qwen3-0.6b"), 2).config.sharding == "zero2"
     absent = read(f"{BASE}dist_config: {{name: deepspeed, config_file: z3.json}}\n")
     assert "The file 'z3.json' was found neither" in " ".join(absent.notes)
     assert strategy_of(absent.values) == "zero3"

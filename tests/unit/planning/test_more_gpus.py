@@ -10,7 +10,7 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.more_gpus import Scaling, on_other_numbers
+from autotune.planning.more_gpus import Scaling, project_gpu_counts
 from autotune.prediction.estimate import memory_of
 from autotune.problem.run_cost import FITS
 from autotune.problem.workload import Lengths
@@ -28,7 +28,7 @@ def row_of(found: Scaling, number: int) -> Any:
 
 def test_what_is_measured_stands_and_others_are_scaled_from_it() -> None:
     made = winner()
-    found = on_other_numbers(made)
+    found = project_gpu_counts(made)
     assert [row.num_gpus for row in found.rows] == [1, 2, 4, 8] and found.own == 1
     own, two = row_of(found, 1), row_of(found, 2)
     speed = made.winner.performance.tokens_per_second
@@ -51,8 +51,8 @@ def test_twice_the_time_is_twice_the_time_on_any_number() -> None:
     performance = replace(
         made.winner.performance, step_time_s=2 * made.winner.performance.step_time_s
     )
-    slower = on_other_numbers(replace(made, winner=replace(made.winner, performance=performance)))
-    fast, slow = row_of(on_other_numbers(made), 2), row_of(slower, 2)
+    slower = project_gpu_counts(replace(made, winner=replace(made.winner, performance=performance)))
+    fast, slow = row_of(project_gpu_counts(made), 2), row_of(slower, 2)
     assert slow.parallelism == fast.parallelism
     computed = (
         slow.step.step_s - slow.step.communication_s,
@@ -63,7 +63,7 @@ def test_twice_the_time_is_twice_the_time_on_any_number() -> None:
 
 def test_a_study_of_two_gpus_is_scaled_both_ways() -> None:
     made = winner(method="full", num_gpus=2, sharding="fsdp2", optimizer="adamw_torch_fused")
-    found = on_other_numbers(made)
+    found = project_gpu_counts(made)
     assert (
         found.own == 2
         and row_of(found, 2).tokens_per_s == made.winner.performance.tokens_per_second
@@ -83,7 +83,7 @@ def test_a_study_of_two_gpus_is_scaled_both_ways() -> None:
 
 
 def test_the_micro_batch_shrinks_where_the_global_batch_has_no_room_for_it() -> None:
-    found = on_other_numbers(winner(micro_batch_size=16))  # of a global batch of 32
+    found = project_gpu_counts(winner(micro_batch_size=16))  # of a global batch of 32
     sizes = {
         row.num_gpus: row.estimate.config.micro_batch_size for row in found.rows if row.estimate
     }
@@ -93,7 +93,7 @@ def test_the_micro_batch_shrinks_where_the_global_batch_has_no_room_for_it() -> 
     assert smaller.interval[1] / smaller.interval[0] > same.interval[1] / same.interval[0]
     odd = winner(micro_batch_size=1)
     three = replace(odd, workload=replace(odd.workload, global_batch=3))
-    assert [row.problem for row in on_other_numbers(three).rows] == [
+    assert [row.problem for row in project_gpu_counts(three).rows] == [
         *(None, "a global batch of 3 cannot be divided over these GPUs"),
         *("a global batch of 3 cannot be divided over these GPUs",) * 2,
     ]
@@ -103,10 +103,10 @@ def test_packed_rows_keep_about_the_global_batch() -> None:
     made = winner(packing=True, seq_len=4096, micro_batch_size=1)
     # 8 rows of four examples
     made = replace(made, workload=replace(made.workload, lengths=Lengths.constant(1024)))
-    for row in on_other_numbers(made).rows:
+    for row in project_gpu_counts(made).rows:
         assert row.accumulation * row.num_gpus == 8
     two_rows = replace(made, workload=replace(made.workload, global_batch=8))
-    problems = [row.problem is not None for row in on_other_numbers(two_rows).rows]
+    problems = [row.problem is not None for row in project_gpu_counts(two_rows).rows]
     assert problems == [False, False, True, True]  # four GPUs would double the batch
 
 
@@ -119,16 +119,16 @@ def test_what_does_not_fit_has_no_speed_and_is_not_where_scaling_starts() -> Non
         precision="bf16_mixed",
     )
     limit = replace(made.winner.measurement, limit_gib=60.0)
-    found = on_other_numbers(replace(made, winner=replace(made.winner, measurement=limit)))
+    found = project_gpu_counts(replace(made, winner=replace(made.winner, measurement=limit)))
     assert row_of(found, 1).state != FITS and row_of(found, 1).tokens_per_s is None
     assert row_of(found, 1).efficiency is None
     assert found.trainable[0].efficiency == 1.0 and found.trainable[0].num_gpus > 1
 
 
 def test_nothing_is_scaled_where_the_link_or_the_model_is_unknown() -> None:
-    no_link = on_other_numbers(replace(winner(), device=resolve_device("rtx-4090")))
+    no_link = project_gpu_counts(replace(winner(), device=resolve_device("rtx-4090")))
     assert [row.num_gpus for row in no_link.trainable] == [1]
     known = winner(num_gpus=2)
-    assert on_other_numbers(replace(known, device=resolve_device("rtx-4090"))).rows == ()
+    assert project_gpu_counts(replace(known, device=resolve_device("rtx-4090"))).rows == ()
     no_formula = replace(known, model=resolve_model("falcon-h1-1.5b"))
-    assert on_other_numbers(no_formula) == Scaling(own=2)
+    assert project_gpu_counts(no_formula) == Scaling(own=2)

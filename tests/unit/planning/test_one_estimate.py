@@ -22,7 +22,7 @@ from autotune.planning import counted_memory
 from autotune.planning.compare import compare
 from autotune.planning.device_estimate import limit_of
 from autotune.planning.foreign_config import ForeignConfig
-from autotune.planning.more_gpus import on_other_numbers
+from autotune.planning.more_gpus import project_gpu_counts
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.plan import plan, planned_setup
 from autotune.planning.run_check import check
@@ -248,7 +248,7 @@ def reported(case: Case, spec: StudySpec, limit_gib: float) -> Estimate | None:
     performance = replace(made.winner.performance, step_time_s=known.step.step_s)
     measurement = replace(made.winner.measurement, limit_gib=limit_gib)
     winner = replace(made.winner, performance=performance, measurement=measurement)
-    rows = on_other_numbers(replace(made, winner=winner)).rows
+    rows = project_gpu_counts(replace(made, winner=winner)).rows
     row = next(row for row in rows if row.num_gpus == case.num_gpus)
     assert row.estimate is not None
     if row.estimate.config == case.config:

@@ -171,7 +171,7 @@ def test_several_gpus_are_projected_to_no_other_card() -> None:
     """Their speed depends on what links them."""
     case = task(price=find_price("h200-sxm"))
     (own,) = found(case, replace(CONFIG, num_gpus=2)).values()
-    assert case.price is not None and own.price == case.price.of_gpus(2)
+    assert case.price is not None and own.price == case.price.multiply(2)
 
 
 def test_a_card_that_the_need_fills_to_the_error_of_the_formula_has_no_speed() -> None:

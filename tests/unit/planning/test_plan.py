@@ -670,7 +670,7 @@ def test_trainings_for_other_objectives_are_planned(objective: Objective) -> Non
     assert made.task.workload.objective is objective and made.best.tokens_per_s
     config = made.baseline.config
     alone = memory_breakdown(
-        made.task.model, made.task.workload.at_longest(config), 2, objective=objective
+        made.task.model, made.task.workload.longest_row_config(config), 2, objective=objective
     )
     assert made.baseline.memory == alone != next_token.baseline.memory
     tables = memory_tables(made)

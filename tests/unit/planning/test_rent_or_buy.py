@@ -21,10 +21,10 @@ from autotune.report.values.comparison import Comparison, usd_interval
 from autotune.report.values.rent_or_buy import (
     WEEKS_PER_MONTH,
     PurchaseBudget,
+    affordable_cards,
     parse_sizes,
     purchases,
     size_costs,
-    within,
 )
 
 SPEC = StudySpec(model="qwen2.5-1.5b", space="lora", tokens_per_example=512, examples=20_000)
@@ -164,10 +164,10 @@ def test_a_price_of_ones_own_has_no_spot() -> None:
 
 
 def test_what_a_budget_buys() -> None:
-    names = within(700)
+    names = affordable_cards(700)
     assert "rtx-3080-10gb" in names and "rtx-4090" not in names and "h100-sxm" not in names
     assert all((find_purchase(name) or pytest.fail(name)).usd <= 700 for name in names)
-    assert within(100) == []
+    assert affordable_cards(100) == []
 
 
 @pytest.mark.parametrize(

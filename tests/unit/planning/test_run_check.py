@@ -22,7 +22,7 @@ from autotune.core.units import GIB
 from autotune.dry.prober import DryAnswer
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import COUNTED, OF_OBJECTIVES, device_limit_gib
-from autotune.planning.fixes import FixSearch, edited
+from autotune.planning.fixes import FixSearch, apply_edits
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import check, find_model
 from autotune.planning.run_estimate import (
@@ -168,7 +168,7 @@ def test_the_suggested_changes_make_the_run_fit(
     assert found.fix.state == FITS
     values = yaml.safe_load(text)
     for change in (found.fix, *(change for change, _ in found.fixes)):
-        again = answer(yaml.safe_dump(edited(values, change.edits)), gpu)
+        again = answer(yaml.safe_dump(apply_edits(values, change.edits)), gpu)
         assert again.checked.state == change.state, change.edits
         assert again.checked.bounds == change.bounds, change.edits
         before, after = found.checked.run, again.checked.run
@@ -263,7 +263,7 @@ def test_fixes_are_found_without_writing_a_file(
 
 def test_edits_are_written_where_the_tool_reads_them() -> None:
     values = {"dtype": "float32", "model_init_kwargs": {"dtype": "float32"}, "a": 1}
-    new = edited(values, {"dtype": "bfloat16", "a": 2})
+    new = apply_edits(values, {"dtype": "bfloat16", "a": 2})
     assert new == {"dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}, "a": 2}
     assert values["a"] == 1 and values["model_init_kwargs"] == {"dtype": "float32"}
     assert edits_text({"optim": "adamw_bnb_8bit", "packing": True, "b": [1, "x"]}) == (
@@ -461,9 +461,11 @@ def test_rows_are_padded_to_the_longest_of_a_micro_batch(
     lengths = Lengths(counts=((100, 9), (1000, 1)), source="given")
     for micro, share in ((1, 0.1), (2, 0.19), (8, 1 - 0.9**8)):
         config = TrainConfig(micro_batch_size=micro, seq_len=1024)
-        assert Workload(lengths=lengths).at_mean(config).seq_len == round(100 + 900 * share)
+        assert Workload(lengths=lengths).mean_row_config(config).seq_len == round(100 + 900 * share)
     assert (
-        Workload(lengths=lengths).at_mean(TrainConfig(micro_batch_size=2**24, seq_len=512)).seq_len
+        Workload(lengths=lengths)
+        .mean_row_config(TrainConfig(micro_batch_size=2**24, seq_len=512))
+        .seq_len
         == 512
     )
     text = changed(AXOLOTL, sample_packing=False)
@@ -732,7 +734,10 @@ def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_tha
         context(workload=Workload(lengths=Lengths(counts=counts, source=source)))
         for source in ("given", "assumed")
     )
-    assert (given.at_longest(run.config).seq_len, assumed.at_longest(run.config)) == (
+    assert (
+        given.longest_row_config(run.config).seq_len,
+        assumed.longest_row_config(run.config),
+    ) == (
         1000,
         run.config,
     )

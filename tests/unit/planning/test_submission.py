@@ -24,7 +24,7 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import load_evidence, read_submission, store_submission
-from autotune.planning.submission import MeasuredRow, Submission, _public, submission_of
+from autotune.planning.submission import MeasuredRow, Submission, _public_version, submission_of
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.summary import Recipe
@@ -673,4 +673,4 @@ def test_a_submission_has_54_versions_and_two_rows_at_most_and_is_not_changed(
     ],
 )
 def test_only_the_build_of_a_version_is_public(version: str, public: str) -> None:
-    assert _public(version) == public
+    assert _public_version(version) == public

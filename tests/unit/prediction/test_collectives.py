@@ -17,7 +17,7 @@ from autotune.prediction.collectives import (
     TOGETHER,
     RankStepTime,
     Traffic,
-    between_copies,
+    add_gradient_all_reduce,
     counted_traffic,
     forward_share,
     rank_step_time,
@@ -79,8 +79,8 @@ def test_gradients_are_divided_once_a_step_or_in_each_micro_batch() -> None:
         for sync in (False, True)
     )
     assert once is not None and each is not None
-    assert each.of_step(1) == once.of_step(1)
-    assert each.of_step(3) - once.of_step(3) == pytest.approx(2 * once.last_backward)
+    assert each.step_bytes(1) == once.step_bytes(1)
+    assert each.step_bytes(3) - once.step_bytes(3) == pytest.approx(2 * once.last_backward)
 
 
 def test_what_goes_to_the_host_and_back_has_no_formula() -> None:
@@ -92,10 +92,10 @@ def test_hosts_with_copies_add_up_all_gradients_by_a_network_that_their_gpus_sha
     bytes of the link.
     """
     config, hosts = TrainConfig(method="full"), Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
-    assert hosts.of_copy == of("fsdp2", 8)
-    sent, sizes = traffic(mistral(), config, hosts.of_copy), Sizes.of(mistral())
+    assert hosts.single_copy == of("fsdp2", 8)
+    sent, sizes = traffic(mistral(), config, hosts.single_copy), Sizes.of(mistral())
     assert sent is not None and sizes is not None
-    found = between_copies(sent, hosts, slower=10.0)
+    found = add_gradient_all_reduce(sent, hosts, slower=10.0)
     steps = [
         rank_step_time(STEP, FULL, way, sent, accumulation=1, link_gb_s=1.0)
         for way in (hosts, of("fsdp2", 8))
@@ -106,9 +106,9 @@ def test_hosts_with_copies_add_up_all_gradients_by_a_network_that_their_gpus_sha
     )
     assert replace(found, last_backward=sent.last_backward) == sent
     each = replace(hosts, sync_each_batch=True)
-    often = traffic(mistral(), config, each.of_copy)
+    often = traffic(mistral(), config, each.single_copy)
     assert often is not None
-    added = between_copies(often, each, slower=10.0).backward - often.backward
+    added = add_gradient_all_reduce(often, each, slower=10.0).backward - often.backward
     assert added == pytest.approx(found.last_backward - sent.last_backward)
     # Copies on one host: each GPU sends its own eighth over its own link.
     here = traffic(mistral(), config, hosts)

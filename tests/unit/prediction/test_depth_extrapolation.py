@@ -426,7 +426,7 @@ def test_the_whole_model_never_takes_less_than_its_part() -> None:
 
 def test_a_correction_multiplies_times_and_nothing_else() -> None:
     plain = predicted(affine(2), affine(8))
-    longer = plain.corrected([1.1])
+    longer = plain.scale_times([1.1])
     for name in ("step_s", "micro_step_s"):
         ratios = [
             now / then
@@ -472,12 +472,12 @@ def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() 
 
 def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:
     plain = predicted(affine(2), affine(8))
-    assert plain.corrected([1.0, 1.002, 0.998, 1.0]).time_error == plain.time_error
-    assert plain.corrected([1.0, 1.002, 0.998, 1.0] * 2).time_error == pytest.approx(SEEN)
+    assert plain.scale_times([1.0, 1.002, 0.998, 1.0]).time_error == plain.time_error
+    assert plain.scale_times([1.0, 1.002, 0.998, 1.0] * 2).time_error == pytest.approx(SEEN)
     # never more than is allowed unseen
-    assert plain.corrected([1.0, 1.1, 0.9, 1.2] * 2).time_error == plain.time_error
+    assert plain.scale_times([1.0, 1.1, 0.9, 1.2] * 2).time_error == plain.time_error
     noise = predicted(noisy(2, 0.01), noisy(8, 0.01))
-    assert SEEN < noise.corrected([1.0] * 8).time_error < noise.time_error
+    assert SEEN < noise.scale_times([1.0] * 8).time_error < noise.time_error
 
 
 def test_the_mean_of_swinging_times_counts() -> None:
@@ -726,8 +726,8 @@ def test_the_errors_of_an_extrapolation_by_hand() -> None:
 def test_twice_the_spread_of_whole_models_replaces_the_assumed_error() -> None:
     on_cpu = predicted(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
     ratios = [0.98, 1.02] * 4
-    assert on_cpu.corrected(ratios).time_error == pytest.approx(2 * statistics.stdev(ratios))
-    assert on_cpu.corrected(ratios[:7]).time_error == UNKNOWN_HOST
+    assert on_cpu.scale_times(ratios).time_error == pytest.approx(2 * statistics.stdev(ratios))
+    assert on_cpu.scale_times(ratios[:7]).time_error == UNKNOWN_HOST
 
 
 @pytest.mark.parametrize("low", [(1.25, 1.5), (2.0, 3.0)])
@@ -813,10 +813,10 @@ def test_a_whole_model_counts_for_another_optimizer_as_it_was_measured() -> None
     assert plain is not None
     made.learn(result(CONFIG), whole)
     ratio = 0.7 / plain.measurement.micro_step_s[0]
-    assert made.predict(other, 2) == plain.corrected([ratio]).with_micro_batches_of(whole)
+    assert made.predict(other, 2) == plain.scale_times([ratio]).with_micro_batches_of(whole)
     # Without a rest that was measured, only its ratio counts.
     made.learn(result(CONFIG), replace(whole, rest_s=()))
-    assert made.predict(other, 2) == plain.corrected([ratio])
+    assert made.predict(other, 2) == plain.scale_times([ratio])
 
 
 def test_what_was_extrapolated_corrects_nothing() -> None:

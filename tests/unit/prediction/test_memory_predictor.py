@@ -16,8 +16,8 @@ from autotune.prediction.memory_predictor import (
     KnownOom,
     MemoryEstimate,
     MemoryPredictor,
-    _at,
     _compute_knobs,
+    _temporary_gib,
     needs_at_least,
     refused_by,
 )
@@ -544,21 +544,21 @@ def test_a_step_of_one_micro_batch_keeps_no_gradients_alive_and_is_not_refused_f
 
 def test_a_bracket_of_temporary_memory_by_hand() -> None:
     """Two of 1 and 3 GiB at 100 tokens: in proportion to the tokens, or always there."""
-    assert _at([(100, 1.0), (100, 3.0)], 200) == (1.0, 4.0, 6.0)
-    assert _at([(100, 1.0), (100, 3.0)], 50) == (0.5, 1.0, 3.0)
-    assert _at([(100, 1.0), (100, 3.0), (100, 1.5)], 100) == (1.0, 1.5, 3.0)
+    assert _temporary_gib([(100, 1.0), (100, 3.0)], 200) == (1.0, 4.0, 6.0)
+    assert _temporary_gib([(100, 1.0), (100, 3.0)], 50) == (0.5, 1.0, 3.0)
+    assert _temporary_gib([(100, 1.0), (100, 3.0), (100, 1.5)], 100) == (1.0, 1.5, 3.0)
     # What is less than nothing is no share of the tokens.
-    assert _at([(100, -1.0), (100, 3.0)], 200) == (-2.0, 1.0, 6.0)
-    assert _at([(100, 0.0)], 200) == (0.0, 0.0, 0.0)
+    assert _temporary_gib([(100, -1.0), (100, 3.0)], 200) == (-2.0, 1.0, 6.0)
+    assert _temporary_gib([(100, 0.0)], 200) == (0.0, 0.0, 0.0)
     # Of several numbers of tokens those that are asked for are known themselves.
-    assert _at([(100, 1.0), (200, 9.0), (300, 2.0), (300, 4.0)], 300) == (2.0, 3.0, 4.0)
-    assert _at([(100, 0.0), (100, 2.0)], 200) == (0.0, 1.0, 4.0)
+    assert _temporary_gib([(100, 1.0), (200, 9.0), (300, 2.0), (300, 4.0)], 300) == (2.0, 3.0, 4.0)
+    assert _temporary_gib([(100, 0.0), (100, 2.0)], 200) == (0.0, 1.0, 4.0)
 
 
 def test_a_line_that_falls_errs_upwards_too() -> None:
-    low, likely, high = _at([(100, 4.0), (200, 3.0)], 400)
+    low, likely, high = _temporary_gib([(100, 4.0), (200, 3.0)], 400)
     assert (low, likely, high) == pytest.approx((1.0 - 0.04, 1.0, 1.0 + 0.04))
-    low, likely, high = _at([(100, 4.0), (200, 1.0), (300, 4.0)], 250)
+    low, likely, high = _temporary_gib([(100, 4.0), (200, 1.0), (300, 4.0)], 250)
     assert likely == pytest.approx(3.0) and (likely - low, high - likely) == pytest.approx(
         (2.0, 2.0)
     )

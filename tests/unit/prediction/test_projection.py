@@ -178,7 +178,7 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
         alone, together = (run_performance(task, config, [found]) for task in (real, played))
         sent = traffic(model, config, Parallelism.of(config))
         assert sent is not None and alone.step_time_s == pytest.approx(1.0)
-        communication_s = sent.of_step(2) / 10e9
+        communication_s = sent.step_bytes(2) / 10e9
         added = together.step_time_s - alone.step_time_s
         assert 0.5 * communication_s < added - TOGETHER < communication_s * micro_steps_that_send
         low, high = together.spread

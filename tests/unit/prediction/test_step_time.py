@@ -113,14 +113,14 @@ OTHER = SpeedTransfer(products=0.5, bytes=0.4, error=0.2)
 
 def test_another_card_changes_the_times_of_the_device_and_not_that_of_the_host() -> None:
     here = reported(**LARGE)
-    there = here.on(OTHER)
+    there = here.convert(OTHER)
     assert (there.products_s, there.bytes_s, there.rest_s) == pytest.approx(
         (2 * here.products_s, 2.5 * here.bytes_s, 2.5 * here.rest_s)
     )
     assert here.device_s / there.device_s == pytest.approx(OTHER.ratio(here.products_share))
     assert there.host_s == here.host_s and there.host_share < here.host_share
     small = reported(micro_batch_size=1, seq_len=64)
-    assert small.host_share > 0.99 and small.on(OTHER).micro_s == pytest.approx(
+    assert small.host_share > 0.99 and small.convert(OTHER).micro_s == pytest.approx(
         small.micro_s, rel=0.01
     )
 
@@ -136,9 +136,9 @@ def test_compiled_layers_and_long_rows_are_more_of_products() -> None:
 
 
 def test_the_error_is_that_of_the_part_that_sets_the_pace() -> None:
-    large = reported(**LARGE).on(OTHER)
+    large = reported(**LARGE).convert(OTHER)
     assert large.error == pytest.approx(math.hypot(DEVICE_ERROR, 0.2), rel=0.01)
-    assert reported(micro_batch_size=1, seq_len=64).on(OTHER).error == pytest.approx(
+    assert reported(micro_batch_size=1, seq_len=64).convert(OTHER).error == pytest.approx(
         MEASURED_HOST.error, rel=0.01
     )
 
@@ -153,7 +153,7 @@ def test_a_measured_time_has_the_parts_that_the_formula_gives_it(host_share: flo
     assert divide_step_time(measurement(0.5), None).products_share == USUAL_SHARE
     # What the card sets is known but for the projection, and what the host sets is another host's
     # there.
-    error = divided.on(OTHER).error
+    error = divided.convert(OTHER).error
     assert error == pytest.approx(0.2) if host_share is None else 0.2 < error < UNKNOWN_HOST.error
 
 
@@ -190,7 +190,7 @@ def test_a_profile_divides_a_measured_time_whatever_the_formula_says() -> None:
 def test_a_profile_is_projected_by_what_the_card_does() -> None:
     divided = divide_step_time(measurement(0.5, kernels=PROFILE), None)
     transfer = SpeedTransfer(products=0.5, bytes=0.4, error=0.2, fp8=2.0, profiled_error=0.05)
-    there = divided.on(transfer)
+    there = divided.convert(transfer)
     assert there.products_s == pytest.approx(
         2 * divided.products_s
     ) and there.fp8_s == pytest.approx(divided.fp8_s / 2)
@@ -199,15 +199,15 @@ def test_a_profile_is_projected_by_what_the_card_does() -> None:
     # Cards without 8 bits have no such products; without a profile the error is that of the
     # formula.
     assert (
-        divided.on(OTHER).fp8_s == pytest.approx(2 * divided.fp8_s)
-        and divided.on(OTHER).device_error == 0.2
+        divided.convert(OTHER).fp8_s == pytest.approx(2 * divided.fp8_s)
+        and divided.convert(OTHER).device_error == 0.2
     )
-    assert replace(divided, profiled=False).on(transfer).device_error == 0.2
+    assert replace(divided, profiled=False).convert(transfer).device_error == 0.2
 
 
 def test_hosts_that_were_calibrated_are_projected_too() -> None:
     divided = divide_step_time(measurement(0.5, kernels=PROFILE), None)
-    there = divided.on(replace(OTHER, host=0.8))
+    there = divided.convert(replace(OTHER, host=0.8))
     assert (
         there.host_s == pytest.approx(divided.host_s / 0.8)
         and there.host_error == MEASURED_HOST.error
@@ -336,7 +336,7 @@ def test_device_and_host_that_need_the_same_time_slow_each_other_down() -> None:
     assert replace(level, host_s=0.0).micro_s == 4.0 and replace(level, host_s=0.0).error == 0.1
     # Half of the host's time is a sixteenth in the fourth power.
     assert replace(level, host_s=2.0).host_share == pytest.approx(1 / 17)
-    there = level.on(SpeedTransfer(products=3.0, bytes=0.5, error=0.24))
+    there = level.convert(SpeedTransfer(products=3.0, bytes=0.5, error=0.24))
     assert (there.products_s, there.bytes_s, there.host_s) == (1.0, 2.0, 4.0)
     assert there.device_error == pytest.approx(0.26) and there.host_error == 0.5
 

@@ -101,7 +101,7 @@ def card(device: Any, times: float, **changes: Any) -> Any:
             resolve_device(REFERENCE), device, calibration=made, side=by_formula.side
         )
         assert to_card is not None
-        seconds = by_formula.on(to_card).device_s / times
+        seconds = by_formula.convert(to_card).device_s / times
         return result(
             request.config, measurement=measurement(seconds, **{"host_micro_s": 0.001} | changes)
         )

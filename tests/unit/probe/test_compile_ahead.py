@@ -66,10 +66,10 @@ def test_what_is_wanted_is_there_for_processes_that_start_when_there_is_somethin
     made: list[Process], tmp_path: Path
 ) -> None:
     ahead, asked = CompileAhead("cuda", tmp_path / "logs", 2, 16.0), request()
-    ahead.want({})
+    ahead.compile_next({})
     assert not made and not ahead.is_running
-    ahead.want({"a": asked})
-    ahead.want({"b": asked})
+    ahead.compile_next({"a": asked})
+    ahead.compile_next({"b": asked})
     assert ahead.is_running and [one.log.name for one in made] == ["ahead-0.log", "ahead-1.log"]
     assert made[0].variables == {"TORCHINDUCTOR_COMPILE_THREADS": "4"} and made[0].more == [
         str(ahead.folder)
@@ -84,14 +84,14 @@ def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(
     made: list[Process], tmp_path: Path
 ) -> None:
     ahead = CompileAhead("cuda", tmp_path / "logs", 2, 16.0)
-    ahead.want({"a": request()})
+    ahead.compile_next({"a": request()})
     for one, gib in zip(made, (0.75, 0.5), strict=True):
         (ahead.folder / f"{one.pid}{HELD}").write_text(str(gib))
     assert ahead.held_gib() == 1.25
     made[0].code = 1
     ahead.reap()
     assert ahead.is_running and ahead.held_gib() == 0.5
-    ahead.want({"a": request()})
+    ahead.compile_next({"a": request()})
     assert ahead.is_running and len(made) == 2
     (ahead.folder / f"a{CLAIMED}").touch()
     (ahead.folder / f"b{CLAIMED}").write_text(json.dumps({"seconds": 7.5, "compile": 6.0}))
@@ -105,7 +105,7 @@ def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(
 def test_processes_start_again_a_few_times(made: list[Process], tmp_path: Path) -> None:
     ahead = CompileAhead("cpu", tmp_path / "logs", 1, 4.0)
     for _ in range(MAX_STARTS + 2):
-        ahead.want({"a": request()})
+        ahead.compile_next({"a": request()})
         ahead.make_room()
     assert len(made) == MAX_STARTS and not ahead.is_running
     ahead.close()
@@ -119,11 +119,11 @@ def test_a_full_disk_ends_the_processes_and_not_the_study(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     ahead = CompileAhead("cuda", tmp_path / "logs", 1, 16.0)
-    ahead.want({"a": request()})
+    ahead.compile_next({"a": request()})
     monkeypatch.setattr(compile_ahead, "write_atomic", full)
-    ahead.want({"b": request()})
+    ahead.compile_next({"b": request()})
     assert not ahead.is_running and made[0].told == ["kill", "close"]
-    ahead.want({"c": request()})
+    ahead.compile_next({"c": request()})
     ahead.close()  # as a session does at its end
     assert len(made) == 1 and ahead.claimed_keys() == set()
 
@@ -133,7 +133,7 @@ def test_once_closed_nothing_is_asked_for_and_nothing_left_behind(
 ) -> None:
     ahead = CompileAhead("cpu", tmp_path / "logs", 1, 4.0)
     ahead.close()  # as when one of the processes does not end its turn, in the midst of a search
-    ahead.want({"a": request()})
+    ahead.compile_next({"a": request()})
     assert not made and not ahead.is_running and not ahead.folder.exists()
     assert not ahead.claimed_keys() and not ahead.compile_seconds()
     ahead.close()
@@ -149,7 +149,7 @@ def test_a_host_without_room_for_a_process_has_as_many_as_there_are(
 
     monkeypatch.setattr(compile_ahead, "WorkerProcess", start)
     ahead = CompileAhead("cuda", tmp_path / "logs", 2, 16.0)
-    ahead.want({"a": request()})
+    ahead.compile_next({"a": request()})
     assert ahead.is_running and len(made) == 1
     ahead.close()
     assert made[0].told == ["kill", "close"]

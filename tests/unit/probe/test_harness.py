@@ -887,7 +887,7 @@ class Still:
     def seconds(self, start: float, end: float) -> float:
         return end - start
 
-    def passed(self, mark: float) -> bool:
+    def has_passed(self, mark: float) -> bool:
         return True
 
     def synchronize(self) -> None: ...

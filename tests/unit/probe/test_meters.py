@@ -277,7 +277,7 @@ def test_the_time_of_a_gpu_is_that_of_its_events(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     made = meter(None)
     assert made.seconds(made.mark(), made.mark()) == 0.25
-    assert made.passed(made.mark()) and not made.passed(Event(enable_timing=True))  # type: ignore[arg-type]
+    assert made.has_passed(made.mark()) and not made.has_passed(Event(enable_timing=True))  # type: ignore[arg-type]
 
 
 def test_the_circumstances_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +431,7 @@ def test_the_time_of_a_host_is_its_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     made.synchronize()
     assert (
         made.mark() == 7.5
-        and made.passed(made.mark())
+        and made.has_passed(made.mark())
         and made.seconds(7.5, 9.0) == 1.5
         and made.alloc_retries() == 0
     )

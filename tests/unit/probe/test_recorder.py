@@ -34,10 +34,10 @@ class Clock:
         return self.now
 
     def seconds(self, start: float, end: float) -> float:
-        assert self.passed(end)
+        assert self.has_passed(end)
         return end - start
 
-    def passed(self, mark: float) -> bool:
+    def has_passed(self, mark: float) -> bool:
         return mark <= max(self._reached, self.now - self._lag)
 
     def synchronize(self) -> None:
@@ -675,5 +675,5 @@ def test_what_passes_between_two_micro_batches_is_their_mean() -> None:
 def test_a_mark_of_this_moment_can_be_read_at_once() -> None:
     meter: Any = Clock(lag=5.0)
     meter.now = 2.0
-    assert not meter.passed(2.0)
-    assert on_scales(meter)._now() == 2.0 and meter.passed(2.0)
+    assert not meter.has_passed(2.0)
+    assert on_scales(meter)._now() == 2.0 and meter.has_passed(2.0)

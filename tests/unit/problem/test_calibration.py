@@ -24,8 +24,8 @@ from autotune.prediction.transfer import (
     IN_TRAINING,
     WITHIN,
     calibrated_parts,
-    calibrates,
     products_tflops,
+    replaces_data_sheet,
     speed_transfer,
 )
 from autotune.problem.calibration import Calibration, kept_path, read_calibration, write_calibration
@@ -254,12 +254,12 @@ def test_a_card_outside_the_catalogue_has_a_speed_once_it_is_calibrated() -> Non
 
 
 def test_another_card_the_reference_and_a_cpu_are_not_calibrated() -> None:
-    assert calibrates(calibration(device="a10"), A10)
+    assert replaces_data_sheet(calibration(device="a10"), A10)
     for device in (H200, CPU, T4):
-        assert not calibrates(calibration(device="a10"), device)
+        assert not replaces_data_sheet(calibration(device="a10"), device)
     for device in (H200, CPU):
-        assert not calibrates(calibration(device=device.name), device)
-    assert not calibrates(None, A10)
+        assert not replaces_data_sheet(calibration(device=device.name), device)
+    assert not replaces_data_sheet(None, A10)
     assert (
         calibrated_parts(calibration(device="a10"), A10)
         == "card and host calibrated on this machine, 2026-11-22"

@@ -14,7 +14,7 @@ from autotune.core.errors import UsageError
 from autotune.core.images import Picture, picture_of
 from autotune.core.train_config import TrainConfig
 from autotune.problem.image_files import flat, pictures_of, size_of, text_of
-from autotune.problem.images import MOST_KINDS, images_of, pictured
+from autotune.problem.images import MOST_KINDS, images_of, representative_examples
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import InvalidSpec, StudySpec
 from autotune.problem.target import Target
@@ -186,7 +186,7 @@ def test_a_row_without_its_images() -> None:
 
 def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
     small, large = (Picture(tokens=tokens, beside=0, pixels=(1,)) for tokens in (10, 90))
-    kept = pictured(
+    kept = representative_examples(
         [(50, (small,)), (50, (small,)), (50, ()), (100, (large,)), (200, (small,)), (20, ())]
     )
     assert kept == ((20, ()), (50, (small,)), (100, (large,)), (200, (small,)))
@@ -194,8 +194,10 @@ def test_each_length_has_its_images_and_the_longest_row_the_largest() -> None:
     assert images_of(kept, 200, largest=True) == (large,)
     assert images_of(kept, 91) == (small,)  # the large one leaves no room for text
     assert images_of(kept, 5) == ()
-    assert pictured([(5, ()), (9, ())]) == ()
-    many = pictured([*((100 + index, (small,)) for index in range(5000)), (300, (large, large))])
+    assert representative_examples([(5, ()), (9, ())]) == ()
+    many = representative_examples(
+        [*((100 + index, (small,)) for index in range(5000)), (300, (large, large))]
+    )
     assert len(many) <= MOST_KINDS + 1 and (300, (large, large)) in many
     assert {many[0][0], many[-1][0]} == {100, 5099}
 

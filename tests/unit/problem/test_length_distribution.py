@@ -78,7 +78,7 @@ def test_different_distributions_have_different_digests() -> None:
     ("mean", "p99"), [(300.0, 2000.0), (1000.0, 1500.0), (512.0, 512.0), (100.0, 1000.0)]
 )
 def test_two_numbers_describe_a_distribution(mean: float, p99: float) -> None:
-    described = Lengths.described(mean, p99)
+    described = Lengths.from_summary(mean, p99)
     # the last thousandth of the tail is one point
     assert described.mean == pytest.approx(mean, rel=0.03)
     assert described.quantile(0.99) == pytest.approx(p99, rel=0.03)
@@ -88,7 +88,7 @@ def test_two_numbers_describe_a_distribution(mean: float, p99: float) -> None:
 @pytest.mark.parametrize(("mean", "p99"), [(300.0, 299.0), (100.0, 1600.0), (0.5, 10.0)])
 def test_two_numbers_without_a_distribution_are_an_error(mean: float, p99: float) -> None:
     with pytest.raises(ValueError, match="99th percentile"):
-        Lengths.described(mean, p99)
+        Lengths.from_summary(mean, p99)
 
 
 def test_a_file_of_lengths(tmp_path) -> None:
@@ -167,12 +167,12 @@ def test_distributions_are_told_apart_by_all_that_they_say() -> None:
 
 def test_the_longest_mean_that_two_numbers_can_describe_is_one_token() -> None:
     """exp(z^2 / 2) with z = 2.3263 is the largest quotient of percentile and mean: 14.97."""
-    assert Lengths.described(100.0, 1496.0).quantile(0.99) == pytest.approx(1496.0, rel=0.05)
+    assert Lengths.from_summary(100.0, 1496.0).quantile(0.99) == pytest.approx(1496.0, rel=0.05)
     with pytest.raises(
         ValueError, match="no log-normal distribution has a 99th percentile of 15 times its mean"
     ):
-        Lengths.described(100.0, 1498.0)
-    ones = Lengths.described(1.0, 1.0)
+        Lengths.from_summary(100.0, 1498.0)
+    ones = Lengths.from_summary(1.0, 1.0)
     assert ones.counts == ((1, 1000),)
 
 
@@ -194,7 +194,7 @@ def test_a_large_file_of_lengths_is_read_and_a_wrong_line_is_shown_in_part(tmp_p
 
 
 def test_a_described_distribution_is_of_a_thousand_examples_with_its_tail() -> None:
-    described = Lengths.described(300.0, 1500.0)
+    described = Lengths.from_summary(300.0, 1500.0)
     assert described.number == 1000
     # s = 2.3263 - sqrt(5.4119 - 2 ln 5) = 0.8454 and the median 300 exp(-s^2 / 2) = 209.9
     assert described.quantile(0.5) == pytest.approx(210, abs=1)

@@ -20,7 +20,7 @@ from autotune.problem.padding import (
     buckets,
     new_length_share,
     padded_tokens,
-    sorted_together,
+    sort_group_size,
     stand_ins,
     waiting,
 )
@@ -85,7 +85,7 @@ def test_the_longest_of_a_micro_batch_as_transformers_groups_by_length(size: int
             max(cut[index] for index in order[at : at + size])
             for at in range(0, len(order) - size + 1, size)
         ]
-    grouped = draw(size=size, together=sorted_together(len(LONG_TAIL), step))
+    grouped = draw(size=size, together=sort_group_size(len(LONG_TAIL), step))
     assert padded_tokens(grouped, bucketed=False) == pytest.approx(
         statistics.fmean(drawn), rel=0.02
     )
@@ -94,9 +94,9 @@ def test_the_longest_of_a_micro_batch_as_transformers_groups_by_length(size: int
 
 
 def test_a_sampler_sorts_a_quarter_of_the_examples_and_fifty_steps_at_most() -> None:
-    assert sorted_together(3000, 32) == 32 * 23
-    assert sorted_together(100_000, 32) == 32 * 50
-    assert sorted_together(10, 32) == 32
+    assert sort_group_size(3000, 32) == 32 * 23
+    assert sort_group_size(100_000, 32) == 32 * 50
+    assert sort_group_size(10, 32) == 32
 
 
 def bimodal() -> list[int]:
@@ -329,7 +329,7 @@ def test_rows_that_are_dealt_out_pad_and_wait_as_in_simulated_steps(
     ],
 )
 def test_whole_steps_are_sorted_together(examples: int, step: int, together: int) -> None:
-    assert sorted_together(examples, step) == together
+    assert sort_group_size(examples, step) == together
 
 
 def test_lengths_that_are_estimated_may_be_as_long_as_a_row() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.core.probe_types import Measurement, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.projection import projected
+from autotune.prediction.projection import widen_by_conversion
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import (
     AGAIN,
@@ -40,18 +40,20 @@ def test_the_interval_of_a_speed_up_leaves_out_what_both_share():
     than the other.
     """
     fast, slow = (
-        Performance.of_steps(SHAPE, seconds, spread=(-0.1, 0.25)) for seconds in (1.0, 2.0)
+        Performance.from_step_time(SHAPE, seconds, spread=(-0.1, 0.25)) for seconds in (1.0, 2.0)
     )
     assert fast.times(slow) == pytest.approx((2 * 0.9 / 1.25, 2 * 1.25 / 0.9))
-    assert projected(fast, 0.3).times(projected(slow, 0.3)) == pytest.approx(fast.times(slow))
+    assert widen_by_conversion(fast, 0.3).times(widen_by_conversion(slow, 0.3)) == pytest.approx(
+        fast.times(slow)
+    )
 
 
 def test_the_error_of_a_projection_widens_the_spread() -> None:
     """80 % of cases lie within 1.2816 deviations: of 0.3, from 0.6808 to 1.4688 times; root of the
     sum of squares.
     """
-    own = Performance.of_steps(SHAPE, 1.0, spread=(-0.1, 0.25), mfu=0.4)
-    widened = projected(own, 0.3)
+    own = Performance.from_step_time(SHAPE, 1.0, spread=(-0.1, 0.25), mfu=0.4)
+    widened = widen_by_conversion(own, 0.3)
     assert widened.spread == pytest.approx(
         (-((0.1**2 + 0.3192**2) ** 0.5), (0.25**2 + 0.4688**2) ** 0.5), rel=1e-3
     )

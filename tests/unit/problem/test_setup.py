@@ -610,7 +610,7 @@ def test_two_numbers_that_no_lengths_have_are_an_error_with_another_way(installe
     described = set_up(
         StudySpec(model="mistral-7b", mean_tokens=200, p99_tokens=900), H200
     ).task.workload
-    assert described.lengths == Lengths.described(200, 900)
+    assert described.lengths == Lengths.from_summary(200, 900)
 
 
 def test_a_global_batch_that_no_micro_batch_is_near_is_whole_smallest_ones(installed):

@@ -67,10 +67,10 @@ def test_the_baseline_shares_out_the_model_where_each_gpu_cannot_hold_it() -> No
 
 def test_a_price_is_that_of_all_gpus() -> None:
     task, one = task_on(4), find_price(H100.name)
-    assert one is not None and task.price == one and task.search_price == one.of_gpus(4)
+    assert one is not None and task.price == one and task.search_price == one.multiply(4)
     assert task.search_price.usd_per_hour == 4 * one.usd_per_hour
-    assert replace(one, spot_usd_per_hour=0.5).of_gpus(4).spot_usd_per_hour == 2.0
-    assert replace(one, spot_usd_per_hour=None).of_gpus(2).spot_usd_per_hour is None
+    assert replace(one, spot_usd_per_hour=0.5).multiply(4).spot_usd_per_hour == 2.0
+    assert replace(one, spot_usd_per_hour=None).multiply(2).spot_usd_per_hour is None
 
 
 def test_what_no_way_to_share_can_train_is_not_searched() -> None:

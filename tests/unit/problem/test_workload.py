@@ -165,7 +165,9 @@ def test_rows_are_padded_to_the_longest_of_their_micro_batch() -> None:
         8 * 200,
     )
     assert HALVES.longest_row(TWO) == 300 and HALVES.padded_lengths(TWO) == ()
-    assert HALVES.at_longest(TWO).seq_len == 300 and HALVES.at_mean(TWO).seq_len == 250
+    assert (
+        HALVES.longest_row_config(TWO).seq_len == 300 and HALVES.mean_row_config(TWO).seq_len == 250
+    )
     assert {(kind.length, kind.share) for kind in HALVES.micro_batches(TWO)} == {
         (101, 0.25),
         (300, 0.75),
@@ -246,8 +248,12 @@ def test_attention_is_counted_over_the_lengths_that_the_examples_have() -> None:
     """100 and 300 tokens: 100^2 + 300^2 pairs for 400 tokens, as many a token as sequences of 250
     have.
     """
-    assert HALVES.attended(TWO) == HALVES.attended(replace(TWO, packing=True)) == 250
-    assert HALVES.attended(replace(TWO, seq_len=100)) == 100
+    assert (
+        HALVES.mean_attention_length(TWO)
+        == HALVES.mean_attention_length(replace(TWO, packing=True))
+        == 250
+    )
+    assert HALVES.mean_attention_length(replace(TWO, seq_len=100)) == 100
 
 
 def test_beside_a_row_stand_rows_as_they_are_drawn_with_it() -> None:
@@ -273,7 +279,7 @@ def test_a_single_token_is_padded_to_two_since_it_predicts_nothing() -> None:
         (2, ((2,),)),
         (3, ((3,),)),
     ]
-    assert Workload(lengths=Lengths.constant(1)).at_mean(config).seq_len == 1
+    assert Workload(lengths=Lengths.constant(1)).mean_row_config(config).seq_len == 1
 
 
 def test_fewer_examples_than_known_lengths_are_packed_once() -> None:
@@ -364,7 +370,7 @@ def test_a_row_of_each_kind_comes_first_wherever_it_stands() -> None:
 def test_attention_counts_each_example_of_a_length() -> None:
     """Three of 100 and one of 300 tokens: 120,000 pairs for 600 tokens."""
     uneven = Workload(lengths=Lengths.of([100] * 3 + [300], "counted"))
-    assert uneven.attended(TWO) == 200
+    assert uneven.mean_attention_length(TWO) == 200
 
 
 def test_the_kinds_of_bucketed_rows_are_as_long_as_the_buckets() -> None:
@@ -448,10 +454,10 @@ def test_trl_gives_rows_that_differ_a_mask(objective: Objective) -> None:
     kinds = (HALVES.lengths, Lengths.constant(300))
     several, one = (Workload(lengths=lengths, objective=objective) for lengths in kinds)
     assert (
-        several.at_longest(TWO).padding
-        == several.at_mean(TWO).padding
+        several.longest_row_config(TWO).padding
+        == several.mean_row_config(TWO).padding
         == ("masked" if masked else TWO.padding)
     )
-    assert one.at_longest(TWO) == replace(TWO, seq_len=300)
+    assert one.longest_row_config(TWO) == replace(TWO, seq_len=300)
     padded = replace(TWO, padding="max_length")
-    assert one.at_mean(padded).padding == ("masked" if masked else "max_length")
+    assert one.mean_row_config(padded).padding == ("masked" if masked else "max_length")

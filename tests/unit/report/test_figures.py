@@ -6,7 +6,7 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.core.probe_types import Outcome
-from autotune.planning.more_gpus import on_other_numbers
+from autotune.planning.more_gpus import project_gpu_counts
 from autotune.report import figures, infos, style
 from autotune.report.html import draw, render
 from autotune.study.summary import StudySummary
@@ -145,9 +145,9 @@ def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> No
         and section.count("</span> projected</a>") == 3
         and "370 GB/s" in section
     )
-    priceless = draw(replace(study, scaling=on_other_numbers(replace(recipe, price=None))))[
+    priceless = draw(replace(study, scaling=project_gpu_counts(replace(recipe, price=None))))[
         "scaling"
     ]
     assert priceless is not None and len(priceless["data"]) == 2
     alone = replace(recipe, device=resolve_device("rtx-4090"))  # nobody published what links these
-    assert draw(replace(study, scaling=on_other_numbers(alone)))["scaling"] is None
+    assert draw(replace(study, scaling=project_gpu_counts(alone)))["scaling"] is None

@@ -270,8 +270,10 @@ def test_a_share_is_what_lies_between_the_means_of_a_knobs_values() -> None:
     for one in found.values():
         assert 0.0 <= one.interval[0] <= one.share <= one.interval[1] <= 1.0
     # By hand, of two values with the means 1.5 and 3.5: 1 - (1.0 / 2) / (5.0 / 3).
-    assert infos._explained([("a", 1.0), ("a", 2.0), ("b", 3.0), ("b", 4.0)]) == pytest.approx(0.7)
-    assert infos._explained([("a", 1.0), ("b", 1.0), ("b", 1.0)]) == 0.0
+    assert infos._explained_share(
+        [("a", 1.0), ("a", 2.0), ("b", 3.0), ("b", 4.0)]
+    ) == pytest.approx(0.7)
+    assert infos._explained_share([("a", 1.0), ("b", 1.0), ("b", 1.0)]) == 0.0
 
 
 def test_the_interval_of_a_share_widens_with_what_one_trial_decides() -> None:

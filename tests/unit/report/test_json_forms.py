@@ -16,7 +16,7 @@ from autotune.core.serialization import to_data
 from autotune.export.run.train import Progress
 from autotune.report.json_forms import ANSWERS, form_of, schema
 from autotune.study.node_health import Rung
-from autotune.study.storage.location import stored_out
+from autotune.study.storage.location import to_stored_directory
 from autotune.study.storage.study_record import start_record
 from autotune.study.summary import summary_data
 from tests.helpers.factories import FINGERPRINT, calibration, summary
@@ -95,8 +95,12 @@ def test_what_is_of_a_study(start: Start, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOTUNE_STORAGE", url := "sqlite:///autotune.db")
     session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
-    start_record(session.search, record_of(out=Path(stored_out(tmp_path / "runs" / "one", url))))
-    measured = next(row.result for row in session.store.of_study("one") if row.result.measurement)
+    start_record(
+        session.search, record_of(out=Path(to_stored_directory(tmp_path / "runs" / "one", url)))
+    )
+    measured = next(
+        row.result for row in session.store.probes_of_study("one") if row.result.measurement
+    )
     session.store.add("one", None, replace(measured, rung=Rung.NODE, node="b:2:2"), FINGERPRINT)
     for command, args in OF_STUDY.items():
         form_of(command).validate_json(printed(*args))

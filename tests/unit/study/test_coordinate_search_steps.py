@@ -117,7 +117,7 @@ class Trials:
     def score(self, row: TrialRecord) -> float:
         return row.tokens_per_second or 0.0
 
-    def untried(self, *, keep_s: float = 0.0, **pinned: Any) -> dict[str, Any] | None:
+    def pick_untried(self, *, keep_s: float = 0.0, **pinned: Any) -> dict[str, Any] | None:
         self.wanted.append(pinned | {"keep_s": keep_s})
         return None
 
@@ -348,6 +348,6 @@ def test_in_a_hurry_each_neighbour_is_judged_before_the_next_is_chosen() -> None
         best.append(found.config)
         return next(offers, None)
 
-    trials.untried = untried  # type: ignore[method-assign]
+    trials.pick_untried = untried  # type: ignore[method-assign]
     ran(trials)
     assert best == [CHUNKED, EIGHT, EIGHT]

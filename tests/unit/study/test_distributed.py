@@ -68,7 +68,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
     def start(answers: Any = slowly, space: SearchSpace = WIDE, **limits: Any) -> Member:
         task = subject_of(space)
         number = len(members)
-        me = replace(Worker.here("replay"), realm=f"machine {number}", pid=number + 1)
+        me = replace(Worker.this_process("replay"), realm=f"machine {number}", pid=number + 1)
         prober, store = ReplayProber(answers), ProbeStore(database)
         search = Optimizer.create(database, "one", space, seed=number)
 
@@ -76,7 +76,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
             return ProbeRequest(config=config, model=task.model.config, memory_gib=100.0)
 
         evaluator = Evaluator(prober, store, study="one", logs=tmp_path, request=request)
-        coordinator = opened.enter_context(Leases(database, "one", me).joined())
+        coordinator = opened.enter_context(Leases(database, "one", me).join())
         trials = SharedTrials(
             task=task,
             optimizer=search,
@@ -86,7 +86,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
             coordinator=coordinator,
             new_rows=lambda: store.new_rows("one"),
         )
-        trials.resume(store.of_study("one"))
+        trials.resume(store.probes_of_study("one"))
         if not number:
             trials.begin([BASELINE])
         members.append(Member(Study(trials), prober, search, store, coordinator))
@@ -142,7 +142,7 @@ def test_together_they_try_as_many_as_one_would_and_nothing_twice(
     assert (
         set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in coordinator) > 1
     )
-    assert coordinator[0].coordinator.taken() == set()
+    assert coordinator[0].coordinator.leased_digests() == set()
     # Whoever leads knows all of them, each once, and what the others measured can win.
     numbers = [row.number for row in coordinator[0].study.trials.rows]
     assert len(numbers) == len(set(numbers)) == 16
@@ -168,7 +168,7 @@ def test_the_trial_that_another_is_just_beginning_is_waited_for(join: Join) -> N
     first.study.trials.run_one(None)
     assert not first.study.trials.await_others()
     second.search.ask(worker=second.coordinator.name)  # it has no lease yet
-    assert first.coordinator.taken() == set() and first.study.trials.await_others()
+    assert first.coordinator.leased_digests() == set() and first.study.trials.await_others()
 
 
 @pytest.mark.parametrize(

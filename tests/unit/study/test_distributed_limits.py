@@ -199,7 +199,7 @@ def test_what_would_outlast_the_search_is_not_begun(
     proposal = made.ask()  # the baseline, of 8 too, was queued
     assert proposal is not None and proposal.config.micro_batch_size == 4
     # Of what no formula knows it cannot be said.
-    lasting = made.lasting()
+    lasting = made.duration_predictor()
     monkeypatch.setattr(module, "estimate_step_time", lambda model, config: None)
     assert lasting(OTHER) == 0.0
 
@@ -234,10 +234,10 @@ def test_what_is_unfinished_goes_back_to_the_queue(start: Start) -> None:
         wanted = made.ask(SPACE.clip(OTHER))
         assert wanted is not None
         if passes:
-            with made.giving_back():
+            with made.return_trials_on_failure():
                 raise error
         else:
-            with pytest.raises(ValueError, match="x"), made.giving_back():
+            with pytest.raises(ValueError, match="x"), made.return_trials_on_failure():
                 raise error
         assert made.optimizer.is_waiting() and not made._open
         again = made.ask()
@@ -254,14 +254,14 @@ def test_what_nobody_tried_is_nearest_to_the_best(start: Start) -> None:
     session = start(begin=[BASELINE])
     made = session.study.trials
     made.run_one(None)
-    near = made.untried()
+    near = made.pick_untried()
     assert near is not None
     config = SPACE.config(near)
     assert sum(getattr(config, name) != value for name, value in BASELINE.as_dict().items()) == 1
     made.rows += [
         row(9, None, Outcome.OOM, config=SPACE.config(each)) for each in SPACE.enumerate()
     ]
-    assert made.untried() is None
+    assert made.pick_untried() is None
 
 
 def test_seconds_of_the_budget_count_from_the_start(trials: Make) -> None:
@@ -332,11 +332,11 @@ def test_candidates_last_as_a_line_over_the_formula_says(
     """Four seconds, and two for each row; where layers are compiled, five more."""
     sized(monkeypatch)
     made, compiled = trials(), replace(BASELINE, micro_batch_size=4, compile="per_layer")
-    assert made.lasting()(OTHER) == 0.0
+    assert made.duration_predictor()(OTHER) == 0.0
     made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=1): 6.0}
-    assert made.lasting()(OTHER) == 0.0  # no line leads through one point
+    assert made.duration_predictor()(OTHER) == 0.0  # no line leads through one point
     made.evaluator.truncated_s[compiled], made.evaluator.compiling_s[compiled] = 17.0, 5.0
-    lasts_s = made.lasting()
+    lasts_s = made.duration_predictor()
     assert lasts_s(replace(BASELINE, micro_batch_size=8)) == pytest.approx(20.0)
     assert lasts_s(replace(BASELINE, micro_batch_size=16, compile="per_layer")) == pytest.approx(
         41.0
@@ -350,10 +350,10 @@ def test_nothing_lasts_less_than_no_time(trials: Make, monkeypatch: pytest.Monke
     made = trials()
     one, two = (replace(BASELINE, micro_batch_size=size, compile="per_layer") for size in (1, 2))
     made.evaluator.truncated_s = {one: 3.0, two: 7.0}
-    assert made.lasting()(replace(BASELINE, micro_batch_size=4)) == pytest.approx(15.0)
+    assert made.duration_predictor()(replace(BASELINE, micro_batch_size=4)) == pytest.approx(15.0)
     made.evaluator.truncated_s = {one: 7.0, two: 3.0}
-    assert made.lasting()(replace(BASELINE, micro_batch_size=4)) == 0.0
-    assert made.lasting()(replace(two, micro_batch_size=4)) == 5.0
+    assert made.duration_predictor()(replace(BASELINE, micro_batch_size=4)) == 0.0
+    assert made.duration_predictor()(replace(two, micro_batch_size=4)) == 5.0
 
 
 @pytest.mark.parametrize(("took_s", "affords"), [(None, True), (166.0, True), (167.0, False)])
@@ -404,13 +404,15 @@ def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
     }
     made.rows = [row(number, 1000.0) for number in range(15)]  # so that there is no hurry
     for keep_s, sizes in ((11.0, {8}), (13.0, {1, 2, 4}), (17.0, {1, 2}), (18.5, {1})):
-        found = [made.untried(keep_s=keep_s, lora_rank=32, checkpointing="none") for _ in range(20)]
+        found = [
+            made.pick_untried(keep_s=keep_s, lora_rank=32, checkpointing="none") for _ in range(20)
+        ]
         chosen = [one for one in found if one is not None]
         assert {(one["lora_rank"], one["checkpointing"]) for one in chosen} == {(32, "none")}
         assert {one["micro_batch_size"] for one in chosen} == sizes and len(chosen) == 20
-    assert made.untried(keep_s=21.0, lora_rank=32) is None
+    assert made.pick_untried(keep_s=21.0, lora_rank=32) is None
     made.evaluator.truncated_s = {}  # then nothing is known to last, and fits into no time at all
-    assert made.untried(keep_s=20.0) is not None
+    assert made.pick_untried(keep_s=20.0) is not None
 
 
 @pytest.mark.parametrize(
@@ -432,12 +434,12 @@ def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the
     made.evaluator.truncated_s = {BASELINE: 1.0}  # fourteen that compile take 84 s
     made.rows = [row(0, 1000.0)]
     assert made.is_hurried()
-    chosen = made.untried(lora_rank=16, checkpointing="full")
+    chosen = made.pick_untried(lora_rank=16, checkpointing="full")
     assert (chosen and chosen["micro_batch_size"]) == size
     made._open = {1: SPACE.config(chosen).digest} if chosen else {}
-    again = made.untried(lora_rank=16, checkpointing="full")
+    again = made.pick_untried(lora_rank=16, checkpointing="full")
     assert again is None  # the others are too slow
-    assert made.untried(promising=False, lora_rank=16, checkpointing="full") is not None
+    assert made.pick_untried(promising=False, lora_rank=16, checkpointing="full") is not None
 
 
 def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
@@ -475,7 +477,7 @@ def test_in_a_hurry_what_is_compiled_comes_first_if_it_promises_about_as_much(
     made.is_compiled = lambda config: config.micro_batch_size in compiled
 
     def next_one() -> tuple[Any, ...]:
-        chosen = made.untried()
+        chosen = made.pick_untried()
         assert chosen is not None
         config = space.config(chosen)
         made.rows.append(row(len(made.rows), 900.0, config=config))
@@ -498,6 +500,6 @@ def test_what_nobody_tried_is_one_step_from_the_best_wherever_that_is(trials: Ma
     made, best = trials(), replace(OTHER, micro_batch_size=1, lora_rank=32)
     made.rows = [row(0, 900.0), row(1, 1000.0, config=best)]
     for _ in range(20):
-        chosen = made.untried()
+        chosen = made.pick_untried()
         assert chosen is not None
         assert sum(getattr(best, name) != value for name, value in chosen.items()) == 1

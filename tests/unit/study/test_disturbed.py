@@ -72,7 +72,7 @@ def test_a_disturbed_probe_is_repeated_once_and_the_steady_one_counts(start: Sta
     assert (found.result.evidence, found.result.disturbed) == (Evidence.MEASURED, None)
     assert found.result.notes == (f"measured twice, because the first time {REASON}",)
     assert found.seconds == found.result.seconds["total"] == 2 * 3.0
-    (stored,) = session.store.of_study("one")
+    (stored,) = session.store.probes_of_study("one")
     assert stored.result.measurement == found.result.measurement
 
 
@@ -82,7 +82,7 @@ def test_a_probe_that_is_disturbed_twice_is_labelled_and_answers_no_later_reques
     session = start(disturbed_if(lambda request, earlier: earlier < 2))
     first = session.evaluator.evaluate(BASELINE, 0)
     assert (first.result.evidence, first.result.disturbed) == (Evidence.DISTURBED, REASON)
-    (stored,) = session.store.of_study("one")
+    (stored,) = session.store.probes_of_study("one")
     assert (stored.result.evidence, stored.result.disturbed) == (Evidence.DISTURBED, REASON)
 
     second = session.evaluator.evaluate(BASELINE, 1)
@@ -106,7 +106,7 @@ def test_a_stop_before_the_repetition_keeps_the_first_result(
 
     session = start(answer)
     assert session.evaluator.confirm(BASELINE, 2, 1).disturbed == REASON
-    assert len(session.store.of_study("one")) == 1
+    assert len(session.store.probes_of_study("one")) == 1
 
 
 def test_memory_and_failures_of_a_disturbed_probe_hold(start: Start) -> None:
@@ -146,7 +146,7 @@ def test_the_stored_study_says_the_same(start: Start) -> None:
     session = whole(start, disturbed_if(lambda request, earlier: earlier % 3 < 2))
     trials = session.study.trials
     _, selection = restore(
-        trials.task, session.search.finished(), session.store.of_study(trials.task.study)
+        trials.task, session.search.finished(), session.store.probes_of_study(trials.task.study)
     )
     fingerprint = session.prober.fingerprint
     assert selection.recipe(fingerprint) == trials.selection.recipe(fingerprint)
@@ -205,10 +205,14 @@ def repeated(*step_s: tuple[float, ...]) -> Selection:
 def test_measurements_that_differ_by_more_than_their_intervals_are_unsteady() -> None:
     label = BASELINE.label()
     apart = repeated((1.0, 1.01), (1.2, 1.21), (1.0, 1.01))
-    assert apart.unsteady(BASELINE) == f"measurements of {label} differ by 20%"
-    assert repeated((1.0, 1.3, 1.0), (1.2, 1.1, 1.25)).unsteady(BASELINE) is None  # they overlap
-    assert repeated((1.0, 1.0), (1.04, 1.04)).unsteady(BASELINE) is None  # a small difference
-    assert repeated((1.0, 1.0)).unsteady(BASELINE) is None
+    assert apart.unsteadiness_reason(BASELINE) == f"measurements of {label} differ by 20%"
+    assert (
+        repeated((1.0, 1.3, 1.0), (1.2, 1.1, 1.25)).unsteadiness_reason(BASELINE) is None
+    )  # they overlap
+    assert (
+        repeated((1.0, 1.0), (1.04, 1.04)).unsteadiness_reason(BASELINE) is None
+    )  # a small difference
+    assert repeated((1.0, 1.0)).unsteadiness_reason(BASELINE) is None
 
 
 def test_a_baseline_without_rivals_allows_no_speed_up(start: Start) -> None:
@@ -264,7 +268,7 @@ def test_a_disturbed_truncated_model_corrects_no_other_prediction() -> None:
     for depth in (2, 6):
         learn(MIDDLE, depth, disturbed=REASON, slower=3.0)
         learn(other, depth)
-    extrapolated = predictor.extrapolated(MIDDLE, 2)
+    extrapolated = predictor.predict_from_probes(MIDDLE, 2)
     assert extrapolated is not None and extrapolated.disturbed == REASON
     steady_s = predicted_s(other)
     learn(MIDDLE, None)  # 3 times as fast as the disturbed models predict

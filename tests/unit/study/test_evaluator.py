@@ -84,7 +84,10 @@ def test_what_is_larger_than_a_known_oom_is_refused_and_not_launched(
     reason = verdict.result.reason or ""
     assert "trial 3" in reason and MIDDLE.label() in reason
     assert verdict.result.oom == result(outcome=Outcome.OOM).oom
-    assert [(row.trial, row.result) for row in store.of_study("one")][-1] == (4, verdict.result)
+    assert [(row.trial, row.result) for row in store.probes_of_study("one")][-1] == (
+        4,
+        verdict.result,
+    )
     assert verdict.seconds == 0.0
 
 
@@ -154,7 +157,7 @@ def test_a_known_answer_gets_a_row_in_the_study_that_reuses_it(
 ) -> None:
     session(machine())[0].evaluate(MIDDLE, 0)
     session(machine(), study="another")[0].evaluate(MIDDLE, 7)
-    (row,) = store.of_study("another")
+    (row,) = store.probes_of_study("another")
     assert (row.trial, row.result.outcome) == (7, Outcome.OK)
     assert row.result.measurement is not None
     assert row.result.seconds == {}  # nothing was spent on it here
@@ -210,7 +213,7 @@ def test_three_failures_in_a_row_are_too_many(session: Session, store: ProbeStor
     assert "trial-0002.log" in (caught.value.remedy or "") and "--study" in (
         caught.value.remedy or ""
     )
-    assert [row.result.outcome for row in store.of_study("one")] == [
+    assert [row.result.outcome for row in store.probes_of_study("one")] == [
         Outcome.CRASH,
         Outcome.TIMEOUT,
         Outcome.CRASH,
@@ -263,7 +266,7 @@ def test_confirming_asks_for_more_and_is_never_answered_from_the_table(
         f"confirm-{MIDDLE.digest}-1.log",
         f"confirm-{MIDDLE.digest}-2.log",
     ]
-    assert [row.trial for row in store.of_study("one")] == [0, None, None, None]
+    assert [row.trial for row in store.probes_of_study("one")] == [0, None, None, None]
 
 
 def test_an_oom_while_confirming_refuses_what_is_larger(session: Session) -> None:
@@ -279,4 +282,4 @@ def test_a_cancelled_probe_leaves_no_row(session: Session, store: ProbeStore) ->
     evaluator, _ = session(cancel)
     with pytest.raises(Cancelled):
         evaluator.evaluate(MIDDLE, 0)
-    assert store.of_study("one") == []
+    assert store.probes_of_study("one") == []

@@ -74,7 +74,9 @@ def test_each_fits_and_differs_in_nothing_that_it_may_not_touch(limit_gib: float
     found = list(formula_seeds(task(), HERE, limit_gib))
     assert found and len(set(found)) == len(found)
     for config in found:
-        need = memory_breakdown(resolve_model("mistral-7b"), task().workload.at_longest(config), 2)
+        need = memory_breakdown(
+            resolve_model("mistral-7b"), task().workload.longest_row_config(config), 2
+        )
         assert need is not None and need.peak_reserved_gib <= limit_gib
         changed = config.as_dict().items() ^ HERE.as_dict().items()
         assert {name for name, _ in changed} <= set(VARIED)
@@ -173,7 +175,7 @@ def test_what_needs_all_there_is_fits() -> None:
         task(), space=SearchSpace.of(micro_batch_size=[2, 8], lora_rank=16, seq_len=512)
     )
     seed = replace(HERE, micro_batch_size=2)
-    need = memory_breakdown(small.model, small.workload.at_longest(seed), 2)
+    need = memory_breakdown(small.model, small.workload.longest_row_config(seed), 2)
     assert need is not None
     assert list(formula_seeds(small, HERE, need.peak_reserved_gib)) == [seed]
     assert list(formula_seeds(small, HERE, need.peak_reserved_gib - 0.001)) == []

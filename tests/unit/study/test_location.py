@@ -21,17 +21,17 @@ from autotune.study.storage.database import (
     network_drive,
     public_url,
     read_only,
-    retried,
+    retry_on_outage,
     sqlite_folder,
     with_tables,
 )
 from autotune.study.storage.location import (
+    from_stored_directory,
     make_writable,
-    opened_out,
     shared_url,
     storage_url,
-    stored_out,
     study_directory,
+    to_stored_directory,
 )
 from autotune.study.storage.optuna_storage import study_names
 
@@ -62,16 +62,16 @@ def test_a_database_is_the_one_named_or_of_the_environment_or_in_runs(
 
 def test_a_directory_inside_that_of_the_database_moves_with_it(here: Path) -> None:
     url = f"sqlite:///{here}/runs/a.db"
-    assert stored_out(here / "runs" / "one", url) == "one" and stored_out(here / "two", url) == str(
-        here / "two"
-    )
-    assert stored_out(here / "one", SERVER) == str(here / "one")
+    assert to_stored_directory(here / "runs" / "one", url) == "one" and to_stored_directory(
+        here / "two", url
+    ) == str(here / "two")
+    assert to_stored_directory(here / "one", SERVER) == str(here / "one")
     moved = f"sqlite:///{here}/elsewhere/a.db"
-    assert opened_out("one", moved, "x") == here / "elsewhere" / "one"
-    assert opened_out("one", SERVER, "x") == here / "one"
-    assert opened_out(str(here), url, "x") == here
+    assert from_stored_directory("one", moved, "x") == here / "elsewhere" / "one"
+    assert from_stored_directory("one", SERVER, "x") == here / "one"
+    assert from_stored_directory(str(here), url, "x") == here
     assert (
-        opened_out(str(here / "gone"), url, "a study/of mine")
+        from_stored_directory(str(here / "gone"), url, "a study/of mine")
         == study_directory(None, "a study/of mine").absolute()
     )
     assert study_directory("out", "x") == Path("out") and study_directory(None, "x") == Path(
@@ -235,7 +235,7 @@ class Owner:
     def __init__(self, failures: int, outages: Outages, *, lost: bool = True) -> None:
         self.outages, self.left, self.lost, self.calls = outages, failures, lost, 0
 
-    @retried
+    @retry_on_outage
     def read(self, one: int, *, other: int) -> int:
         self.calls += 1
         if self.calls <= self.left:
@@ -308,6 +308,6 @@ def test_what_was_never_reached_or_is_not_to_be_waited_for_fails_at_once(
 
 def test_at_once_nothing_waits(waits: list[float]) -> None:
     outages = Outages(seconds=3.0, reached=True)
-    with pytest.raises(sa.exc.OperationalError), outages.at_once():
+    with pytest.raises(sa.exc.OperationalError), outages.fail_fast():
         failing_engine(outages, [1]).connect()
     assert waits == [] and outages.waits()

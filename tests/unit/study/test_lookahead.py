@@ -37,7 +37,7 @@ class Ahead:
     def claimed_keys(self) -> set[str]:
         return self.taken
 
-    def want(self, requests: dict[str, ProbeRequest]) -> None:
+    def compile_next(self, requests: dict[str, ProbeRequest]) -> None:
         self.wanted.append(requests)
 
 

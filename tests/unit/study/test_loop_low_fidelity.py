@@ -69,7 +69,7 @@ def opener(folder: Path, opened: list[Any]) -> Open:
             started=0.0,
             clock=clock,
         )
-        trials.resume(store.of_study("one"))
+        trials.resume(store.probes_of_study("one"))
         if not search.is_waiting():
             trials.begin([BASELINE])
         return Session(

@@ -28,7 +28,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
-from autotune.study.evaluator import Evaluation, Evaluator, _ran_out_on_device, shortened
+from autotune.study.evaluator import Evaluation, Evaluator, _ran_out_on_device, truncate_request
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
@@ -134,7 +134,7 @@ def test_two_depths_come_before_the_whole_model_and_all_of_it_is_stored(
     )
     assert how(verdict) == (Outcome.OK, Rung.FULL, Evidence.MEASURED)
     assert (verdict.reused, verdict.seconds) == (False, FULL_S + 2 * SHORT_S)
-    rows = store.of_study("one")
+    rows = store.probes_of_study("one")
     assert [(row.trial, row.result.depth) for row in rows] == [(3, 2), (3, 8), (3, None)]
     assert rows[-1].result == verdict.result
 
@@ -172,7 +172,7 @@ def test_what_a_few_layers_run_out_of_is_not_enough(
     assert how(verdict) == (Outcome.OOM, Rung.SHALLOW, Evidence.EXTRAPOLATED)
     assert f"with only {depths[-1]} of 32 layers" in (verdict.result.reason or "")
     assert verdict.result.depth is None and verdict.result.phase is Phase.FORWARD
-    *truncated, last = [row.result for row in store.of_study("one")]
+    *truncated, last = [row.result for row in store.probes_of_study("one")]
     assert [row.depth for row in truncated] == depths and last == verdict.result
     assert verdict.result.oom == truncated[-1].oom
     refused = evaluator.evaluate(TWICE, 4).result
@@ -193,7 +193,7 @@ def test_what_is_predicted_to_need_more_is_not_tried(session: Start, store: Prob
     assert oom.phase is verdict.result.phase is Phase.BACKWARD
     assert measured.peak_reserved_gib == pytest.approx(3.0)
     assert "extrapolated from 2 and 8 layers" in (verdict.result.reason or "")
-    assert store.of_study("one")[-1].result == verdict.result
+    assert store.probes_of_study("one")[-1].result == verdict.result
     assert evaluator.evaluate(TWICE, 4).result.outcome is Outcome.REFUSED
 
 
@@ -334,7 +334,7 @@ def test_what_cannot_win_is_slow(session: Start, store: ProbeStore) -> None:
         2 * SHORT_S,
     )
     assert verdict.result.measurement is not None
-    assert store.of_study("one")[-1].result == verdict.result
+    assert store.probes_of_study("one")[-1].result == verdict.result
     assert evaluator.evaluate(HALF, 6, promise).result.rung is Rung.FULL
     assert asked(prober) == [2, 8, 2, 8, None]
     assert [config for config, _ in heard] == [MIDDLE, HALF]
@@ -519,7 +519,7 @@ def test_what_was_stored_leads_to_the_same_decisions(
     second, _ = session(answers, limit_gib=4.0, store=rest)
     if others:
         second.learn_from_others()
-    for row in rest.of_study("one"):
+    for row in rest.probes_of_study("one"):
         second.learn(row.trial, row.result)
     wanted = [
         HALF,
@@ -619,7 +619,7 @@ def test_what_a_new_worker_loads_in_its_first_step_is_no_candidates_time(session
 def test_a_truncated_model_is_timed_for_seven_tenths_of_a_second_at_most() -> None:
     request = ProbeRequest(config=MIDDLE, model={}, memory_gib=80.0)
     for asked_s, timed_s in ((1.0, 0.7), (0.2, 0.2)):
-        short = shortened(replace(request, min_timed_s=asked_s), 4)
+        short = truncate_request(replace(request, min_timed_s=asked_s), 4)
         assert (short.depth, short.rung, short.min_timed_s, short.min_timed_micros) == (
             4,
             Rung.SHALLOW,
@@ -657,7 +657,7 @@ def test_a_reference_whose_losses_are_known_is_not_measured_again(
         assert (
             measured is not None and measured.losses == (2.0, 1.9) and prober.num_probes == probes
         )
-    rows = [row.result for row in store.of_study("one")]
+    rows = [row.result for row in store.probes_of_study("one")]
     assert {one.rung for one in rows} == {Rung.REFERENCE}
     log = f"reference-{MIDDLE.digest}.log"
     assert [(one.seconds, one.log) for one in rows] == [

@@ -174,7 +174,7 @@ NUMBERS |= {"peak_allocated_gib": 9.0}
 def test_what_was_published_is_compared_number_by_number(
     made: ConfigResult, pairs: dict[str, Any]
 ) -> None:
-    assert made.against() == pairs
+    assert made.known_pairs() == pairs
 
 
 def test_a_row_says_everything_in_words() -> None:
@@ -195,7 +195,7 @@ def test_a_row_says_everything_in_words() -> None:
     estimated = of(interval_gib=(9.5, 10.5), **NUMBERS)
     assert estimated.cells()[4] == "10.0 (9.5 to 10.5)"
     unknown = of(Outcome.REFUSED, Published(tokens_per_s=1000.0, peak_gib=8.0))
-    assert unknown.cells()[-1] == "tokens/s 1,000; peak GiB 8" and unknown.against() == {}
+    assert unknown.cells()[-1] == "tokens/s 1,000; peak GiB 8" and unknown.known_pairs() == {}
     slow = of(published=Published(samples_per_s=0.01234), samples_per_s=100.0)
     assert slow.cells()[-1].startswith("samples/s 0.0123, here 100 (+")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.neighbours import at_distance, by_distance, neighbours
+from autotune.study.neighbours import choices_at_distance, choices_by_distance, neighbours
 
 SPACE = SearchSpace(
     name="small",
@@ -58,7 +58,7 @@ def test_configurations_two_edits_away_follow_once_all_nearer_ones_were_tried() 
     seen = {
         space.config(chosen).digest
         for distance in (0, 1)
-        for chosen in at_distance(space, best, distance)
+        for chosen in choices_at_distance(space, best, distance)
     }
     found = without_budget(space.config(chosen) for chosen in neighbours(space, best, seen))
     assert len(found) > 400 and max(len(differing(config, best)) for config in found) == 2
@@ -74,7 +74,10 @@ def test_every_choice_has_exactly_one_distance() -> None:
             Knob(name="micro_batch_size", low=1, high=4),
         ),
     )
-    found = [space.config(chosen) for chosen in by_distance(space, TrainConfig(micro_batch_size=2))]
+    found = [
+        space.config(chosen)
+        for chosen in choices_by_distance(space, TrainConfig(micro_batch_size=2))
+    ]
     assert len(found) == space.size() == 16
     assert set(found) == {space.config(chosen) for chosen in space.enumerate()}
     assert found[0] == TrainConfig(micro_batch_size=2)

@@ -112,7 +112,9 @@ def node(
 
 
 def readings(session: Session) -> list[ProbeResult]:
-    return [row.result for row in session.store.of_study("one") if row.result.rung is Rung.NODE]
+    return [
+        row.result for row in session.store.probes_of_study("one") if row.result.rung is Rung.NODE
+    ]
 
 
 def test_a_node_like_the_others_is_reported_nothing(start: Start, tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_a_node_like_the_others_is_reported_nothing(start: Start, tmp_path: Path
     assert node(session, tmp_path).check() == []
     assert [one.notes for one in readings(session)] == [()]
     key, digest = session.study.trials.task.model_key, FINGERPRINT.digest
-    assert Rung.NODE in [row.result.rung for row in session.store.of_model(key, digest)]
+    assert Rung.NODE in [row.result.rung for row in session.store.probes_of_model(key, digest)]
     session.study.trials.sync()
     assert len(session.study.trials.rows) == 1  # a reading is no trial
 

@@ -20,7 +20,7 @@ from autotune.problem.performance import performance
 from autotune.report.answer import nodes_answer
 from autotune.study.nodes import UNNAMED, Node, node_row, nodes_of
 from autotune.study.session import read_nodes
-from autotune.study.storage.location import stored_out
+from autotune.study.storage.location import to_stored_directory
 from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from autotune.study.storage.study_record import start_record
 from tests.helpers.factories import FINGERPRINT, measurement, result
@@ -188,7 +188,7 @@ def test_a_store_names_its_node(tmp_path: Path) -> None:
         store.add("one", None, made, FINGERPRINT)
         store.close()
     reader = ProbeStore(url)
-    assert [row.result.node for row in reader.of_study("one")] == ["a:1:1", None]
+    assert [row.result.node for row in reader.probes_of_study("one")] == ["a:1:1", None]
     reader.close()
 
 
@@ -202,8 +202,10 @@ def study(tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     shutil.copy(tables, "autotune.db")
     url, opened = "sqlite:///autotune.db", list[Any]()
     session = begun(starter(url, tmp_path / "logs", opened))
-    start_record(session.search, record_of(out=Path(stored_out(tmp_path / "runs" / "one", url))))
-    measured = session.store.of_study("one")[0].result
+    start_record(
+        session.search, record_of(out=Path(to_stored_directory(tmp_path / "runs" / "one", url)))
+    )
+    measured = session.store.probes_of_study("one")[0].result
     for node, rung in (("b/../x:2:2", Rung.NODE), ("c:3:3", Rung.NODE)):
         session.store.add("one", None, replace(measured, rung=rung, node=node), FINGERPRINT)
     yield url

@@ -10,7 +10,7 @@ import pytest
 from autotune.catalog import Price, resolve_device
 from autotune.core.probe_types import ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig
-from autotune.planning.more_gpus import on_other_numbers
+from autotune.planning.more_gpus import project_gpu_counts
 from autotune.problem.search_space import SearchSpace
 from autotune.report import describe
 from autotune.study.summary import Recipe
@@ -79,7 +79,7 @@ def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
     assert not any("ends within" in caveat for caveat in recipe.caveats)
     assert recipe.speedup == pytest.approx(2 * rate(recipe.config) / rate(recipe.baseline.config))  # type: ignore[union-attr]
     assert "on 2 GPUs instead of 1" in describe.speed_up(recipe)
-    rows = on_other_numbers(recipe)
+    rows = project_gpu_counts(recipe)
     assert (rows.own, rows.known) == (2, (1, 2, 4))
     cheapest, fastest, in_time = describe.gpu_choices(rows, recipe.within_hours)
     assert cheapest.startswith("cheapest: 1 GPU (") and fastest.startswith("fastest: 4 GPUs, ddp (")
@@ -92,7 +92,7 @@ def test_where_nothing_ends_in_time_the_fastest_wins_and_is_late(start: Start) -
         "the fastest, because no configuration ends within 1 min, above"
     )
     assert any("nothing that was tried ends within 1 min" in caveat for caveat in recipe.caveats)
-    assert describe.gpu_choices(on_other_numbers(recipe), recipe.within_hours)[2].endswith(
+    assert describe.gpu_choices(project_gpu_counts(recipe), recipe.within_hours)[2].endswith(
         "none is known"
     )
 

@@ -11,7 +11,7 @@ import pytest
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
-from autotune.study.numerics import BOUND, deviation, in_question, reference_of
+from autotune.study.numerics import BOUND, coarse_formats, deviation, reference_of
 from tests.helpers.factories import measurement
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Session, Start, by_tokens, space, subject_of, whole
@@ -43,10 +43,10 @@ SMALLER = space(
 )
 def test_what_is_in_question(knobs: dict[str, Any], doubtful: str) -> None:
     config = TrainConfig(**knobs)
-    assert in_question(config) == doubtful
+    assert coarse_formats(config) == doubtful
     for bf16 in (True, False):
         reference = reference_of(config, bf16=bf16)
-        assert reference is not None and in_question(reference) == ""
+        assert reference is not None and coarse_formats(reference) == ""
 
 
 def test_the_reference_keeps_the_optimizer_or_is_none() -> None:
@@ -57,7 +57,7 @@ def test_the_reference_keeps_the_optimizer_or_is_none() -> None:
     ):
         reference = reference_of(TrainConfig(optimizer=optimizer), bf16=True)
         assert reference is not None and reference.optimizer == wanted
-    assert in_question(TrainConfig(optimizer="lion_8bit")) == "lion_8bit"
+    assert coarse_formats(TrainConfig(optimizer="lion_8bit")) == "lion_8bit"
     assert reference_of(TrainConfig(optimizer="lion_8bit"), bf16=True) is None
 
 
@@ -108,7 +108,7 @@ def test_the_reference_of_products_of_eight_bits_is_plain_and_recomputes_all() -
         compile="per_layer",
         loss="chunked",
     )
-    assert in_question(config) == "fp8 and adamw_8bit"
+    assert coarse_formats(config) == "fp8 and adamw_8bit"
     assert reference_of(config, bf16=True) == TrainConfig(
         micro_batch_size=2, checkpointing="full", padding="bucket"
     )
@@ -154,7 +154,7 @@ def test_losses_that_are_far_off_are_an_outcome_and_no_winner(start: Start) -> N
     assert dropped and all("its losses are 4.0% off" in caveat for caveat in dropped)
     outcomes = [
         row.result.outcome
-        for row in session.store.of_study("one")
+        for row in session.store.probes_of_study("one")
         if row.result.rung is Rung.CONFIRM
     ]
     assert Outcome.NUMERICS in outcomes

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
-from autotune.study.ranking import Scored, choose, more_capable, to_beat, why
+from autotune.study.ranking import Scored, choose, explain_choice, more_capable, score_to_beat
 
 
 def scored(speed: float, free_fraction: float = 0.5, **knobs) -> Scored:
@@ -33,14 +33,17 @@ RANKS = SearchSpace.of(lora_rank=[8, 16, 64])
 def test_nothing_more_capable_is_said_only_of_what_was_tried(rank, tried, said):
     fast, slow = scored(110.0, lora_rank=rank), scored(100.0, lora_rank=8)
     configs = [TrainConfig(lora_rank=one) for one in tried]
-    assert why(fast, [fast, slow], 0.05, RANKS, configs) == f"the cheapest above the floors; {said}"
+    assert (
+        explain_choice(fast, [fast, slow], 0.05, RANKS, configs)
+        == f"the cheapest above the floors; {said}"
+    )
 
 
 def test_more_capable_within_the_slack_wins():
     fast = scored(104.0, lora_rank=16, optimizer="adamw_8bit")
     able = scored(100.0, lora_rank=64)
     assert choose([fast, able], 0.05) is able
-    assert why(able, [fast, able], 0.05, RANKS, ()) == (
+    assert explain_choice(able, [fast, able], 0.05, RANKS, ()) == (
         "it is more capable: lora_rank 64 instead of 16, optimizer adamw_torch_fused instead of"
         " adamw_8bit, "
         "for 4.0% more cost than the cheapest (--slack allows 5%)"
@@ -62,7 +65,7 @@ def test_a_tenth_of_free_memory_is_worth_the_slack():
         scored(99.0, free_fraction=0.31, checkpointing="every_2"),
     )
     assert choose([tight, roomy], 0.05) is roomy
-    assert why(roomy, [tight, roomy], 0.05, RANKS, ()) == (
+    assert explain_choice(roomy, [tight, roomy], 0.05, RANKS, ()) == (
         "it leaves more memory free, for 1.0% more cost than the cheapest (--slack allows 5%); "
         "nothing more capable was tried"
     )
@@ -101,8 +104,8 @@ def test_a_tie_in_speed_goes_to_what_needs_less_memory(score, noise, free, rank,
     assert choose([fast, other], 0.05) is (other if wins else fast)
     if wins:
         said = "it leaves more memory free, at no measurable cost; nothing more capable was tried"
-        assert why(other, [fast, other], 0.05, RANKS, ()) == said
-        assert to_beat(other, [fast], 0.05) == pytest.approx(100.0 / (1 + noise))
+        assert explain_choice(other, [fast, other], 0.05, RANKS, ()) == said
+        assert score_to_beat(other, [fast], 0.05) == pytest.approx(100.0 / (1 + noise))
 
 
 def test_of_equals_none_wins_whose_host_sets_the_pace():
@@ -112,13 +115,13 @@ def test_of_equals_none_wins_whose_host_sets_the_pace():
         replace(one, noise=0.02, host_bound=one is hosted) for one in (steady, hosted)
     )
     assert choose([steady, hosted], 0.05) is steady
-    assert why(steady, [steady, hosted], 0.05, RANKS, ()) == (
+    assert explain_choice(steady, [steady, hosted], 0.05, RANKS, ()) == (
         "it is not CPU-bound, at no measurable cost; nothing more capable was tried"
     )
-    assert to_beat(steady, [hosted], 0.05) == pytest.approx(100.5 / 1.02)
-    assert to_beat(hosted, [steady], 0.05) == 100.0
+    assert score_to_beat(steady, [hosted], 0.05) == pytest.approx(100.5 / 1.02)
+    assert score_to_beat(hosted, [steady], 0.05) == 100.0
     tight = replace(hosted, free_fraction=0.05)
-    assert "it leaves more memory free" in why(steady, [steady, tight], 0.05, RANKS, ())
+    assert "it leaves more memory free" in explain_choice(steady, [steady, tight], 0.05, RANKS, ())
     faster = replace(hosted, score=104.0)
     assert choose([steady, faster], 0.05) is faster
     assert choose([replace(steady, host_bound=True), hosted], 0.05) is hosted
@@ -158,7 +161,7 @@ def test_what_a_candidate_must_beat(candidate, bar):
         for speed, rank in ((100.0, 16), (97.0, 64), (94.0, 256))
     ]
     candidate = {"free_fraction": 0.05} | candidate
-    need = to_beat(scored(0.0, **candidate), others, 0.05)
+    need = score_to_beat(scored(0.0, **candidate), others, 0.05)
     assert need == pytest.approx(bar)
     better, worse = scored(need * 1.001, **candidate), scored(need * 0.999, **candidate)
     assert choose([*others, worse], 0.05) is not worse

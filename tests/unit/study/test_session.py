@@ -177,8 +177,10 @@ def test_a_leader_keeps_the_record_of_its_study(tmp_path: Path) -> None:
         # another is refused by those who have this one
         assert database.execute(query).fetchall() == [("2",)]
     assert Rung.CONFIRM in probed(leader) and leader.trials.selection.leader() is not None
-    with closing(Leases(URL, "mine", Worker.here("cpu"))) as leases:
-        assert leases.taken() == set() and set(leases.workers()) == {leases.name}  # it has left
+    with closing(Leases(URL, "mine", Worker.this_process("cpu"))) as leases:
+        assert leases.leased_digests() == set() and set(leases.workers()) == {
+            leases.name
+        }  # it has left
     summary = read_summary(made, URL, nowhere)
     assert summary.recipe is not None and summary.recipe.config == leader.trials.selection.leader()
     assert len(summary.trials) == 3 and summary.wall_seconds >= made.wall_seconds
@@ -318,7 +320,7 @@ def test_a_fresh_study_measures_anew_and_a_later_session_of_it_does_not(
 
 def test_only_one_process_leads() -> None:
     lead()
-    other = replace(Worker.here("cpu", leads=True), host="another")
+    other = replace(Worker.this_process("cpu", leads=True), host="another")
     with closing(Leases(URL, "mine", other)) as leases:
         leases._beat()
         with pytest.raises(
@@ -345,7 +347,7 @@ def test_an_explanation_is_kept_with_the_study_and_its_probes_apart(
     Recorded.shape = layers and ModelShape(num_layers=layers, prefix=0, period=1)
     with Session(URL, Path("explained"), "cpu") as session:
         found = explain(session, record(), made.recipe.config, made.recipe.baseline.config)
-        stored = {row.result.rung for row in session.store.of_study("mine, explained")}
+        stored = {row.result.rung for row in session.store.probes_of_study("mine, explained")}
     assert record().ablation == found == read_summary(record(), URL, nowhere).explanation
     assert found.undone
     assert stored - {Rung.FULL} == rungs - {Rung.FULL} and len(
@@ -378,7 +380,7 @@ def test_a_worker_helps_until_a_limit_is_reached() -> None:
     assert sum(line.startswith("trial ") for line in said) == 3
     (seconds,) = record().worker_seconds.values()
     assert 0 < seconds < 60 and len(read_summary(record(), URL, nowhere).trials) == 6
-    with closing(Leases(URL, "mine", Worker.here("cpu"))) as leases:
+    with closing(Leases(URL, "mine", Worker.this_process("cpu"))) as leases:
         assert set(leases.workers()) == {leases.name}
 
 

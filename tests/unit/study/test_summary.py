@@ -230,7 +230,7 @@ def test_who_learned_most_and_whom_none_beats_in_loss_and_time():
     equal, failed, late = learned(16, 1.0, 2.2), learned(32, 0.5, None), learned(64, 4.0, 1.5)
     made = quality(worse, failed, late, slow, equal, best, fast)
     assert made.ranked() == (best, late, slow, fast, equal, worse, failed)
-    assert made.front() == (fast, slow, best)
+    assert made.pareto_front() == (fast, slow, best)
 
 
 @pytest.mark.parametrize(
