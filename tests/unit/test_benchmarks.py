@@ -214,7 +214,7 @@ SAID = [
         "day_zero_gpu",
         "the count of {configs} whole models from {families} families of 2025 and 2026",
     ),
-    ("day_zero_gpu", "**{memory_error_max:.2%} worst**: the count of"),
+    ("day_zero_gpu", "**{memory_error_max:.4%} worst**: the count of"),
     ("day_zero_gpu", "{time_error_median:.1%} off in the median and {time_error_max:.1%} at worst"),
     (
         "ranks_end_gpus",
