@@ -8,9 +8,9 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
+from autotune.export.keys import key_of
 from autotune.planning.foreign_config import adapt_to_model, parse
 from autotune.planning.foreign_sharding import shard_run
-from autotune.planning.foreign_v1 import V1, file_key
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
@@ -18,7 +18,7 @@ from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignCo
 MAX_MICRO_BATCH = 1024  # the largest micro batch that the search tries
 MIN_LENGTH = 256  # the shortest sequence length that the search tries, in tokens
 # Mappings in a file. A key inside such a mapping is changed there, not at the top level.
-NESTED = ("model_init_kwargs", "bnb_config_kwargs", "peft_config")
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # The rank of a change says how much the change alters the training's result, the least first:
 # - SAME_RESULT leaves the result as it is.
@@ -60,7 +60,7 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     if config.loss == "full" and fused:
         yield SAME_RESULT, fused
     if size := _smaller_evaluation(run):
-        yield SAME_RESULT, {file_key(tool, "eval_batch"): size}
+        yield SAME_RESULT, {key_of(tool, "eval_batch"): size}
     if config.checkpointing == "none":
         newer_key = tool == "trl" and "activation_checkpointing" in values
         edits: Edits = {"activation_checkpointing": True} if newer_key else table["checkpointing"]
@@ -68,7 +68,7 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     if config.optimizer in ("adamw_torch", "adamw_torch_fused") and "optimizer" in table:
         yield OTHER_OPTIMIZER, table["optimizer"]
     if config.dora:
-        yield OTHER_OPTIMIZER, {file_key(tool, "dora"): False}
+        yield OTHER_OPTIMIZER, {key_of(tool, "dora"): False}
 
     # Changes for adapters
     quantization = _switch_off(table["quantized"], values, "load_in_8bit")
@@ -251,7 +251,7 @@ class FixSearch:
 
     def _resize(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
         rows = run.config.micro_batch_size * run.accumulation
-        micro = size.get(file_key(run.format, "micro_batch_size"), run.config.micro_batch_size)
+        micro = size.get(key_of(run.format, "micro_batch_size"), run.config.micro_batch_size)
         config = replace(
             run.config,
             micro_batch_size=micro,
@@ -264,17 +264,13 @@ class FixSearch:
         micro = run.config.micro_batch_size
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
-        batch_key = file_key(run.format, "micro_batch_size")
+        batch_key = key_of(run.format, "micro_batch_size")
         # In Axolotl, the older key `batch_size` sets the number of rows in a step. Axolotl refuses
         # a file that also has the key for the accumulation.
         if run.values.get("batch_size") is not None:
             return [{batch_key: size} for size in sizes]
-        accumulation_key = file_key(run.format, "accumulation")
-        # LLaMA-Factory's v1 has the rows of a step instead of the micro batches.
-        return [
-            {batch_key: size, accumulation_key: rows if run.format == V1 else rows // size}
-            for size in sizes
-        ]
+        accumulation_key = key_of(run.format, "accumulation")
+        return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
 
     def _shorter_lengths(self, run: ForeignConfig) -> list[Edits]:
         """Return shorter sequence lengths: powers of two, the longest first."""
@@ -284,7 +280,7 @@ class FixSearch:
     @property
     def _length_key(self) -> str:
         run = self.checked.run
-        key = file_key(run.format, "seq_len")
+        key = key_of(run.format, "seq_len")
         return "max_seq_length" if key not in run.values and "max_seq_length" in run.values else key
 
 

@@ -28,7 +28,6 @@ from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
-from autotune.planning.foreign_v1 import V1, deepspeed_file, with_older_keys
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 
 # Modules outside the layers; the estimate leaves out adapters on these modules
@@ -99,24 +98,21 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
 
 
 def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
-    """Return the run that the values of a file describe for `tool`, one of TOOLS or V1.
+    """Return the run that the values of a file describe for `tool`, one of TOOLS.
 
     Raises UsageError for an impossible value, and for an unsupported kind of run.
     """
     file = _completed(File(values=values, notes=[]), tool)
-    run = _read(file, "llamafactory" if tool == V1 else tool)
-    return replace(run, format=tool, values=file.values)
+    return replace(_read(file, tool), values=file.values)
 
 
 def _completed(file: File, tool: str) -> File:
     """Return the file with the keys that other keys imply."""
-    if tool == V1:
-        file = with_older_keys(file)
     implied: dict[str, Any] = {}
-    if tool in ("llamafactory", V1) and file.text("finetuning_type") == "freeze":
+    if tool == "llamafactory" and file.text("finetuning_type") == "freeze":
         implied["freeze_trainable_layers"] = 2
     # No formula covers these formats of a checkpoint: the table `lessens` has their names.
-    _, storage = quantised_copy(file.text(key_of("llamafactory" if tool == V1 else tool, "model")))
+    _, storage = quantised_copy(file.text(key_of(tool, "model")))
     if storage in ("NVFP4", "AQLM"):
         implied[f"{storage} storage"] = True
     return replace(file, values=implied | file.values)
@@ -131,14 +127,14 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     values = _load(path)
     tool = _tool_of(path, values)
     values.pop("objective", None)  # no tool has this key; it is only set below
-    if objective is not None and tool in ("trl", V1):
+    if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
     ignored = ""
     try:
         ignored = _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values.get("accelerate_config"))
-        values |= _deepspeed_settings(path, deepspeed_file(values))
+        values |= _deepspeed_settings(path, values.get("deepspeed"))
         ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
@@ -303,17 +299,16 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     if other := _other_tool(values):
         raise UsageError(f"{path} is a file of {other}, which is not supported", remedy=_TRAINING)
 
-    # Some YAML files belong to the supported tools but describe no training. LLaMA-Factory's v1 has
-    # the key for an export inside `peft_config`.
-    adapters = values.get("peft_config")
-    named = values | (adapters if isinstance(adapters, dict) else {})
+    # Some YAML files belong to the supported tools but describe no training.
     for other in table("other_files"):
-        if not values.get("do_train") and any(map(named.get, other["keys"])):
+        if not values.get("do_train") and any(map(values.get, other["keys"])):
             raise UsageError(
                 f"{path} is {other['what']}: it describes no training", remedy=_TRAINING
             )
     if any(key in values for key in table("marks_of_v1")):
-        return V1
+        raise UsageError(
+            f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
+        )
 
     # The file belongs to the tool that has the most identifying keys in the file.
     all_marks = table("marks")
@@ -907,8 +902,7 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
         "precision": _precision(pure, bf16, fp16, "bf16_mixed" if method == "lora" else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
         "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,
-        # The trainers of v1 read the logits, so that Liger's fused loss is off.
-        "loss": "chunked" if liger and "kernel_config" not in file.values else "full",
+        "loss": "chunked" if liger else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,
     }

@@ -21,6 +21,7 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
+from autotune.export.keys import key_of
 from autotune.planning.counted_memory import no_count
 from autotune.planning.device_estimate import (
     accuracy_text,
@@ -39,7 +40,6 @@ from autotune.planning.foreign_config import (
 )
 from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_sharding import shard_run
-from autotune.planning.foreign_v1 import file_key
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
@@ -460,7 +460,7 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
 
     step = bounds_of(context, replace(run, evaluation=None))
     assert step is not None  # the bounds of the run include the bounds of a step
-    key = file_key(run.format, "eval_batch")
+    key = key_of(run.format, "eval_batch")
     rows = evaluation.batch_of(run.config).micro_batch_size
     source = key if key in run.values else f"{key}, by default"
     logits = ", with the logits of all tokens" if evaluation.loss == "full" else ""

@@ -19,14 +19,8 @@ SOURCES = {
     "trl": ("trl/scripts/utils.py", "trl/trainer/*config.py", "transformers/training_args*.py"),
     "axolotl": ("axolotl/utils/schemas/**/*.py", "axolotl/integrations/**/args.py"),
     "llamafactory": ("llamafactory/hparams/*.py", "transformers/training_args*.py"),
-    "llamafactory_v1": ("llamafactory/v1/config/*_args.py",),
 }
-TITLES = {
-    "trl": "TRL 1.16",
-    "axolotl": "Axolotl 0.19",
-    "llamafactory": "LLaMA-Factory 0.9.5",
-    "llamafactory_v1": "LLaMA-Factory's v1",
-}
+TITLES = {"trl": "TRL 1.16", "axolotl": "Axolotl 0.19", "llamafactory": "LLaMA-Factory 0.9.5"}
 # Keys that the tools take outside of those classes, and older names that autotune still reads.
 MORE = {
     "trl": {
@@ -40,7 +34,6 @@ MORE = {
     },
     "axolotl": set[str](),
     "llamafactory": {"model_name", "new_special_tokens", "config"},
-    "llamafactory_v1": {"objective"},
 }
 HEAD = """\
 # The keys of a run's file, by tool. Written by tests/helpers/refresh_known_keys.py from the tools'

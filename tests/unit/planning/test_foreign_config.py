@@ -785,6 +785,11 @@ def test_what_is_refused(tool, line, failure):
         ("cutoff_len: 2048\nbase_model: m\n",
          "FILE: cannot tell which tool it is for: it has both base_model of axolotl; cutoff_len of"
          " llamafactory"),
+        # LLaMA-Factory's examples/v1/train_lora/export_lora.yaml, and one that trains
+        ("model: m\npeft_config:\n  name: lora\n  export_dir: out\n",
+         "FILE: the format of LLaMA-Factory v1 is not supported"),
+        ("model: m\nmodel_class: llm\ntrain_dataset: d\ncutoff_len: 2048\nmicro_batch_size: 1\n",
+         "FILE: the format of LLaMA-Factory v1 is not supported"),
         ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML:"
          " could not determine"),
         ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value does not"
