@@ -219,9 +219,8 @@ def mfu_basis(recipe: Recipe) -> str:
 def intervals(candidate: Candidate) -> str:
     """Return a sentence on the meaning of the candidate's intervals of time and cost."""
     meanings = {
-        Evidence.MEASURED: "cover the spread of the measured steps "
-        "(or the difference between two probes, if that is larger), "
-        "and for the full run also changes in the speed of its host or CPU",
+        Evidence.MEASURED: "cover the spread of the measured steps or, if larger, the difference "
+        "between two probes; for the full run also a change in the host's speed",
         Evidence.EXTRAPOLATED: "cover the possible error of the extrapolation from a few layers",
         Evidence.PROJECTED: "cover 80% of the errors of the projection from another card, "
         "and the spread of the steps",

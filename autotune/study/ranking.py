@@ -135,7 +135,7 @@ def explain_choice(
         return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"
 
     if any(config.capability > capability for config in tried):
-        larger = f"no more capable configuration fits and costs at most {slack:.0%} more"
+        larger = f"no more capable configuration costs at most {slack:.0%} more"
     elif any(config.capability > capability for config in more_capable(space, winner.config)):
         larger = "nothing more capable was tried"
     else:

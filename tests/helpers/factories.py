@@ -282,8 +282,7 @@ def summary(
         workload=workload,
         winner=winner,
         baseline=baseline,
-        reason="the cheapest above the floors; "
-        "no more capable configuration fits and costs at most 5% more",
+        reason="the cheapest above the floors; no more capable configuration costs at most 5% more",
         trainer="transformers",
         fingerprint=FINGERPRINT,
         by_examples=tuple(

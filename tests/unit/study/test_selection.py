@@ -284,7 +284,7 @@ def test_what_ran_out_of_memory_was_tried():
     made = confirmed()
     made.add_result(result(replace(FAST, lora_rank=64), Outcome.OOM))
     assert made.recipe(FINGERPRINT).reason.endswith(
-        "no more capable configuration fits and costs at most 5% more"
+        "no more capable configuration costs at most 5% more"
     )
 
 

@@ -494,7 +494,7 @@ def test_a_compiled_run_compiles_for_training_alone(
     done: list[Any] = []
     dynamo = SimpleNamespace(recompile_limit=8)
     monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
-    base = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
+    base = SimpleNamespace(config=LlamaConfig(vocab_size=9))
     trainer = SimpleNamespace(
         evaluate=lambda: done.append("evaluate") or {"eval_loss": float(len(done))},
         train=lambda resume_from_checkpoint: (
