@@ -31,8 +31,9 @@ def main(
     """Run or continue the study that these options describe, and render its answer.
 
     `say` receives a line for each step of the preparation. `open_progress` returns the display of
-    the search; without it, the search is silent. The function closes everything that it opens. An
-    error after the first probe becomes part of the outcome, once the files are written.
+    the search; without it, the search is silent. The function closes everything that it opens. If
+    an error occurs after the first probe, the files are still written, and the error becomes part
+    of the outcome.
 
     Raises:
         AutotuneError: the study could not begin.

@@ -37,8 +37,8 @@ class RunOutcome:
     """The end of one session of a study.
 
     `data` is the content of summary.json or suite.json, or None if neither file was written.
-    `configs` are the results of named configurations. `error` is set if the session failed or the
-    user stopped it.
+    `configs` has the results of the configurations that the spec lists by name. `error` is set if
+    the session failed or the user stopped it.
     """
 
     plan: SessionPlan
@@ -56,7 +56,7 @@ def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
-    """Use published measurements to correct a projection to another GPU; check --quality."""
+    """Correct a projection to another GPU by published speeds; refuse an impossible --quality."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
         from autotune.planning.observations import known_observations
@@ -100,7 +100,7 @@ def session(plan: SessionPlan, progress: Progress, stop: StopToken) -> "Iterator
 
 
 def probe_named(session: "Session", plan: SessionPlan) -> RunOutcome:
-    """Probe the named configurations of a spec instead of searching."""
+    """Probe the configurations that the spec lists by name; no search runs."""
     from autotune.study.named_configs import probe_configs
     from autotune.study.session import Leader
 
@@ -249,7 +249,7 @@ def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | Non
 
 
 def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
-    """Add the error of a session that measured nothing in its budget, or that the user stopped."""
+    """Add an error if the session measured nothing within its budget, or if the user stopped it."""
     plan = outcome.plan
     if stop.signal is None and outcome.data is None:
         missing = "the start of the worker and one probe that fits, so nothing was measured"

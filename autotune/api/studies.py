@@ -125,7 +125,8 @@ class StudyResult:
     def trials(self) -> list[dict[str, Any]]:
         """A dict for each trial, ready for a data frame.
 
-        Each dict has the knobs, the outcome, tokens/s, GiB, the evidence and the reason.
+        Each dict has the trial's knobs and outcome, its tokens/s, its peak memory in GiB, the
+        evidence for these numbers, and the reason of a failure.
         """
         return [
             {
@@ -172,7 +173,7 @@ class StudyResult:
         return folder / "report.html"
 
     def export(self, *formats: str, out: str | Path | None = None) -> list[Path]:
-        """Write the winner in these trainers' formats, by default in a study's usual formats.
+        """Export the winner in the formats with these names, by default in all usual formats.
 
         Raises:
             NothingFits: no configuration succeeded.

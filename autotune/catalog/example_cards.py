@@ -22,7 +22,7 @@ class ExampleCard:
     usd_per_hour: float
 
     def price(self, device: str) -> Price:
-        """Return the card's price, under the catalogue name of the device that stands in for it."""
+        """Return the card's price as a price of `device`, which represents the card in a study."""
         return Price(
             provider=EXAMPLE,
             device=device,

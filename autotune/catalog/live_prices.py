@@ -31,7 +31,7 @@ RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
     """Return today's cloud prices for `device`, the best first.
 
-    Each provider and instance size has one price, from the cheapest region. Raises
+    Of all regions of a provider, only the cheapest price for each instance size is returned. Raises
     EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
     """
     return tuple(best_first(device.name, _all(today or date.today())))
@@ -40,7 +40,7 @@ def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price
 def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
     """Convert gpuhunt's items to prices.
 
-    Unknown GPUs are left out, and so are instances that are only offered at spot.
+    Unknown GPUs are left out, and so are instances without an on-demand price.
     """
     # For each provider, device and GPU count: the cheapest spot offer (True) and on-demand offer
     # (False).
@@ -85,8 +85,9 @@ def match_product(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec 
     """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
     gpuhunt does not give the form factor (PCIe or SXM). Some instance names contain the form
-    factor: RunPod's have the driver's name of the card, and Lambda's have pcie or sxm. Otherwise,
-    the catalogue's meaning of the name decides. The result is None if no product matches.
+    factor: RunPod's have the driver's name of the card, and Lambda's have pcie or sxm. For other
+    instances, the product is the one that the catalogue finds under gpuhunt's name. The result is
+    None if no product matches.
     """
     if found := match_device(instance, memory_gb):
         return found

@@ -55,9 +55,9 @@ class ModelSpec:
     is the exact total, with tied weights counted once; it is unknown outside the catalogue.
     `weights` is a directory with safetensors, or None for random weights. `tokenizer` is a
     directory with the model's tokenizer. `processor` is the content of a preprocessor_config.json,
-    which determines the scale of images. `stored_as` is the format of a quantised checkpoint: 'fp8'
-    and 'mxfp4' weights become 16-bit weights before they are trained; 'int8', 'nf4' and
-    'nf4-double' weights stay quantised, and only adapters are trained.
+    which determines the scale of images. `stored_as` is the format of a quantised checkpoint.
+    Weights in 'fp8' or 'mxfp4' become 16-bit weights before the training. Weights in 'int8', 'nf4'
+    or 'nf4-double' stay quantised, and only adapters are trained.
     """
 
     JSON: ClassVar = keys(
@@ -130,9 +130,10 @@ class ModelSpec:
     def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
         """Return the model with other values for these keys of its config, and random weights.
 
-        Keys about how to run a model are left out, as from a config.json. Raises UsageError if the
-        new config cannot be trained, or if a key is neither in the model's config nor in any config
-        of the catalogue. An unknown key would have no effect.
+        Keys that say how to run a model, such as `dtype`, are ignored in `overrides`, as they are
+        in a config.json. Raises UsageError if the new config cannot be trained, or if a key is
+        neither in the model's config nor in any config of the catalogue. An unknown key would have
+        no effect.
         """
         config = self.config | overrides
         shown = f"{self.name} with these overrides"
@@ -359,7 +360,10 @@ def _read_config(path: Path, shown: str | None = None) -> tuple[dict[str, Any], 
 
 
 def _stored_as(config: dict[str, Any], shown: str) -> str | None:
-    """Return the format of a quantised checkpoint. Raises UsageError if no probe trains it."""
+    """Return the format of a quantised checkpoint.
+
+    Raises UsageError if probes cannot train a checkpoint in this format.
+    """
     found = quantization_of(config)
     if found is None:
         return None
@@ -485,9 +489,9 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
 
     Causal attention: each token attends to c tokens on average. Each of the c tokens costs 2 FLOPs
     per head dimension in QK^T and 2 in PV. The backward pass costs twice the forward pass, under
-    LoRA too, because adapters in lower layers need the gradients of q, k and v. The sum is
-    12 c heads head_dim per layer. Without a sliding window, c = seq_len / 2, so the sum is
-    6 seq_len heads head_dim per layer.
+    LoRA too, because adapters in lower layers need the gradients of q, k and v. Per layer, the sum
+    is 12 * c * heads * head_dim. Without a sliding window, c = seq_len / 2, so the sum per layer is
+    6 * seq_len * heads * head_dim.
     """
     if config.get("model_type") not in _TIED + _UNTIED:
         return None
@@ -527,7 +531,7 @@ def _multiplied_params(config: dict[str, Any], params: int) -> int:
 
 
 def _idle_params(config: dict[str, Any], layers: int, experts: str, width: str) -> int:
-    """Return the parameters of the experts that a token skips; an expert has three matrices."""
+    """Return the number of parameters in experts that a token skips; each has three matrices."""
     idle = config[experts] - config["num_experts_per_tok"]
     return int(layers * idle * 3 * config["hidden_size"] * config[width])
 

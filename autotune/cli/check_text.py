@@ -55,7 +55,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 
 def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
-    """Return a phrase about the tokens that a shorter sequence truncates, or an empty text."""
+    """Return a phrase with the share of tokens that a shorter length truncates, or ""."""
     truncated = report.workload.truncated
     before = truncated(report.checked.run.config.seq_len)
     after = truncated(fixed.run.config.seq_len)

@@ -188,7 +188,7 @@ class Display(AbstractContextManager["Display"]):
             self._best = row
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """Show in the status which trial is being probed; `trial` prints its line later."""
+        """Show in the status which trial is being probed; `trial` prints a line at its end."""
         self._step = f"trial {number}: {config.label()}"
 
     def trial(self, row: TrialRecord) -> None:
@@ -309,7 +309,7 @@ class Display(AbstractContextManager["Display"]):
             self._console.control(Control.home())
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """Print that the named configurations are done; the command prints the table of results."""
+        """Print where the results of the listed configurations are; the table comes later."""
         self._event("result", configs=json_data(results))
         if not self._events:
             self._print(f"written: {out_dir}/suite.md and suite.json")

@@ -39,7 +39,7 @@ class _Guarded:
 
 
 def _closest(error: UnicodeError) -> tuple[str, int]:
-    """Return a replacement for characters that an encoding lacks, and where encoding continues."""
+    """Replace characters that an encoding lacks; also return the index of the next character."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join("-" if char == DASH else "?" for char in lacking), error.end

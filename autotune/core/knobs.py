@@ -170,7 +170,7 @@ class KnobSpec:
         return all(_is_among(values[name], wanted) for name, wanted in self.active_when.items())
 
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
-        """Return the value if it is possible with the values of all knobs, else the next choice.
+        """Return the value, or the next choice that is possible with the values of all knobs.
 
         A list of module names is returned in sorted order.
         """

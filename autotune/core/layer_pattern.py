@@ -5,10 +5,11 @@ from typing import Any
 
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """Return the lengths of a sequence's prefix and period, with the smallest sum.
+    """Split a sequence into a prefix and a repeating period, and return the lengths of both.
 
-    After `prefix` items, the next `period` items repeat until the end of the sequence. The period
-    is None if no items occur twice in this way.
+    After `prefix` items, the next `period` items repeat until the end of the sequence. Of several
+    possible splits, the one with the smallest sum of both lengths is returned. The period is None
+    if no items repeat in this way.
     """
     length = len(kinds)
     for total in range(1, length):

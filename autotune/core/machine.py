@@ -39,7 +39,7 @@ def multiplies_bf16(path: Path = CPUINFO) -> bool:
 
 
 def num_cores(cgroup: Path = CGROUP) -> float:
-    """Return the number of processors that this process may use; it may be a fraction."""
+    """Return the number of processors that this process may use, such as 1.5 under a CPU quota."""
     cores = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit(cgroup / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores

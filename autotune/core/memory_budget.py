@@ -20,8 +20,8 @@ def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: floa
 def nccl_of(parallelism: Parallelism) -> float:
     """Return NCCL's memory on each GPU.
 
-    NCCL needs memory for each group of a GPU. One group has the GPUs of the same copy of the model,
-    and the other has the GPUs that hold the same shard in other copies.
+    NCCL needs memory for each group that a GPU belongs to. One group has the GPUs that share a copy
+    of the model. The other group has the GPUs that hold the same shard, one GPU of each copy.
     """
     return sum(
         nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1

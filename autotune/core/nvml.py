@@ -110,7 +110,7 @@ class Nvml:
     def used_by_process_gib(self, pid: int) -> float | None:
         """Return the GiB of the card that one process uses, or None if the driver hides it.
 
-        The driver hides the memory of processes from a container that has its own process ids.
+        Inside a container that has its own process ids, the driver hides this memory.
         """
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)
 
@@ -151,8 +151,8 @@ class Nvml:
         """Return the mean share of the card's time that processes other than `own` used.
 
         The mean covers the time since one sample before `since_s`, in seconds since 1970. The
-        processes in `own` use the card, so the result is None if the driver knows none of them: it
-        then lists them under other numbers, or hides them as it hides other processes.
+        result is None if the driver lists none of the processes in `own`, although they use the
+        card: it then hides processes, or lists them under other ids.
         """
         import pynvml
 

@@ -25,10 +25,10 @@ BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 class Parallelism:
     """The number of GPUs, and the strategy that divides the training among them.
 
-    Under FSDP2, `sync_each_batch` reduces and shards the gradients after each micro batch.
-    `offload` keeps weights, gradients and optimizer state in the host's memory. With several
-    `copies` of the model (HSDP), the GPUs form groups, usually one on each host. Each group holds
-    all shards of one copy, and the copies add up their gradients.
+    With `sync_each_batch`, FSDP2 reduces and shards the gradients after each micro batch. `offload`
+    keeps weights, gradients and optimizer state in the host's memory. With several `copies` of the
+    model (HSDP), the GPUs form groups, usually one on each host. Each group holds all shards of one
+    copy, and the copies add up their gradients.
 
     Raises ValueError for a combination that cannot run.
     """

@@ -132,7 +132,10 @@ class ModelShape:
 
     @property
     def single_layers(self) -> int:
-        """The number of layers outside the whole periods. Each truncated model keeps them."""
+        """The number of layers that belong to no complete period.
+
+        Each truncated model keeps these layers.
+        """
         return self.prefix + (self.num_layers - self.prefix) % (self.period or 1)
 
 
@@ -154,7 +157,7 @@ class MicroBatch:
 
     @property
     def digest_values(self) -> tuple[Any, ...]:
-        """The values of the kind that are included in a probe's digest."""
+        """The values of this kind of micro batch that enter a probe's digest."""
         if not self.images:
             return (self.rows, self.length, round(self.share, 6))
         images = [[(one.tokens, one.pixels) for one in row] for row in self.images]
@@ -232,7 +235,7 @@ class ProbeRequest:
 
     @property
     def simulates_rank(self) -> bool:
-        """Whether one process simulates a rank of several; the probe's losses are then wrong."""
+        """Whether one process simulates one of several ranks; the probe's losses are then wrong."""
         return self.config.num_gpus > 1 and self.world is World.FAKE
 
     @property
@@ -545,8 +548,8 @@ class Measurement:
         """The 90th minus the 10th percentile of the timed steps, relative to the median.
 
         With a single timed step, the times of its micro batches are used. Different kinds of micro
-        batch do not widen the range, because all times are for average micro batches. The range is
-        None if there is only one time.
+        batch do not widen the range, because each step's time is converted to average micro
+        batches. The range is None if there is only one time.
         """
         times = self.step_s if len(self.step_s) > 1 else self.micro_step_s
         if len(times) < 2:
@@ -592,12 +595,14 @@ WIDE = "wide"
 class DryCount:
     """A training step's memory and work, counted on the meta device, for one number of layers.
 
-    `segment_peak_gib` has the same keys as in `Measurement`. The memory excludes the CUDA context.
-    `flops` has the floating-point operations of one micro batch in matrix products and attention,
-    by operation name; some names end in UNALIGNED or WIDE. `moved_bytes` has the bytes that
-    operations read and write, by kind: matrix products, thin products that are bound by bandwidth,
-    strided tensors, gathered or scattered rows, and all others. `operations` is the number of torch
-    operations; each launches a kernel.
+    `segment_peak_gib` has the same keys as the field of this name in `Measurement`. The memory
+    excludes the CUDA context. `flops` has the floating-point operations of one micro batch in
+    matrix products and attention, by operation name. A name ends in UNALIGNED or WIDE if the
+    operation needs a slower kernel, because of unaligned rows or wide attention heads.
+    `moved_bytes` has the bytes that operations read and write, by kind: matrix products, products
+    with so few FLOPs per byte that memory bandwidth limits them, strided tensors, gathered or
+    scattered rows, and all others. `operations` is the number of torch operations; each launches a
+    kernel.
     """
 
     model_gib: float

@@ -27,7 +27,9 @@ _ROWS = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One configuration, with a field for each knob. `knobs.yaml` describes values and meaning.
+    """One configuration, with a field for each knob.
+
+    `knobs.yaml` describes the values and the meaning of each knob.
 
     Raises ValueError for a value that its knob cannot have.
     """
@@ -141,7 +143,10 @@ class TrainConfig:
 
     @property
     def lora_alpha(self) -> int | None:
-        """The numerator of LoRA's scale; equal for all ranks, so one learning rate fits all."""
+        """The numerator of LoRA's scale.
+
+        It is the same for all ranks, so one learning rate suits all ranks.
+        """
         if self.lora_rank is None:
             return None
         return RSLORA_ALPHA if self.rslora else LORA_ALPHA

@@ -72,7 +72,10 @@ def _pair(row: dict[str, Any]) -> UntestedPair:
 
 @functools.cache
 def untested_in(context: str, member: str = "") -> tuple[UntestedPair, ...]:
-    """Return the rows for a member of a context. `images` and `several_gpus` have no members."""
+    """Return the rows for a context and one of its members, such as the objective `dpo`.
+
+    The contexts `images` and `several_gpus` have no members.
+    """
     pairs = (pair for pair in untested_pairs() if pair.context == context)
     return tuple(pair for pair in pairs if pair.applies(member))
 

@@ -123,7 +123,7 @@ class CountedStep:
         self._model.train()
 
     def _prepare_training(self, settings: ModelSettings) -> None:
-        """Add checkpointing and adapters to the base, and join adapters if the settings say so."""
+        """Add checkpointing and adapters to the base; if `settings.joined`, join the adapters."""
         set_checkpointing(self._base, settings)
         self._model = trainable_model(self._base, settings, self._device)
         if not settings.adapters_in_fp32:

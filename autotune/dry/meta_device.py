@@ -127,7 +127,7 @@ def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Set the autocast state of CUDA and of the key with the casts, not the meta device's."""
+    """Set the autocast state of CUDA and of the key that holds the casts, instead of meta's."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):

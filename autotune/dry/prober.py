@@ -121,7 +121,7 @@ class DryProber:
         )
 
     def _shape(self, model: dict[str, Any]) -> ModelShape | str:
-        """How a model's layers repeat, or the reason why the model cannot be built."""
+        """The ModelShape of a model, or the reason why the model cannot be built."""
         key = digest_of(model)
         if key not in self._shapes:
             described = self._ask({"describe": model})
@@ -194,11 +194,12 @@ def _shipped_answer(request: ProbeRequest) -> Any:
 
 @cache
 def shipped_answers() -> dict[str, Any]:
-    """The answers that the package ships, as data, by `key_of` without library versions.
+    """The answers that the package ships, as data; `key_of` without versions gives their keys.
 
-    Each key contains DRY_VERSION, so after an increase no request finds an answer here. If the
-    installed transformers is older than the version used for counting, the result is empty. For
-    example, state-space models need five times as much memory with transformers 5.17 as with 5.23.
+    Each key depends on DRY_VERSION, so no request finds an answer here after DRY_VERSION was
+    increased. If the installed transformers is older than the version used for counting, the result
+    is empty. For example, state-space models need five times as much memory with transformers 5.17
+    as with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]

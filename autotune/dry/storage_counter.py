@@ -183,7 +183,7 @@ class StorageCounter(TorchDispatchMode):
         raise ValueError(f"{func.name()} is not counted")
 
     def _is_last_reference(self, args: tuple[Any, ...]) -> bool:
-        """Whether autograd holds the only reference to the first addend, and Python holds none."""
+        """Whether only autograd holds a reference to the first argument, and Python holds none."""
         return all(
             count <= least for count, least in zip(_references(args), self._least, strict=True)
         )

@@ -34,8 +34,8 @@ Entries = dict[str, Any]
 class Row:
     """Each tool's entries for the knob or setting `of`; if `of` is None, the entries are constant.
 
-    With `of`, a tool's cell is a key or a mapping. A key takes autotune's value unchanged. In a
-    mapping, each of the tool's keys has its own mapping from autotune's values to the tool's.
+    If `of` is set, a tool's entry is a key or a mapping. A key takes autotune's value unchanged. In
+    a mapping, each of the tool's keys has its own mapping from autotune's values to the tool's.
     `defaults` has the value that each tool assumes if a file omits the key.
     """
 
@@ -72,7 +72,7 @@ def sections() -> dict[str, tuple[Row, ...]]:
 
 
 def gaps() -> dict[str, list[Entries]]:
-    """Return, by knob, the entries (`tools`, `when`, `reason`) on what tools cannot express."""
+    """Return, for each knob, entries that say which tools cannot express it, when and why."""
     return dict(load_data("autotune.export", "keys")["gaps"])
 
 

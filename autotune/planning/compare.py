@@ -233,10 +233,10 @@ def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
 def _least_by_bf16(
     spec: StudySpec, compared: Sequence[ComparedCard], say: Say
 ) -> dict[bool, Estimate]:
-    """Return the estimate that needs the least memory, for cards with bf16 and for other cards.
+    """Return the estimate with the least memory, for cards with bf16 and for other cards.
 
-    The key True is for cards with bf16, and False for cards without bf16. The estimate of one card
-    is used for all cards with the same key.
+    The key True is for cards with bf16, and False for cards without bf16. The estimate comes from
+    one card, and is used for all cards with the same key.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -260,8 +260,8 @@ def _least_by_bf16(
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
     """Return the smallest card on which the configuration in `needs` surely fits, or None.
 
-    `needs` has the estimate that needs the least memory: under the key True for cards with bf16,
-    under False for cards without bf16.
+    `needs` has the estimate of the configuration that needs the least memory: under True for cards
+    with bf16, under False for cards without bf16.
     """
 
     def fits(card: DeviceSpec) -> bool:

@@ -34,7 +34,8 @@ Fix = tuple[int, Edits]  # the rank of a change, and the keys to write with thei
 def apply_edits(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
     """Return the file's values with the edits.
 
-    An edited key that the file has inside a mapping of NESTED is changed inside this mapping.
+    If the file has an edited key inside a mapping whose name is in NESTED, the key is changed
+    there.
     """
     new = dict(values)
     for key, value in edits.items():
@@ -188,7 +189,7 @@ class FixSearch:
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
     ) -> CheckedRun | None:
-        """Return the run in an accepted state that has the fewest changes of this rank.
+        """Return the run with the fewest changes of this rank whose state is FITS or in `accepted`.
 
         `length` is the changed sequence length, or {}. Of two runs with equally many changes, the
         faster run wins.
@@ -204,7 +205,7 @@ class FixSearch:
         return min(results)[-1] if results else None
 
     def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
-        """Return the edited run with the largest micro batch that fits or has an accepted state.
+        """Return the edited run with the largest micro batch whose state is FITS or in `accepted`.
 
         The global batch stays the same. Returns None if no micro batch has such a state.
         """
@@ -287,9 +288,10 @@ class FixSearch:
 def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
     """Yield each combination of changes with this rank, as (number of changes, merged edits).
 
-    The rank of a combination is the largest rank of its changes. No change in `fixes` has the rank
-    SHORTER, so SHORTER includes all combinations of lower ranks. SAME_RESULT includes the
-    combination without changes. At most one change of a combination trains adapters.
+    The rank of a combination is the largest rank of its changes. For the rank SHORTER, all
+    combinations of lower ranks are yielded, because `fixes` has no change of this rank. For
+    SAME_RESULT, the combination without changes is also yielded. At most one change of a
+    combination trains adapters.
     """
     allowed = [fix for fix in fixes if fix[0] <= rank]
     for count in range(len(allowed) + 1):

@@ -174,7 +174,7 @@ def _profile_report(
     rates: "DeviceRates",
     trace: str,
 ) -> "ProfileReport":
-    """Return the report of a profile, with the least possible times and the needs for the host."""
+    """Return a profile's report, with the least possible times and the host's necessary speed."""
     from autotune.core.machine import disk_mb_s
     from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
@@ -309,9 +309,9 @@ def _print_verification(verification: "Verification", *, as_json: bool) -> None:
 
 
 def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
-    """Check that this machine can run the recipe and compare it with the prediction.
+    """Check that the recipe's speed was measured, and that this machine can measure it again.
 
-    Raises UsageError or EnvironmentProblem if it cannot.
+    Raises UsageError or EnvironmentProblem if a check fails.
     """
     from autotune.core.probe_types import Evidence
     from autotune.export.run.verify import probed_format

@@ -54,7 +54,7 @@ USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The result of a study with a fault.
+    """The result of a study with an injected fault.
 
     `lost` is the number of missing trials, and `orphans` is the number of processes that still run.
     """

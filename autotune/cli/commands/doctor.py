@@ -125,7 +125,10 @@ def _disk() -> list[Check]:
 
 
 def _calibration() -> list[Check]:
-    """Check whether this machine is calibrated, and report its slow parts; neither is an error."""
+    """Report this machine's calibration and its slow parts.
+
+    A missing calibration or a slow part is not an error.
+    """
     from autotune.catalog import resolve_device
     from autotune.planning.slow_parts import slow_parts
     from autotune.problem.target import data_sheet, kept_calibration, present_card

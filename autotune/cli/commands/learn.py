@@ -1,4 +1,4 @@
-"""`autotune learn`: find a winner's learning rate by short trainings, and record it."""
+"""`autotune learn`: find and record the learning rate of a winner by short trainings."""
 
 from pathlib import Path
 from typing import Annotated

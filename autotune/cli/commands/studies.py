@@ -47,7 +47,7 @@ def status(
     html: Html = None,
     json_: Json = False,
 ) -> None:
-    """Print a study's progress and its best configuration so far, or its nodes.
+    """Print a study's progress and best configuration so far, or with `nodes`, its nodes.
 
     Raises:
         UsageError: there is no such study, or `json_dir` or `html` is given without `nodes`.

@@ -179,7 +179,7 @@ def _check(
     pass_env: list[str],
     other_device: bool,
 ) -> None:
-    """Raise an error for options that cannot train, before any file is written."""
+    """Raise an error if no training is possible with these options, before any file is written."""
     from autotune.problem.dataset import check_exists
     from autotune.report.describe import training_commands, training_data
     from autotune.study.session import require_device

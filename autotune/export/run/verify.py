@@ -258,7 +258,7 @@ def _run_trl(
 
 
 def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict[str, Any]:
-    """Return the request for `probe.synthetic_model`: random weights and rows to make for TRL."""
+    """Return the request for `probe.synthetic_model` to make random weights and rows for TRL."""
     config = recipe.config
     batch = round(recipe.shape.examples_per_step)
     # The number of rows fills whole steps, because a partial last step would take less time.
