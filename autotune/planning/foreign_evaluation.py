@@ -1,7 +1,8 @@
-"""Reads the evaluations between the steps of a run that another tool's file describes.
+"""Reads the settings of evaluations between training steps from another tool's file.
 
-transformers' Trainer frees the logits of each batch, unless metrics are computed. This module
-follows the sources of transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory 0.9.5.
+After each evaluation batch, transformers' Trainer frees the logits, unless it computes metrics.
+This module follows the sources of transformers 5.23, TRL 1.16, Axolotl 0.19 and LLaMA-Factory
+0.9.5.
 """
 
 from typing import Any
@@ -37,7 +38,10 @@ def evaluation_of(
 
 
 def _strategy(file: File) -> bool:
-    """Return whether an evaluation strategy is set; YAML reads an unquoted `no` as false."""
+    """Return whether an evaluation strategy is set.
+
+    The value false means no strategy, because YAML reads an unquoted `no` as false.
+    """
     return file.get("eval_strategy", "evaluation_strategy")[1] not in _OFF
 
 
@@ -74,7 +78,7 @@ def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
 
 
 def _loss(file: File, tool: str, config: TrainConfig) -> str:
-    """Return the value of the knob `loss` that describes an evaluation.
+    """Return the kind of loss that evaluation batches use, as a value of the knob `loss`.
 
     Liger's fused loss avoids logits in training, but not in evaluations. Cut Cross Entropy and TRL
     avoid logits in training and in evaluations.

@@ -100,9 +100,10 @@ class File:
         return (value or "").strip() or default
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Return the names that a key holds: as a text with commas between them, or as a list.
+        """Return the names that a key holds.
 
-        An item of the list is a name, or a mapping whose key `path` holds the name.
+        The key's value is a text with commas between the names, or a list. An item of the list is a
+        name, or a mapping whose key `path` holds the name.
         """
         key, value = self.get(*keys)
 

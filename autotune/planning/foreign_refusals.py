@@ -49,7 +49,7 @@ def _refuse_unknown_value(file: File, key: str, names: list[Any]) -> None:
     """Raise Refused if the value of a key is a text that is not in `names`.
 
     An item of `names` is a name or a list of names. A text with a slash is never refused, because
-    it may name a kernel on the Hub.
+    it may name a kernel on the Hugging Face Hub.
     """
     known = [name for part in names for name in (part if isinstance(part, list) else [part])]
     value = file.text(key) if isinstance(file.values.get(key), str) else ""
@@ -59,7 +59,11 @@ def _refuse_unknown_value(file: File, key: str, names: list[Any]) -> None:
 
 
 def _strategy(file: File, moment: str, default: str) -> str:
-    """Return the strategy of evaluations or saves; YAML reads an unquoted `no` as false."""
+    """Return the value of `eval_strategy` or `save_strategy`, such as "steps".
+
+    `moment` is "eval" or "save". The value false becomes "no", because YAML reads an unquoted `no`
+    as false.
+    """
     value = file.values.get(f"{moment}_strategy")
     return "no" if value is False else str(value or default)
 
@@ -97,8 +101,8 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
 def without_dropout(config: TrainConfig, model_type: str) -> TrainConfig:
     """Return the configuration without dropout if it adapts all layers of a mixture of experts.
 
-    transformers fuses the experts of such a model. PEFT has no dropout for fused experts, so a dry
-    probe cannot count a run with dropout.
+    transformers fuses the experts of such a model. PEFT has no dropout for fused experts. So a dry
+    probe, which builds the model with PEFT, cannot count the memory of a run with dropout.
     """
     on_all = config.method == "lora" and config.lora_targets == ALL_LINEAR
     if not on_all or _joined_experts(model_type) is None:

@@ -112,7 +112,7 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
 
 
 def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
-    """Return the run, with the field `uncounted` if no formula covers some of its memory savings.
+    """Set the run's field `uncounted` if no formula covers some of its memory savings.
 
     `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.
     """
@@ -172,7 +172,7 @@ def _splits(table: Mapping[str, Any]) -> list[str]:
 
 
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
-    """Return how many parameters DeepSpeed keeps gathered, and how many gradients it sends at once.
+    """Return the numbers of parameters that DeepSpeed keeps gathered and of gradients sent at once.
 
     The numbers come from DeepSpeed's own file, or from the defaults of DeepSpeed and the Trainer.
     """

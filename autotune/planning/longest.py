@@ -191,8 +191,9 @@ class Longest:
     ) -> tuple[int, str]:
         """Return the longest row within all limits, and the limit that bounds it.
 
-        `need_by_tokens` has the GiB that rows of known lengths need. The line through the two needs
-        nearest to the GPU's limit gives the longest row that fits the GPU's memory.
+        `need_by_tokens` maps row lengths in tokens to the GiB that a row of this length needs. A
+        straight line through the two needs nearest to the GPU's limit predicts the longest row that
+        fits the GPU's memory.
         """
         low, high = sorted(
             sorted(need_by_tokens, key=lambda tokens: abs(need_by_tokens[tokens] - self.limit_gib))[
@@ -228,9 +229,9 @@ class Longest:
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
         """Return the seconds of a step with one long row, or None if the card's rates are unknown.
 
-        Attention's time follows from the half of its products that the causal mask keeps. The other
-        work's time follows from its counted arithmetic and traffic. Copies to the host's memory
-        overlap with computation.
+        The time of attention is computed from half of its products, because the causal mask skips
+        the other half. The time of all other work is computed from its counted FLOPs and moved
+        bytes. Copies to the host's memory overlap with computation.
         """
         attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
         other_flops = {
@@ -427,7 +428,7 @@ def find_longest(
     """Return the query, and the longest row of each method.
 
     With `probe`, rows are verified on this machine's GPU if possible. Raises UsageError for an
-    unknown method, knob or card, and the errors of the prober.
+    unknown method, knob or card, and any error that a probe raises.
     """
     target = _target_here(gpu) if probe else None
     device = target.device if target else planned_device(gpu)

@@ -1,4 +1,4 @@
-"""Evaluates a profiled micro batch: the least possible time, and the host that it needs.
+"""Computes a profiled micro batch's least possible time, and what the run needs from the host.
 
 A dry probe counts the work. The device's rates were measured just before the profile.
 """
@@ -123,7 +123,8 @@ def host_needs(
 ) -> Iterator[HostNeed]:
     """Yield the run's need for each part of the machine, and the amount that the machine has.
 
-    Training consumes `examples_per_s`. The disk's rate and `tokenised_per_s` were measured on this
+    Training consumes `examples_per_s` examples per second. `disk_mb_s` is the disk's rate, and
+    `tokenised_per_s` the rate of tokenisation in examples per second; both were measured on this
     machine. `count` gives the needs for host memory and disk; without it, both are left out.
     """
     separate_process = config.loader_workers > 0
@@ -177,7 +178,7 @@ def host_needs(
 
 
 def _cores(config: TrainConfig) -> HostNeed:
-    """Return the run's need for CPU cores: one for each process, since they work simultaneously."""
+    """Return the run's need for CPU cores: one for each process, since all work simultaneously."""
     busy = ["the loop that issues the work"]
     busy += ["the processes of the loader"] if config.loader_workers else []
     busy += ["the compiler"] if config.compile != "none" else []

@@ -33,8 +33,8 @@ LARGER_BATCH = 1.05
 def project_gpu_counts(recipe: Recipe) -> Scaling:
     """Return the best configuration for each number of GPUs, if the study compared several numbers.
 
-    Otherwise return the winner's run on each number of GPUs in NUMBERS, by the fastest strategy of
-    PROBED. The result has no rows if no formula gives the winner's step time.
+    Otherwise return the winner's run on each number of GPUs in NUMBERS, with the fastest of the
+    strategies in PROBED. The result has no rows if no formula gives the winner's step time.
     """
     own = recipe.config.num_gpus
     if len(recipe.by_gpus) > 1:
@@ -143,7 +143,7 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
     by_formula = estimate(task, config, math.inf)
 
     def measured_pace() -> StepTimeEstimate | None:
-        """Return the formula's step time on one GPU, corrected by the measured ratio."""
+        """Return the formula's step time on one GPU, multiplied by `ratio`."""
         single = by_formula.single_gpu if by_formula else None
         return single and _scale_to_measured(recipe, single, ratio, config)
 
@@ -164,8 +164,8 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
 def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """Return the winner's configuration on several GPUs, with the same global batch.
 
-    The micro batch is the winner's, or half of it, a quarter and so on, until the global batch can
-    be divided. Raises ValueError if the global batch cannot be divided.
+    The winner's micro batch is halved until the micro batches of all GPUs make up a global batch.
+    Raises ValueError if no micro batch is small enough.
     """
     own = recipe.config
     largest = LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)
@@ -198,10 +198,11 @@ def _halves(number: int) -> Iterator[int]:
 def _scale_to_measured(
     recipe: Recipe, single_gpu_step: StepTimeEstimate, ratio: float, config: TrainConfig
 ) -> StepTimeEstimate:
-    """Return the formula's step time multiplied by the measured ratio.
+    """Return the formula's step time multiplied by `ratio`, from the winner's run.
 
-    If `config` has the winner's micro batch, the result's error is the measurement's error.
-    Otherwise the result keeps the formula's error.
+    `ratio` is the winner's measured step time divided by its step time by formula. If `config` has
+    the winner's micro batch, the result's error is the measurement's error. Otherwise the result
+    keeps the formula's error.
     """
     scaled = single_gpu_step.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:

@@ -1,4 +1,4 @@
-"""Estimates the configurations that a spec names, next to their published results."""
+"""Estimates the configurations listed in a spec, to compare them with their published results."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,11 +29,11 @@ def estimate_named_configs(
     say: Say = ignore_message,
     counted: bool = False,
 ) -> list[ConfigResult]:
-    """Estimate each configuration that the spec names. Raises UsageError for an impossible spec.
+    """Estimate each configuration listed in the spec. Raises UsageError for an impossible spec.
 
-    With `counted`, a dry probe counts a configuration without a formula. `observations` correct
-    only configurations without published results: a published result must not correct its own
-    estimate or a similar one. A configuration with a published result is estimated even if this
+    With `counted`, a dry probe counts a configuration that no formula covers. `observations`
+    correct only configurations without published results: a published result must not correct its
+    own estimate or a similar one. A configuration with a published result is estimated even if this
     package's trainer refuses it, because the result came from another trainer.
     """
     task = planned_setup(replace(spec, pins={}), device, say).task

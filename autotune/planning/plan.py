@@ -66,7 +66,7 @@ def plan(
 
     If no configuration of the space fits, the plan is for the reserve space, which has more values
     (`setup.open_reserve`). `say` gets warnings, progress, and the values left out of the space.
-    With `counted`, a dry probe counts the baseline of a model without a formula.
+    With `counted`, a dry probe counts the baseline's memory if no formula covers the model.
 
     Raises UsageError if a part of the spec is unknown or impossible, or if the model or the card
     has no data.
@@ -136,8 +136,8 @@ def plan_task(
     """Find the best configuration of the task's space by formula.
 
     The winner is chosen by the same rule as in a study. `limit_gib` is the GiB that tensors may
-    use. If no formula covers the model, a dry probe counts only the baseline. If the baseline does
-    not fit, the dry probe also counts the configuration that needs the least memory.
+    use. If no formula covers the model, a dry probe counts the memory of only the baseline. If the
+    baseline does not fit, the dry probe also counts the configuration that needs the least memory.
 
     Raises UsageError if no formula covers the model or the card.
     """
@@ -191,10 +191,11 @@ def _fitting(
     limit_gib: float,
     observations: Sequence[Observation],
 ) -> tuple[dict[TrainConfig, Estimate], int]:
-    """Return the estimates of the configurations that surely fit and have a speed.
+    """Return the estimates of the configurations that surely fit and whose speed is known.
 
-    Also return the number of configurations that surely fit but have no speed. Most configurations
-    do not fit on a card. A configuration is skipped if a similar one with less memory did not fit.
+    Also return the number of configurations that surely fit but whose speed is unknown. Most
+    configurations do not fit on a card. A configuration is skipped if a similar one that needs less
+    memory did not fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
@@ -228,7 +229,7 @@ def _fitting(
 
 
 def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
-    """Return a key for configurations that differ only in rows per micro batch.
+    """Return a key that is equal for configurations that differ only in rows per micro batch.
 
     Among configurations with the same key, more rows never need less memory.
     """
@@ -264,7 +265,11 @@ def _plan_of(
 def _counted_plan(
     task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate
 ) -> Plan:
-    """Return the plan of a model without a formula, whose baseline was counted."""
+    """Return the plan of a model that no formula covers.
+
+    `baseline` was counted by a dry probe. If it does not fit, the configuration that needs the
+    least memory is counted too.
+    """
     result = _plan_of(task, limit_gib, observations, baseline)
     best = baseline
     reason = ONLY_BASELINE
@@ -283,7 +288,10 @@ def _counted_plan(
 def count_leanest(
     task: Task, limit_gib: float, observations: Sequence[Observation] = ()
 ) -> Estimate | None:
-    """Count the configuration that needs the least memory; return None if it cannot be counted."""
+    """Count the memory of the leanest configuration, or return None if that is impossible.
+
+    The leanest configuration is the one that needs the least memory.
+    """
     spaces = [task.space]
     if "full" in task.space.choices("loss"):
         # For some models, the logits cannot be computed in chunks. So try the loss `full`, too.
@@ -298,8 +306,8 @@ def _baseline(
 ) -> Estimate:
     """Return the baseline with the largest micro batch that fits.
 
-    If no micro batch fits, return the largest one that has an estimate. Raises UsageError if
-    neither a formula nor a count covers the baseline.
+    If no micro batch fits, return the largest one that has an estimate. Raises UsageError if no
+    formula covers the baseline and no dry probe can count it.
     """
     fallback = None
     for number, config in enumerate(task.baselines):

@@ -292,10 +292,10 @@ def _find_faster(
 ) -> Faster | None:
     """Return the fastest configuration that fits and has the same training result, or None.
 
-    If the lengths are unknown, every row is assumed to be full. The result is None for a counted
-    run, because counting a whole space would take minutes. The result is None for several GPUs. It
-    is also None for objectives other than SFT, because their training loops differ from tool to
-    tool.
+    If the lengths are unknown, every row is assumed to be full. The result is None if a dry probe
+    counted the run's memory, because counting a whole space would take minutes. The result is None
+    for several GPUs. It is also None for objectives other than SFT, because their training loops
+    differ from tool to tool.
     """
     config = run.config
     workload = context.workload
@@ -347,7 +347,7 @@ def _find_faster(
 def _run_command(
     spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int
 ) -> str:
-    """Return the `autotune run` command that measures configurations with the same result."""
+    """Return the `autotune run` command for configurations with the same training result."""
     values = {
         name: getattr(spec, name)
         for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")

@@ -1,8 +1,8 @@
 """Estimates a run that another tool's file describes, on one card: its memory and its time.
 
 If no formula covers the model or its int8 base, a dry probe counts the memory. For other
-configurations without a formula, similar configurations with a formula give both bounds, or only
-the lower bound.
+configurations without a formula, similar configurations with a formula give both bounds of the
+memory, or only the lower bound.
 """
 
 import math
@@ -37,7 +37,7 @@ OFFLOADED = 1.06
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """The inputs of a check besides the run.
+    """All inputs of a check except the run.
 
     A check uses the examples of `task`, but not its search space and global batch.
     """
@@ -72,7 +72,7 @@ class CheckContext:
 
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
-    """Return the memory that a run needs with the examples of `context`, or None if unknown."""
+    """Return the memory that a run needs for the examples of `context`, or None if unknown."""
     return memory_bounds(context.model, replace(run, config=context.longest_row_config(run.config)))
 
 
@@ -169,10 +169,11 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
 def _least(
     model: ModelSpec, run: ForeignConfig, steps: int, memory: MemoryBreakdown
 ) -> MemoryBreakdown:
-    """Return the lower bound of the memory: everything possible is sharded and offloaded.
+    """Return the lower bound of the memory.
 
-    Runs that shard or offload weights compute in 16 bits. In 16 bits, autocast keeps no casts, and
-    the 32-bit weights are sharded or offloaded as part of the optimizer's state.
+    The bound assumes that every tensor is sharded and offloaded if possible. Runs that shard or
+    offload weights compute in 16 bits. In 16 bits, autocast keeps no casts, and the 32-bit weights
+    are sharded or offloaded as part of the optimizer's state.
     """
     uncounted = run.uncounted
     assert uncounted is not None
@@ -276,7 +277,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
 
 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:
-    """Return the reference card's seconds to cast a float32 base for one micro batch.
+    """Return the seconds that casting a float32 base takes per micro batch on the reference card.
 
     Each cast of a value reads 4 bytes and writes 2 bytes.
     """

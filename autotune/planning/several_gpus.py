@@ -49,7 +49,7 @@ def plan_spec(
     observations: Sequence[Observation] = (),
     say: Say = ignore_message,
 ) -> GpuPlan:
-    """Plan a study for the numbers of GPUs in `gpus`, or for the number in `spec.gpu` (8xh100).
+    """Plan a study for the numbers of GPUs in `gpus`, or in `spec.gpu` (such as 8xh100).
 
     `nodes` lists the numbers of hosts to plan; the numbers of GPUs are then per host. `network` is
     the bandwidth between the hosts (`gpu_counts.parse_network`).
@@ -120,10 +120,10 @@ def plan_gpus(
     hosts: Mapping[int, float | None] = MappingProxyType({1: None}),
     of_ranks: Mapping[str, Any] = MappingProxyType({}),
 ) -> GpuPlan:
-    """Plan the task for each of these numbers of GPUs, by each strategy.
+    """Plan the task for each number of GPUs in `numbers`, with each sharding strategy.
 
     The numbers of GPUs are per host. `hosts` maps each number of hosts to the GB/s of the link
-    between them. `of_ranks` has the pinned values of knobs in OF_RANKS.
+    between them. `of_ranks` maps those knobs in OF_RANKS that the user pinned to their values.
 
     Raises UsageError if no formula covers the model or the configuration.
     """
@@ -192,7 +192,7 @@ def _plan_rank(
     observations: Sequence[Observation],
     network_gb_s: float | None,
 ) -> RankPlan:
-    """Return the best configuration of a strategy.
+    """Return the plan of a strategy's best configuration.
 
     If no configuration surely fits, return the one that needs the least memory, or why there is no
     estimate.
@@ -241,10 +241,10 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 
 
 def _score(estimated: Estimate) -> float:
-    """Return the speed that ranks the configurations of a strategy.
+    """Return the speed by which the configurations of a strategy are compared.
 
-    If the link's bandwidth is unknown, this is the speed of one GPU without communication. If no
-    speed is known, all configurations rank equally.
+    If the link's bandwidth is unknown, this is the speed of one GPU without communication. If the
+    speed is unknown, the score is the same for all configurations.
     """
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s

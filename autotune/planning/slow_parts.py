@@ -15,8 +15,8 @@ from autotune.problem.calibration import Calibration
 class Limit:
     """A limit for one part of a machine, such as its disk.
 
-    The part is slow if the value that `measured` returns is below `least`, in `unit`. `measured`
-    returns None if the value is unknown.
+    The part is slow if `measured` returns a value below `least`. Both values are in `unit`.
+    `measured` returns None if the value is unknown.
     """
 
     part: str

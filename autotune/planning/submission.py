@@ -96,7 +96,8 @@ class Submission(BaseModel):
     def _from_version_1(cls, data: Any) -> Any:
         """Flatten a file of version 1, and drop the type and the size of its model.
 
-        A file with any other key stays unchanged, so it is refused because of its version.
+        A file of version 1 with an unknown key stays unchanged. It is then refused because of its
+        version.
         """
         match data:
             case {

@@ -1,4 +1,4 @@
-"""Finds the models that a card can train, by size and method, with speed, cost and longest row.
+"""Lists the models that a card can train with each method, with speed, cost and longest row.
 
 The atlas has the same entries for all models on ten cards (`benchmarks/atlas.py`). Every number is
 an estimate.
@@ -85,7 +85,7 @@ def _entry_with_row(
     """Return the entry with its longest row.
 
     The search first pins the knobs in PINS. If no configuration fits, the search is repeated
-    without these pins, unless the need is over HOPELESS times the limit.
+    without these pins, unless the model needs more than HOPELESS times the memory limit.
     """
     limit_gib = limit_of(spec, device)
     entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)
@@ -155,9 +155,10 @@ def trainable(
 def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
     """Return a model of each size, the smallest first.
 
-    The numbers of parameters of one size differ at most by the factor STEP. Each size is
-    represented by the model with the longest context. Models without a formula, and models with
-    fewer than LEAST_PARAMS parameters, are left out. By default, the models are the catalogue's.
+    Models count as one size if their numbers of parameters differ at most by the factor STEP. Each
+    size is represented by the model with the longest context. Models without a formula, and models
+    with fewer than LEAST_PARAMS parameters, are left out. By default, the models are the
+    catalogue's.
     """
     sized_models = [
         (model.params or 0, model) for model in models or list_models() if Sizes.of(model)

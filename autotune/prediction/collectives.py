@@ -95,7 +95,10 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
 
 
 def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
-    """Return any model's traffic on the configuration's GPUs, from a probe's parameter counts."""
+    """Return the bytes that a rank sends in a step, for any model.
+
+    The bytes are computed from the numbers of parameters that a probe counted.
+    """
     return _traffic(
         config, Parallelism.of(config), Shares.from_measurement(model, config, measured)
     )
@@ -145,10 +148,11 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
 def add_gradient_all_reduce(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
     """Add the all-reduce of gradients between copies of the model to a copy's own traffic `sent`.
 
-    The all-reduce takes `slower` times as long as if one GPU sent all gradients over its link. If
-    each host has a copy, `slower` is the link's bandwidth divided by the network's, because the
+    The all-reduce takes `slower` times as long as sending all gradients once over one GPU's link.
+    If each host has a copy, `slower` is the link's bandwidth divided by the network's, because the
     GPUs of a host share the network. The added bytes are the bytes that the link would send in the
-    time of the all-reduce. An all-reduce follows every scattering of gradients.
+    time of the all-reduce. Each time gradients are scattered within a copy, an all-reduce between
+    copies follows.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added_bytes = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
@@ -199,7 +203,7 @@ def slowest_link(task: Task, parallelism: Parallelism) -> float:
 def added_s(
     micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
 ) -> tuple[float, float]:
-    """Return the seconds that several GPUs add: to each micro batch, and once to each step.
+    """Return the seconds that communication adds to each micro batch, and once to each step.
 
     `micro_s` is the time that one GPU needs to compute a micro batch.
     """

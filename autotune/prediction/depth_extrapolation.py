@@ -1,11 +1,13 @@
 """Depth truncation: predict a whole model's memory and time from probes with fewer layers.
 
-The memory of each segment of a step is affine in the number of layers, and so is the time of each
-part of a step. The removed layers must be whole periods of the layer pattern. Each segment and each
-part has its own line through two probes. The extrapolated peak is the largest segment, and the
-extrapolated step time is the sum of the parts. With more layers, the peak may move from the logits
-to the optimizer step. A line through the peaks of whole steps would miss this move. A
-DepthPredictor corrects the extrapolated times with the measured times of whole models in the study.
+A step is divided into segments, each with its own measured peak of memory. The peak of a segment is
+affine in the number of layers. So is the time of each part of a step, such as the micro batches.
+The removed layers must be whole periods of the layer pattern. For each segment and each part, a
+straight line goes through the values of two probes. The largest extrapolated segment is the peak of
+the whole model. The sum of the extrapolated parts is its step time. With few layers, the peak may
+occur while the logits exist, but with all layers in the optimizer step. A line through the peaks of
+whole steps would miss this change. A DepthPredictor corrects the extrapolated times with the
+measured times of whole models in the study.
 """
 
 import math
@@ -169,14 +171,15 @@ def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
 
 
 def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
-    """Return the fewest layers that include every kind of layer, or None without a pattern."""
+    """Return the fewest layers with every kind of layer, or None if layers follow no pattern."""
     return None if shape.period is None else _whole_period(shape, shape.period, checkpoint_every)[0]
 
 
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
-    """Return the two smallest depths for a line through dry counts, which have no noise.
+    """Return the two smallest numbers of layers from which dry counts can be extrapolated.
 
-    The result is None if there are not two such depths.
+    The smallest numbers suffice, because dry counts have no noise. Returns None if there are no two
+    such numbers.
     """
     large_enough = [depth for depth in _possible_depths(shape, checkpoint_every) if depth >= 2]
     return (large_enough[0], large_enough[1]) if len(large_enough) > 1 else None
@@ -235,7 +238,7 @@ def count_at_depth(
 ) -> DryCount:
     """Return the dry count of a model with `num_layers` from the dry counts at two depths.
 
-    All values are linear in the depth, and each segment has its own line.
+    All values are affine in the depth, and the memory of each segment has its own line.
     """
     shallow, less = low
     wide, more = high
@@ -271,8 +274,8 @@ def _times(
 ) -> Extrapolation:
     """Extrapolate the times of the whole model, and keep the memory of the deeper probe unchanged.
 
-    The whole model has `longer` times the repeating layers of the shallow one.
-    `host` is the predicted time that the host needs to issue a micro batch, or None if unknown.
+    The whole model has `longer` times as many repeating layers as the shallower probe. `host` is
+    the predicted time that the host needs to issue a micro batch, or None if unknown.
     """
     shortest = min(low.micro_step_s)
     whole = min(_line(shortest, min(high.micro_step_s), reach), longer * shortest)
@@ -367,7 +370,7 @@ def _kernels(
 def _raise_to_host_pace(
     host: float, low: Measurement, high: Measurement, reach: float, micro: float
 ) -> float:
-    """Raise the mean time `micro` so that each kind of micro batch takes at least `host`."""
+    """Raise the mean time `micro` so that no kind of micro batch takes less than `host` seconds."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
@@ -454,8 +457,9 @@ def _time(
 ) -> tuple[float, float]:
     """Return the seconds at full depth and their standard error, by a line through two averages.
 
-    `middle` computes the average at each depth. The two averages and their errors are added with
-    the same weights. The whole model has `longer` times the repeating layers of the shallow one.
+    `middle` computes the average at each depth. The result is a weighted sum of the two averages.
+    Its error has the same weights. The whole model has `longer` times as many repeating layers as
+    the shallower probe.
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
     # The parts of the model that do not repeat cannot take negative time. But if the host slows
@@ -518,7 +522,7 @@ class DepthPredictor:
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
 
     def predict_from_probes(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """Return the whole model's prediction from two truncated probes, or None without two."""
+        """Return the whole model's prediction from two truncated probes, or None without both."""
         truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(truncated) != 2:
             return None
@@ -531,8 +535,9 @@ class DepthPredictor:
     def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """Return the extrapolation, corrected by measured whole models.
 
-        A measured whole model corrects the times if it has the same compute signature. With the
-        same micro batches, its micro batch time replaces the extrapolated one.
+        Measured whole models with the same compute signature correct the extrapolated times. If a
+        measured whole model has the same micro batches, its micro batch time replaces the
+        extrapolated time.
         """
         predicted = self.predict_from_probes(config, micro_steps)
         if predicted is None:
@@ -548,12 +553,15 @@ class DepthPredictor:
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
-    """Return the key of configurations whose extrapolated times are wrong by the same factor."""
+    """Return a key. Extrapolated times are wrong by the same factor if their keys are equal."""
     values = [getattr(config, name) for name in knobs_affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
-    """Return the key of a micro batch, without the knobs that act only after it (the optimizer)."""
+    """Return a key that is equal for configurations whose micro batches take the same time.
+
+    The key leaves out knobs that act only after the micro batches, such as the optimizer.
+    """
     only_after = set(knobs_affecting("rest_of_step")) - set(knobs_affecting("micro_time"))
     return micro_steps, replace(config, **{name: KNOBS[name].default for name in only_after})

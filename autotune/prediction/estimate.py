@@ -150,7 +150,8 @@ class Estimate:
         need_gib: the reserved memory at the peak.
         limit_gib: the memory of a GPU that the run's tensors may use.
         memory: the terms of `need_gib`, or None if it was measured.
-        tokens_per_s: useful tokens per second of one device; 80 % of cases are in `interval`.
+        tokens_per_s: useful tokens per second of one device; in 80 % of cases, the true speed is in
+            `interval`.
         num_observations: the number of other users' measurements on this device that corrected the
             speed.
         calibration: the calibration that the speed was computed with, or None.
@@ -431,7 +432,8 @@ def _single_gpu(
 ) -> StepTimeEstimate | None:
     """Estimate the step time of one GPU of the task's device, for rows of mean length.
 
-    The result is None if a rate of the device is unknown, or without a formula and a count.
+    The result is None if a rate of the device is unknown, or if neither a formula nor a count
+    covers the configuration.
     """
     mean = task.workload.mean_row_config(config)
     objective = task.workload.objective

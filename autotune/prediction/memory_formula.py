@@ -158,7 +158,7 @@ class MemoryBreakdown:
 
     @property
     def roomy_gib(self) -> float:
-        """The peak with `pools`, which a card with free memory keeps; excludes the CUDA context."""
+        """The peak including `pools`, for a card with enough memory; excludes the CUDA context."""
         return self.peak_reserved_gib + self.pools
 
     def terms(self) -> dict[str, float]:
@@ -210,9 +210,9 @@ def memory_breakdown(
     """Return the memory of a training run at the peak of a step, or None if no formula covers it.
 
     `micro_steps` is the number of micro batches in a step. With 1, no gradients exist during the
-    forward pass. With EVALUATES, the result is the memory of an evaluation. `ddp` says that each of
-    several GPUs holds the whole model and exchanges gradients. The micro batch size in the
-    configuration is a number of examples, which have two rows each for some objectives.
+    forward pass. With EVALUATES, the result is the memory of an evaluation. If `ddp`, each of
+    several GPUs holds the whole model, and the GPUs exchange gradients. The micro batch size in the
+    configuration counts examples. For some objectives, an example has two rows.
     """
     sizes = supported(model, config)
     if sizes is None:
@@ -564,7 +564,10 @@ def _optimizer_state(
 
 
 def side_workspace(config: TrainConfig) -> float:
-    """Return the bytes of cuBLAS's workspace on the extra stream that joined adapters use."""
+    """Return the bytes of cuBLAS's workspace on the second CUDA stream.
+
+    Only joined adapters use a second stream.
+    """
     return WORKSPACE / 2 if config.lora_kernels == "joined" else 0.0
 
 
@@ -582,7 +585,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """Return the joint shape (in, out) and summed rank of each group of adapters with one input."""
+    """Return the joint shape (in, out) and the summed rank of adapters that share an input."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
@@ -659,7 +662,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Return the extra bytes for each token if adapters are joined.
+    """Return the extra bytes per token if one product computes the base and its adapters.
 
     The products of the input and A are stored in extra columns of the base's input. The attention's
     output has no extra columns, so it is copied into a wider tensor, and the copy is kept. Under
@@ -695,9 +698,10 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
 
 
 def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
-    """Return whether fused attention in an uncompiled layer keeps the input of `o_proj` anyway.
+    """Return whether an uncompiled layer keeps the input of `o_proj` even without an adapter.
 
-    Phi 3 copies its attention's output for `o_proj`, unless rows are packed.
+    Fused attention keeps its output, which is this input unless it is cast or copied. Phi 3 copies
+    its attention's output for `o_proj`, unless rows are packed.
     """
     keeps_input = sizes.family != "phi3" or config.packed_attention == "varlen"
     return config.attention != "eager" and keeps_input

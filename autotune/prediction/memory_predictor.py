@@ -68,7 +68,10 @@ class Known:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """The key of configurations with the same line of temporary memory over tokens."""
+        """A key of this configuration's temporary memory.
+
+        Configurations with equal keys share one line of temporary memory over tokens.
+        """
         return _compute_signature(self.config, self.measurement.micro_steps)
 
 
@@ -228,7 +231,7 @@ def static_gib(measurement: Measurement, micro_steps: int) -> float:
 
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
-    """Return the key of configurations whose steps need the same bytes for each token."""
+    """Return a key; configurations with equal keys need the same bytes for each token of a step."""
     # Memory depends on the number of tokens, not on the length of a row, unless attention scores or
     # a mask are stored for each pair of tokens.
     length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len
@@ -274,8 +277,8 @@ def _temporary_gib(points: list[tuple[int, float]], tokens: int) -> tuple[float,
     """Return the (low, likely, high) temporary memory at `tokens`, from other configurations.
 
     `points` has the (tokens, GiB) of each of those configurations. The error of the line is the
-    largest distance of a point from it. Outside the points, LINE_DOUBT of the line's change since
-    the nearest point is added.
+    largest distance of a point from it. If `tokens` is outside the range of the points, the error
+    grows by LINE_DOUBT times the line's change from the nearest point to `tokens`.
     """
     counts = sorted({count for count, _ in points})
     nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))

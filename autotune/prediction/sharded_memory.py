@@ -274,8 +274,8 @@ def _held_gradients(
     batch of a step, gradients are kept unsharded, unless each micro batch scatters them. The last
     micro batch scatters gradients layer by layer in fp32. A shard then takes 2 / gpus of the bytes
     of the unsharded bf16 gradients. The gradients of a tied head are kept until the backward pass
-    ends. With several copies of the model, the sums over all copies are also held in bf16 until the
-    backward pass ends.
+    ends. With several copies of the model, the sums of gradients over all copies are also held in
+    bf16 until the backward pass ends.
     """
     gpus = parallelism.num_shards
     whole = accumulates and not parallelism.sync_each_batch
@@ -386,7 +386,10 @@ def _fsdp2_moments(
 def _replicated_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares
 ) -> dict[str, tuple[float, float, float]]:
-    """Return the activations and logits at the moments of a bf16 step, which are never sharded."""
+    """Return the activations and logits at the moments of a bf16 step.
+
+    Every GPU holds them whole, because no strategy shards activations or logits.
+    """
     pure = replace(config, precision="bf16_pure")
     logits = live_logits(config, sizes.vocab)
     return step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False)
@@ -403,7 +406,7 @@ def _zero_moments(
     """Return the memory at the moments of a step under DeepSpeed.
 
     Gradients are in bf16, and stages 2 and 3 shard them. For the optimizer step, each rank also has
-    a shard in fp32. Stage 3 keeps its shard of the gradients allocated all the time.
+    a shard in fp32. Stage 3 keeps its shard of the gradients allocated during the whole step.
     """
     gpus = parallelism.num_gpus
     stage = parallelism.strategy

@@ -136,7 +136,7 @@ class StepTimeEstimate:
 
     @property
     def device_s(self) -> float:
-        """The sum of the device's parts."""
+        """The device's time for a micro batch: matrix products plus moved bytes."""
         return self.products_s + self.fp8_s + self.bytes_s
 
     @property
@@ -280,7 +280,7 @@ def divide_step_time(
 
 
 def _other_part(micro_s: float, part_s: float) -> float:
-    """Return the host's time from the device's time `part_s`, or the device's from the host's."""
+    """Return the host's time if `part_s` is the device's time, and vice versa."""
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
@@ -290,7 +290,7 @@ def estimate_step_time(
     host: Host = MEASURED_HOST,
     objective: Objective = Objective.SFT,
 ) -> StepTimeEstimate | None:
-    """Return the time of a step on the reference card, or None without a formula or measurement.
+    """Return the time of a step on the reference card, or None if no formula covers it.
 
     The result is None for CUDA graphs and for uncompiled fp8, which were not measured. All tokens
     are assumed to enter the loss.

@@ -187,7 +187,10 @@ def speed_transfer(
 
 
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
-    """Return the target host's speed divided by the source's, or None if either had no GPU."""
+    """Return the target host's speed divided by the source's, or None unless both are calibrated.
+
+    A calibration without a GPU does not count.
+    """
     if source is None or target is None or not (source.measures_gpu and target.measures_gpu):
         return None
     return source.layer_ms / target.layer_ms
