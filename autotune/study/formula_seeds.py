@@ -49,7 +49,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
         host = replace(MEASURED_HOST, scale=scale)
 
         def predicted(config: TrainConfig, host: Host = host) -> tuple[float, float]:
-            """The useful tokens/s, then the negative memory, so that a tie goes to less memory."""
+            """The useful tokens/s, then minus the memory: at equal speed, less memory wins."""
             prediction = estimate(probing, config, limit_gib, host=host)
             return (
                 (_tokens_per_s(probing, prediction), -prediction.need_gib)
@@ -75,7 +75,10 @@ def _fitting_configs(
 
 
 def formula_speed(task: Task, config: TrainConfig) -> float:
-    """Predict useful tokens/s on the reference GPU with the target's interconnect; 0 if unknown."""
+    """Predict the useful tokens/s on the reference GPU, or return 0 if they cannot be predicted.
+
+    The prediction assumes the interconnect of the target device.
+    """
     link_gb_s = task.link_gb_s(Parallelism.of(config))
     reference = replace(
         task, device=replace(resolve_device(REFERENCE), link_gb_s=link_gb_s), calibration=None
@@ -86,9 +89,9 @@ def formula_speed(task: Task, config: TrainConfig) -> float:
 
 
 def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
-    """The useful tokens/s of all GPUs; 0 without a prediction.
+    """The useful tokens/s of all GPUs together; 0 if `prediction` is None.
 
-    If the interconnect's bandwidth is unknown, the prediction omits communication.
+    If the interconnect's bandwidth is unknown, the time of communication counts as 0.
     """
     if prediction is None or prediction.single_gpu is None:
         return 0.0
@@ -101,9 +104,9 @@ def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
 
 
 def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:
-    """Return the configurations that differ from `current` only in VARIED knobs.
+    """Return the space's configurations that differ from `current` only in the knobs of VARIED.
 
-    If there are more than MAX_CONFIGS, return the nearest configurations.
+    If there are more than MAX_CONFIGS, return the MAX_CONFIGS with the fewest differences.
     """
     space = task.space
     for knob in space.knobs:

@@ -145,7 +145,7 @@ def summarize(
 
 
 def _is_of(decomposition: Decomposition | None, recipe: Recipe) -> bool:
-    """Whether a decomposition describes this recipe's winner and baseline, not earlier ones."""
+    """Whether a decomposition was made for this recipe's winner and this recipe's baseline."""
     baseline = recipe.baseline and recipe.baseline.config
     return decomposition is not None and (decomposition.winner, decomposition.baseline) == (
         recipe.config,

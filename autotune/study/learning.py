@@ -33,8 +33,8 @@ class Attempt:
     """One training with one learning rate and one seed.
 
     `loss` is the loss of the held-out examples after the training, or None if the training diverged
-    or failed; `reason` then says why. `curve` has pairs of a step and the mean training loss since
-    the previous pair's step.
+    or failed; `reason` then says why. `curve` has pairs: a step, and the mean training loss since
+    the step of the previous pair.
     """
 
     learning_rate: float
@@ -48,7 +48,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A configuration that may learn more or less than the winner, and its trainings.
+    """A configuration that is compared with the winner, and its trainings.
 
     The trainings use the learning rate that was chosen for the winner, and the steps and seeds of
     the last round.
@@ -59,17 +59,17 @@ class Compared:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The losses by seed; infinite for a training that diverged."""
+        """The loss for each seed; infinite for a training that diverged or failed."""
         return tuple(map(_loss, self.attempts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The trainings of one configuration with different learning rates, the earliest first.
+    """The trainings of one configuration with different learning rates, in the order of time.
 
     `run_steps` is the number of optimizer steps of the full run, and `held_out` the number of
-    evaluated examples. `others` are configurations that were trained with the best rate, for
-    comparison. `default` is the usual rate of the method, or None in a search by an older version.
+    held-out examples. `others` are other configurations, trained with the best rate for comparison.
+    `default` is the usual rate of the fine-tuning method; a search by an older version has None.
     """
 
     JSON: ClassVar = native_fields_plus(
@@ -85,12 +85,12 @@ class Learning:
 
     @property
     def last_round(self) -> tuple[Attempt, ...]:
-        """The trainings with the most steps, including those at the default rate."""
+        """The trainings of the last round, which have the most steps."""
         longest = max(attempt.steps for attempt in self.attempts)
         return tuple(attempt for attempt in self.attempts if attempt.steps == longest)
 
     def losses(self) -> dict[float, tuple[float, ...]]:
-        """Return the losses by seed for each rate of the last round; infinite after divergence."""
+        """Map each rate of the last round to its losses, one for each seed."""
         ordered = sorted(self.last_round, key=lambda attempt: (attempt.learning_rate, attempt.seed))
         grouped = groupby(ordered, key=lambda attempt: attempt.learning_rate)
         return {rate: tuple(map(_loss, attempts)) for rate, attempts in grouped}
@@ -103,7 +103,7 @@ class Learning:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the best rate beats every other rate of the last round with every seed."""
+        """Whether, for every seed, the best rate has the lowest loss of the last round."""
         losses = self.losses()
         best = losses.pop(self.learning_rate)
         return all(
@@ -113,18 +113,18 @@ class Learning:
 
     @property
     def is_at_an_end(self) -> bool:
-        """Whether the best rate is the lowest or highest tried, so a better rate may lie beyond."""
+        """Whether the best rate is the lowest or the highest that was tried."""
         tried = {attempt.learning_rate for attempt in self.attempts}
         return self.learning_rate in (min(tried), max(tried))
 
     @property
     def steps(self) -> int:
-        """The optimizer steps of all trainings."""
+        """The number of optimizer steps of all trainings together."""
         return sum(attempt.steps for attempt in self._all_attempts)
 
     @property
     def seconds(self) -> float:
-        """The seconds of all trainings, including evaluations."""
+        """The seconds that all trainings took together, including evaluations."""
         return sum(attempt.seconds for attempt in self._all_attempts)
 
     @property
@@ -144,7 +144,7 @@ class Learning:
         )
 
     def notes(self) -> list[str]:
-        """List the caveats about the rate."""
+        """List the reasons to doubt the best learning rate."""
         notes = []
         if not self.is_sure:
             notes.append(
@@ -168,7 +168,7 @@ def rates(default: float) -> list[float]:
 
 
 def rounds_of(budget_steps: int) -> list[tuple[int, int]] | None:
-    """Return the number of rates and the steps of each round.
+    """Return, for each round, the number of rates and the steps of each training.
 
     Returns None if the budget is too small for any search.
     """
@@ -190,10 +190,10 @@ def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
 
 
 def _max_trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
-    """Return the largest number of trainings of a round.
+    """Return the most trainings that a round can have.
 
-    The first round may add rates below or above the others. The last round includes the default,
-    and several seeds.
+    The first round may add rates below or above the others. In the last round, each rate is trained
+    with several seeds, and the default rate is one of them.
     """
     number, _ = rounds[place]
     return (
@@ -208,9 +208,9 @@ def search(
 ) -> tuple[Attempt, ...]:
     """Search the rates around a default by successive halving.
 
-    `train` takes a learning rate, the number of steps and a seed. If the lowest or highest rate
-    wins the first round, the round tries up to BEYOND further rates in that direction, until a rate
-    is worse.
+    `train` takes a learning rate, the number of steps and a seed. If the lowest or the highest rate
+    is the best of the first round, up to BEYOND further rates beyond it are tried. They end with
+    the first rate that is not better.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]
@@ -234,6 +234,9 @@ def search(
 
 
 def _best_rates(attempts: Iterable[Attempt], steps: int, number: int) -> list[float]:
-    """Return the rates with the lowest losses of a round, the lowest rate first."""
+    """Return the `number` rates with the lowest losses of a round, the lowest rate first.
+
+    The round is the one with trainings of `steps` steps.
+    """
     ranked = sorted((attempt for attempt in attempts if attempt.steps == steps), key=_loss)
     return sorted(attempt.learning_rate for attempt in ranked[:number])

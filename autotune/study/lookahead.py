@@ -1,4 +1,4 @@
-"""The likely next configurations of a search, for processes that compile code in advance."""
+"""Predicts the next configurations of a search, so that their code is compiled in advance."""
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -40,10 +40,10 @@ class Lookahead:
 def shallow_requests(
     evaluator: Evaluator, configs: Iterable[TrainConfig], known: Container[str] = ()
 ) -> dict[str, ProbeRequest]:
-    """Map the keys of these configurations' code to the requests that compile it, at most MOST.
+    """Return requests that compile the code of these configurations, by the key of the code.
 
-    Configurations whose code's key is in `known`, and configurations for several GPUs, are left
-    out.
+    At most MOST requests are returned. Configurations for several GPUs are left out, and
+    configurations whose code has a key in `known`.
     """
     requests: dict[str, ProbeRequest] = {}
     for config in configs:
@@ -59,19 +59,23 @@ def shallow_requests(
 
 
 def code_key(config: TrainConfig) -> str:
-    """Return a key that is equal for configurations whose layers have the same compiled code."""
+    """Return a key for a configuration's compiled code.
+
+    Two configurations have the same key if the compiled code of their layers is the same.
+    """
     others = {name for name, knob in KNOBS.items() if not knob.affects & {"micro_time", "learning"}}
     same = {name: KNOBS[name].default for name in others.union(NOT_IN_LAYERS, ("optimizer",))}
     return digest_of(replace(config, **same).as_dict())
 
 
 def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield configurations that compile and were not tried, the likeliest first.
+    """Yield untried configurations with compiled layers, the most likely next one first.
 
     Coordinate search will continue from its current configuration, or from the running trial if
-    that is better. So the compiled variants of these two come first, then the next moves from them.
-    Outside coordinate search, the best configuration takes the place of the current configuration.
-    More capable variants of the best configuration follow, then its neighbours, ranked by formula.
+    that is better. So the compiled variants of these two come first, then configurations with one
+    knob changed. Outside coordinate search, the best configuration so far counts as the current
+    one. Then follow more capable variants of the best configuration, and configurations similar to
+    it, the fastest by formula first.
     """
     space = trials.task.space
     best = trials.best()
@@ -104,7 +108,9 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
 def _moves(
     centres: list[TrainConfig], name: str, trials: SharedTrials, tried: dict[str, Outcome]
 ) -> Iterator[TrainConfig]:
-    """Yield the next move of each knob from each centre, beginning with the knob `name`."""
+    """For each knob, yield the next configuration that coordinate search would try from each
+    centre. The knob `name` is the first.
+    """
     space = trials.task.space
     place = ORDER.index(name)
     for knob in (*ORDER[place:], *ORDER[:place]):
@@ -115,7 +121,10 @@ def _moves(
 
 
 def _neighbours(trials: SharedTrials, tried: dict[str, Outcome]) -> Iterator[TrainConfig]:
-    """Yield the compiled configurations nearest to the best, the most promising first."""
+    """Yield the compiled configurations with the fewest differences from the best configuration.
+
+    The most promising of them comes first.
+    """
     best = trials.best()
     if best is None:
         return

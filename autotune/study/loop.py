@@ -1,7 +1,7 @@
-"""The loop of a study: propose, evaluate and record configurations, then measure the best again.
+"""The loop of a study: it tries configurations, records them, and measures the best ones again.
 
-This module knows no database, GPU or screen; it gets interfaces to them. Every result is stored
-before Optuna gets it, so a study that is killed continues without loss.
+This module uses the database, the GPU and the screen only through interfaces. Every result is
+stored before Optuna gets it, so a study that is killed continues without loss.
 """
 
 import math
@@ -24,7 +24,7 @@ STARTUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One session of a study, for the leading worker (`run`) or for a helper (`work`)."""
+    """One session of a study. The leader calls `run`, and a helper calls `work`."""
 
     trials: SharedTrials
 
@@ -52,7 +52,7 @@ class Study:
                 break
 
     def work(self, is_over: Callable[[], bool]) -> None:
-        """Help a study that another session leads.
+        """Try configurations of a study that another session leads.
 
         First run the study's queue, then neighbours of the best configuration, then the sampler's
         proposals. `is_over` returns whether the leader has stopped searching.
@@ -81,7 +81,7 @@ class Study:
             trials.optimizer.close_queue()
 
     def confirm(self) -> None:
-        """Measure the finalists again, with the rest of the budget."""
+        """Measure the finalists again until the budget is over."""
         confirm_finalists(self.trials)
 
     def _climb(self) -> None:
@@ -145,10 +145,10 @@ class Study:
     def _raise_capability(self) -> None:
         """Try the best configuration with its learning knobs at their most capable values.
 
-        First all learning knobs are raised together, then each knob alone. Other configurations
-        about as fast as the best are tried too, with the learning values of the likely winner.
-        Chance decides which of these nearly equal configurations is measured as the fastest, and
-        the winner must not depend on chance.
+        First all learning knobs are raised together, then each of them alone. Configurations about
+        as fast as the best are tried too. Their learning knobs have the values of the likely
+        winner. Chance decides which of these nearly equal configurations is measured as the
+        fastest, and the winner must not depend on chance.
         """
         best = self.trials.best()
         if best is None:
@@ -162,10 +162,10 @@ class Study:
                 self._try_sizes(config)
 
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
-        """Return the best three of the configurations that tie with `best`.
+        """Return up to three configurations that are about as fast as `best`.
 
-        In the returned configurations, the learning knobs have the likely winner's values.
-        GPU-bound configurations come first, then configurations with less memory.
+        Their learning knobs have the likely winner's values. GPU-bound configurations are
+        preferred, then configurations with less memory.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
@@ -192,8 +192,8 @@ class Study:
     def _try_sizes(self, config: TrainConfig) -> None:
         """Try this configuration; while it does not fit, try smaller and smaller micro batches.
 
-        No pruner is used. The cost of more capability must be measured on whole models, because
-        most of these candidates are close to the best.
+        No pruner is used: each candidate is measured as a whole model. Most candidates are close to
+        the best configuration, so an extrapolation could not decide between them.
         """
         trials = self.trials
         outcomes = {row.config: row.outcome for row in trials.rows}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A published number or outcome (`theirs`), and the one found here (`ours`)."""
+    """A published number or outcome (`theirs`), and the one that this suite found (`ours`)."""
 
     theirs: float | str
     ours: float | str | None
@@ -40,13 +40,13 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """The result of a case, which is a named configuration.
+    """The result of a case. A case is a named configuration of a suite.
 
     `tokens_per_s` counts `seq_len` tokens for each row, including padding. `with_context_gib` is
-    the reserved memory plus the CUDA context. `interval` is the 80 % interval of an estimated
-    `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval of an estimated
-    `peak_reserved_gib`; it is None for a measured peak. `tight` means that the configuration may
-    not fit, or that less than a tenth of the memory is free.
+    the peak of reserved memory plus the memory of the CUDA context. `interval` is the 80 % interval
+    of an estimated `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval
+    of an estimated `peak_reserved_gib`; it is None for a measured peak. `tight` means that the
+    configuration may not fit, or that less than a tenth of the memory is free.
     """
 
     JSON: ClassVar = keys(name="case.name") | keys(
@@ -162,7 +162,7 @@ class ConfigResult:
 
     @property
     def published(self) -> dict[str, Pair]:
-        """Every published number, and the number found here."""
+        """Every published number with the number that this suite found, by name."""
         return {
             name: Pair(theirs=theirs, ours=ours)
             for name, (theirs, ours) in self.published_pairs().items()
@@ -171,7 +171,7 @@ class ConfigResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedResult:
-    """A result, and the source of the published numbers in its suite."""
+    """A result, and the source of its suite's published numbers."""
 
     JSON: ClassVar = add_prefix("result", ConfigResult.JSON) | keys("source")
 
@@ -358,7 +358,7 @@ def to_config_result(
 
 
 def agreement(results: list[ConfigResult]) -> str:
-    """Compare results with published numbers in one line; empty without published numbers."""
+    """Compare results with published numbers in one line; return "" without published numbers."""
     judged_results = [
         one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)
     ]
@@ -409,7 +409,7 @@ def _number(value: float | str) -> str:
 
 
 def _relative_difference(one: float | str, other: float | str) -> str:
-    """Return ' (+3 %)', the relative difference of our number to the published one."""
+    """Return the relative difference of our number to the published number, such as ' (+3 %)'."""
     return (
         ""
         if isinstance(one, str) or isinstance(other, str)

@@ -1,6 +1,6 @@
-"""The configurations of a space that differ least from a given one.
+"""Finds the configurations of a space that differ least from a given configuration.
 
-They are made by changing a few knobs of the given configuration, so a large space takes no longer.
+Each is made by changing a few knobs, so the size of the space does not matter.
 """
 
 from collections.abc import Iterable, Iterator
@@ -69,8 +69,8 @@ def choices_at_distance(
 ) -> Iterator[dict[str, Any]]:
     """Yield the choices that differ from `centre` in exactly `distance` active knobs.
 
-    A value of `centre` outside the space counts as the nearest value in the space. Each choice is
-    made by `distance` edits, so nearer or farther choices are never enumerated.
+    If a value of `centre` is not in the space, the nearest value of the space takes its place. Each
+    choice is made by changing `distance` knobs; other choices are never generated.
     """
 
     def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:

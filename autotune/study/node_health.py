@@ -1,6 +1,6 @@
-"""The health of a node, compared with the other nodes of its fleet.
+"""Compares a node with the other nodes of its fleet, to find nodes that are slow or hot.
 
-Each node measures the baseline before its results count, and then every 10 minutes.
+Each node measures the baseline before its results count, and again every 10 minutes.
 """
 
 import statistics
@@ -34,7 +34,8 @@ CHECK_EVERY_S = 600.0
 class NodeReading:
     """The measurement of the baseline on one node.
 
-    A value that the driver does not report is None. `about` holds clocks and power in words.
+    A value that the driver does not report is None. `about` describes the GPU's clocks and power in
+    words.
     """
 
     micro_s: float
@@ -44,7 +45,7 @@ class NodeReading:
 
     @classmethod
     def of(cls, measurement: Measurement) -> "NodeReading":
-        """Take the median time of a micro batch, the memory, and the driver's report."""
+        """Make a reading from the times, the memory and the driver's report of a measurement."""
         telemetry = measurement.telemetry or Telemetry()
         readings = (
             (telemetry.sm_clock_mhz, "MHz"),
@@ -65,7 +66,7 @@ class NodeReading:
 def differences(
     own: NodeReading, others: Sequence[NodeReading], *, timed: bool = True
 ) -> list[str]:
-    """Describe the differences of a node from the median of the others.
+    """Describe how a node differs from the median of the other nodes.
 
     The list is empty if there are no other nodes. Speed and temperature count only if `timed`: on
     shared processors they depend on other processes.
@@ -102,10 +103,10 @@ def differences(
 
 @dataclass(slots=True)
 class NodeMonitor:
-    """Compares this node with the other nodes of the study, again every CHECK_EVERY_S seconds.
+    """Compares this node with the study's other nodes every CHECK_EVERY_S seconds.
 
-    This node's readings are stored, but they are not results of the study. `selection` belongs to
-    the resumed study; `timed` says whether speeds and temperatures count.
+    The readings are stored, but they do not count as results of the study. `selection` holds the
+    study's measurements so far. `timed` says whether speeds and temperatures are compared.
     """
 
     prober: "Prober"

@@ -1,7 +1,7 @@
-"""The nodes of a study side by side: each process's latest measurement of the baseline.
+"""Compares the nodes of a study by each node's latest measurement of the baseline.
 
-A node is compared with the others. Probes that older versions stored without a node's name count as
-one unnamed node.
+A node is a process that probes for the study. Older versions stored probes without a node's name;
+these probes count as one unnamed node.
 """
 
 import statistics
@@ -31,13 +31,14 @@ class Node:
     """One process that probed for a study.
 
     - `name` is the name of its worker: host, pid and start time in ticks, separated by colons.
-    - A reading is a measurement of the baseline. Without a reading, the fields it fills are None.
+    - A reading is a measurement of the baseline. Without a reading, the fields that describe it are
+      None.
     - `num_failed` counts probes that failed for reasons other than memory.
     - `config` is the configuration of the reading, taken at `read_at`.
     - `variation` is the relative standard deviation of the timed micro batches. `relative_speed` is
-      relative to the median of the other nodes.
-    - `apart` lists the differences from the median of the other nodes. It is empty if there are no
-      differences or no other nodes.
+      the speed divided by the median speed of the other nodes.
+    - `apart` says in words how the node differs from the median of the other nodes. It is empty if
+      there are no differences or no other nodes.
     - `unmeasured` is the reason for a missing reading, or None.
     """
 
@@ -144,9 +145,9 @@ def _latest_result(
 
 
 def _reading(result: ProbeResult) -> NodeReading:
-    """Return the reading of a result, without the temperature if the worker had worked before.
+    """Return the reading of a result.
 
-    Such a card is warmer than a card that had not worked.
+    If the worker had worked before, the temperature is left out, because work warms the card.
     """
     assert result.measurement is not None
     reading = NodeReading.of(result.measurement)

@@ -1,7 +1,7 @@
 """The numerics check: whether a cheaper number format trains like the reference.
 
-It compares the losses of the same micro batches. The comparison needs real weights: with random
-weights, the loss is about the logarithm of the vocabulary's size in any format.
+It compares the losses of the same micro batches. The comparison needs real weights. With random
+weights, the loss is about the logarithm of the vocabulary's size, whatever the format.
 """
 
 import statistics
@@ -18,7 +18,7 @@ FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torc
 
 
 def coarse_formats(config: TrainConfig) -> str:
-    """Name the configuration's formats that are coarser than the reference's, or return "".
+    """Name the number formats that are coarser than the reference's, or return "" if none is.
 
     Example: 'fp16_mixed and adamw_8bit'.
     """
@@ -29,12 +29,12 @@ def coarse_formats(config: TrainConfig) -> str:
 
 
 def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
-    """Return a configuration with the same batches and optimizer in the reference format.
+    """Return the configuration in the reference format, with the same batches and optimizer.
 
     The format is bf16 under autocast, or fp32 if the device has no bf16, with 32-bit optimizer
     state. Every layer is recomputed, so that the reference fits if possible. Returns None for an
-    optimizer that exists only with 8-bit state: a comparison with another optimizer would compare
-    the optimizers, not the formats.
+    optimizer that exists only with 8-bit state. A reference with another optimizer would compare
+    the optimizers and not the formats.
     """
     optimizer = FULL_STATE.get(config.optimizer, config.optimizer)
     if optimizer.endswith("8bit"):
@@ -51,7 +51,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
 
 
 def deviation(measurement: Measurement, reference: Measurement) -> float | None:
-    """The mean relative difference of the losses of the micro batches that both probes ran.
+    """The mean relative difference of two probes' losses, over the micro batches that both ran.
 
     It is None if the probes have no micro batch in common.
     """

@@ -1,8 +1,8 @@
 """The interface to Optuna, which proposes configurations and learns their outcomes.
 
-A trial that runs out of memory gets the state PRUNED and a constraint: its memory margin, which is
-positive. It never gets FAIL, because samplers ignore failed trials. FAIL marks trials that have to
-run again. Finished trials are returned as plain data.
+A trial that runs out of memory gets the state PRUNED, and a positive memory margin as its
+constraint. It never gets FAIL, because samplers ignore failed trials. FAIL marks trials that have
+to run again. Finished trials are returned as plain data.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ TOO_LATE = "the study ended before this trial began; a resumed study tries it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A trial that begins: its number in the study, and its configuration."""
+    """A trial that has begun: its number in the study, and its configuration."""
 
     number: int
     config: TrainConfig
@@ -180,7 +180,7 @@ class Optimizer:
             self._study.enqueue_trial(chosen)
 
     def hold(self, params: dict[str, Any]) -> None:
-        """Propose only these values of these knobs from now on."""
+        """From now on, propose only configurations with these values of these knobs."""
         with _without_experimental_warnings():
             self._study.sampler = optuna.samplers.PartialFixedSampler(params, self._study.sampler)
 
@@ -193,7 +193,7 @@ class Optimizer:
         return bool(self._trials_in_state(TrialState.WAITING, TrialState.RUNNING))
 
     def close_queue(self) -> None:
-        """Fail the queued trials, because no worker will begin them before the study is resumed."""
+        """Mark the queued trials as failed: no worker begins them before the study is resumed."""
         for trial in self._trials_in_state(TrialState.WAITING):
             self._postpone(trial.number)
 
@@ -212,9 +212,9 @@ class Optimizer:
             self._finish(number, TrialState.FAIL)
 
     def reopen_queue(self) -> int:
-        """Queue the choices again that earlier sessions had no time for; return their number.
+        """Queue the choices again that earlier sessions could not try, and return their number.
 
-        Choices that were tried since are left out.
+        Choices that have been tried in the meantime are left out.
         """
         others = (TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE, TrialState.PRUNED)
         known = [_chosen_values(trial) for trial in self._trials_in_state(*others)]
@@ -229,7 +229,11 @@ class Optimizer:
 
     @retry_on_outage
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
-        """Begin a trial of the `wanted` choice, else the next queued, else the sampler's choice."""
+        """Begin a trial of the choice `wanted`.
+
+        Without `wanted`, the next choice in the queue is tried, or a choice of the sampler if the
+        queue is empty.
+        """
         if self._is_asking:
             # The last call of this method was interrupted and may have left a running trial behind.
             for trial in self._trials_in_state(TrialState.RUNNING):
@@ -281,8 +285,8 @@ class Optimizer:
     def _begin(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
         """Begin a trial of this choice.
 
-        Optuna's only public way is to queue the choice, but another worker could take the trial
-        from the queue. So this method uses private functions of Optuna.
+        Optuna's public functions can only queue the choice, and another worker could take it from
+        the queue. So this method uses private functions of Optuna.
         """
         known = {
             name: distribution(knob)
@@ -366,7 +370,10 @@ class Optimizer:
 
     @retry_on_outage
     def withdraw(self, number: int) -> bool:
-        """Fail a trial, so that it does not count. Returns False if another worker was quicker."""
+        """Mark a trial as failed, so that it does not count.
+
+        Returns False if another worker was quicker.
+        """
         # After a broken connection, `retry_on_outage` calls this method again. This worker's first
         # call may then have failed the trial already.
         again = number in self._withdrawn
@@ -394,9 +401,9 @@ class Optimizer:
         }
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the trials with an outcome by number, without trials that were given back.
+        """Return the trials with an outcome in the order of their numbers.
 
-        Raises StorageError.
+        Trials that were given back are left out. Raises StorageError.
         """
         trials = self._trials_in_state(TrialState.COMPLETE, TrialState.PRUNED)
         return [_to_finished_trial(trial) for trial in trials if "config" in trial.user_attrs]
@@ -420,7 +427,7 @@ class Optimizer:
 
 
 def _chosen_values(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the values that a trial was queued with or has chosen so far."""
+    """Return the values with which a trial was queued, and the values that it has chosen so far."""
     chosen: dict[str, Any] = trial.system_attrs.get("fixed_params", {}) | trial.params
     return chosen
 

@@ -27,11 +27,11 @@ from autotune.study.worker_group import further_cards, require_ray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """One session of a study, resolved: task, target, storage and time.
+    """Everything that one session of a study needs: task, target, storage and time.
 
-    `cards` are the GPUs of the additional local workers; each is None on a CPU. `started` is the
-    time.monotonic() at which the budget starts. `preparation_s` is the time before `started`; it is
-    not part of the budget. Most of it is spent reading the dataset.
+    `cards` has the GPU of each additional local worker, or None for a worker on the CPU. `started`
+    is the time.monotonic() at which the budget starts. `preparation_s` is the time before
+    `started`; it is not part of the budget. Most of it is spent reading the dataset.
     """
 
     spec: StudySpec
@@ -112,7 +112,7 @@ def prepare_session(
 
 
 def _with_counted_gpu(spec: StudySpec) -> StudySpec:
-    """Move the number of GPUs from the card's name, such as 8xh100, to `gpus`."""
+    """If the card's name has a number of GPUs, such as 8xh100, move the number to `gpus`."""
     num_gpus, gpu = split_count(spec.gpu)
     if num_gpus is None:
         return spec
@@ -124,7 +124,7 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
-    """Let one GPU simulate one of several ranks, if the user wants that or has too few GPUs.
+    """Let one GPU simulate one of several ranks, if the user asks for it or has too few GPUs.
 
     Raises UsageError if the interconnect bandwidth is unknown.
     """
@@ -214,7 +214,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
 
 
 def _unused_name(name: str, url: str) -> str:
-    """Return `name`, or `name` with the first number that makes it unused in this database."""
+    """Return a study name that is unused in this database: `name`, or `name` with a number."""
     from autotune.study.storage.optuna_storage import study_names
 
     taken = set(study_names(url))

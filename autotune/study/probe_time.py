@@ -1,10 +1,10 @@
-"""The predicted duration of a probe of a whole model.
+"""Predicts how long a probe of a whole model takes.
 
-The prediction uses an earlier probe of the whole model, or probes of a few of its layers. The times
-of loading and of a micro batch are linear in the number of layers. A probe has a lead (warm-up
-steps) and rounds of steps (`probe.schedule`). The time of the lead and the first round is
-proportional to the number of micro batches and to their time. Timing covers complete rounds,
-sometimes including the first.
+The prediction uses an earlier probe of the whole model, or probes of models with fewer layers. The
+times of loading and of a micro batch are linear in the number of layers. A probe has warm-up steps
+(the lead), then rounds of steps (`probe.schedule`). The time of the lead and the first round is
+assumed to be proportional to the number of micro batches, and to the time of a micro batch. Only
+complete rounds are timed, sometimes also the first.
 """
 
 import statistics
@@ -25,7 +25,7 @@ FIRST_MICROS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ProbeTime:
-    """The times of one probe, in seconds, with `micro_steps` micro batches in a step.
+    """The times of one probe in seconds. A step has `micro_steps` micro batches.
 
     `micro_s` is the mean time of a micro batch, `first_s` the time of the lead and the first round.
     `new_length_s` is the extra time for a micro batch of a new length, or None if no new length was
@@ -40,7 +40,10 @@ class _ProbeTime:
 
 @dataclass(slots=True)
 class ProbeTimes:
-    """The probe times of one model, by configuration and depth. `shape` has the layer count."""
+    """The probe times of one model, by configuration and number of layers.
+
+    `shape` has the number of layers of the whole model.
+    """
 
     shape: ModelShape | None
     _times_of: dict[TrainConfig, dict[int, _ProbeTime]] = field(default_factory=dict)
@@ -71,7 +74,10 @@ class ProbeTimes:
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
 
     def whole_s(self, request: ProbeRequest) -> float | None:
-        """The seconds of a probe of the whole model, or None without a probe to predict from."""
+        """The predicted seconds of a probe of the whole model.
+
+        The result is None if this configuration was never probed.
+        """
         probed = self._times_of.get(request.config, {})
         known = probed.get(WHOLE) or (probed[max(probed)] if probed else None)
         if known is None:
@@ -110,9 +116,9 @@ class ProbeTimes:
         return load_s + first_s + timed_s + new_lengths_s + evaluated_s
 
     def _extrapolate(self, by_depth: dict[int, float]) -> float:
-        """Extrapolate a time to the whole model on the line through two depths.
+        """Extrapolate a time linearly from two numbers of layers to the whole model.
 
-        With one depth, the time is assumed to be proportional to the depth.
+        If only one number of layers was probed, the time is assumed to be proportional to it.
         """
         wide = max(by_depth)
         num_layers = self.shape.num_layers if self.shape else wide

@@ -1,4 +1,4 @@
-"""A study's progress reports: an interface, and a class that passes them on as lines of text."""
+"""Reports a study's progress: an interface, and an implementation that writes lines of text."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Receives the events of a study in order. The command line's display implements it too."""
+    """Receives the events of a study in order.
+
+    The display of the command line also implements this interface.
+    """
 
     def say(self, text: str) -> None:
         """A slow step begins; `text` describes it."""
@@ -21,7 +24,7 @@ class Progress(Protocol):
         """The study has a message for the user; `style` is its colour in a terminal."""
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
-        """The search is about to begin; the device offers `fits_gib` GiB."""
+        """The search is about to begin; a configuration may use `fits_gib` GiB of the device."""
 
     def resumed(self, rows: list[TrialRecord]) -> None:
         """The session begins; `rows` are the trials of earlier sessions, empty in a new study."""
@@ -62,7 +65,7 @@ class TextProgress:
         """Write no line: the number of trials is reported anyway."""
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """Write no line: the trial gets one when it ends."""
+        """Write no line, because `trial` writes a line when the trial ends."""
 
     def trial(self, row: TrialRecord) -> None:
         """Write one line for a trial."""
