@@ -108,8 +108,9 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
 def _moves(
     centres: list[TrainConfig], name: str, trials: SharedTrials, tried: dict[str, Outcome]
 ) -> Iterator[TrainConfig]:
-    """For each knob, yield the next configuration that coordinate search would try from each
-    centre. The knob `name` is the first.
+    """For each knob and each centre, yield the configuration that coordinate search would try next.
+
+    The search changes one knob of the centre. The knob `name` comes first.
     """
     space = trials.task.space
     place = ORDER.index(name)

@@ -1,8 +1,8 @@
-"""The ranking of measured configurations: the cheapest wins, or a more capable one within a slack.
+"""Ranks measured configurations: the cheapest wins, unless a more capable one costs little more.
 
 The score of a configuration is its useful tokens per second (`performance.score`). A more capable
-configuration can learn more, for example with a higher LoRA rank. It wins if it costs at most the
-slack (5 % by default) more than the cheapest.
+configuration can learn more, for example with a higher LoRA rank. It wins if its cost exceeds that
+of the cheapest by at most 5 % (the slack, --slack).
 """
 
 import math
@@ -24,9 +24,10 @@ ROOMY = 0.1
 class Scored:
     """A configuration that fits, with its score and the free share of the memory limit.
 
-    `noise` is the relative difference to expect between two measurements. `spread` is the range of
-    the timed steps relative to the reported step (`Performance`); with the default `spread`, no
-    configuration beats another. `host_bound` marks a CPU-bound configuration.
+    `noise` is the relative difference that two measurements of the same configuration may have.
+    `spread` is the range of the timed steps, relative to the reported step time (`Performance`).
+    With the default `spread`, the configuration neither beats another nor is beaten. `host_bound`
+    marks a CPU-bound configuration.
     """
 
     config: TrainConfig
@@ -37,7 +38,7 @@ class Scored:
     spread: tuple[float, float] = (-1.0, math.inf)
 
     def ties(self, other: "Scored") -> bool:
-        """Whether the two scores are within the error.
+        """Whether the two scores differ by no more than the noise.
 
         A few long steps on a busy machine make the noise large. Even then, two configurations do
         not tie if all steps of one are slower than all steps of the other.
@@ -48,19 +49,20 @@ class Scored:
         )
 
     def beats(self, other: "Scored") -> bool:
-        """Whether this score at the slowest step exceeds the other score at the fastest step."""
+        """Whether this configuration's slowest step is faster than the other's fastest step."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:
-        """Whether the scores tie, and neither is preferred for its capability or free memory."""
+        """Whether the scores tie, and capability and free memory prefer neither configuration."""
         return _class(self) == _class(other) and self.ties(other)
 
 
 def choose(candidates: Sequence[Scored], slack: float) -> Scored:
     """Return the cheapest candidate, or a more capable one that costs at most `slack` more.
 
-    Ties go to the configuration with the least memory. A GPU-bound configuration beats a CPU-bound
-    one, because other work on the host slows the latter down. Raises ValueError without candidates.
+    Among equally fast configurations, a GPU-bound one is preferred, because other work on the host
+    slows a CPU-bound one. Then the one with the most free memory is preferred. Raises ValueError
+    without candidates.
     """
     leaders = _leaders(candidates, slack)
     return max(
@@ -70,7 +72,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
 
 
 def score_to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
-    """Return the least score that would make `choose` prefer the candidate to the others.
+    """Return the lowest score with which `choose` would prefer the candidate to the others.
 
     Raises ValueError without others.
     """
@@ -84,7 +86,10 @@ def score_to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> 
 
 
 def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
-    """Return the candidates of the best class among those within the slack, the fastest first."""
+    """Return the candidates with the best `_class` among those within the slack, the fastest first.
+
+    A candidate is within the slack if it costs at most `slack` more than the cheapest.
+    """
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
     best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
     return [
@@ -95,12 +100,12 @@ def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
 
 
 def _class(candidate: Scored) -> tuple[Any, ...]:
-    """The criteria that come before speed; larger is better."""
+    """The criteria that count more than speed within the slack; larger is better."""
     return candidate.config.capability, candidate.free_fraction >= ROOMY
 
 
 def _tie_break(candidate: Scored) -> tuple[bool, float]:
-    """The criteria that decide between configurations whose scores tie; larger is better.
+    """The criteria that decide between equally fast configurations; larger is better.
 
     Free memory counts in whole percent: smaller differences do not matter.
     """
@@ -118,8 +123,8 @@ def explain_choice(
     """Explain in words why `choose` preferred the winner.
 
     The text also says why no more capable configuration of the space won. `best` describes the
-    configuration with the highest score. The floors that the text mentions are the user's minimum
-    requirements, which all configurations of the space meet.
+    configuration with the highest score. The text calls the user's minimum requirements "floors";
+    all configurations of the space meet them.
     """
     cheapest = max(candidates, key=lambda candidate: candidate.score)
     capability = winner.config.capability
@@ -149,10 +154,10 @@ def explain_choice(
 
 
 def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
-    """Return more capable configurations of the space, which may win within the slack.
+    """Return configurations of the space that are more capable than `config`.
 
     The first has every learning knob at its most capable value. Then come configurations with only
-    one knob raised, and configurations with the LoRA ranks in between.
+    one knob raised to its most capable value, and configurations with the LoRA ranks in between.
     """
     raised = {
         knob.name: max(

@@ -1,4 +1,4 @@
-"""The plans of one run for several numbers of GPUs: the rows of `plan --gpus` and of a report."""
+"""Plans of one run for several numbers of GPUs, shown by `plan --gpus` and in reports."""
 
 import math
 from collections.abc import Sequence
@@ -21,12 +21,11 @@ CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")
 class RankPlan:
     """The best configuration of one parallel strategy, on GPUs split evenly over `hosts` hosts.
 
-    `estimate` covers one GPU, except its cost, which covers all GPUs. `estimate` is None if
-    training is impossible; `problem` then gives the reason. `step` and `accumulation` belong to
-    each GPU.
-    `num_without_speed` is the number of further configurations that fit without a predicted speed.
-    `efficiency` is the speed per GPU, relative to the speed per GPU at the plan's smallest GPU
-    count.
+    `estimate` describes one GPU, but its cost is that of all GPUs. `estimate` is None if training
+    is impossible; `problem` then gives the reason. `step` and `accumulation` also describe one GPU.
+    `num_without_speed` is the number of further configurations that fit but whose speed cannot be
+    predicted. `efficiency` is the speed per GPU, divided by the speed per GPU at the smallest
+    number of GPUs.
     """
 
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
@@ -53,12 +52,12 @@ class RankPlan:
 
     @property
     def precision(self) -> str | None:
-        """The precision of the strategy's arithmetic."""
+        """The number format in which the parallel strategy computes."""
         return self.parallelism.precision(self.estimate.config) if self.estimate else None
 
     @property
     def label(self) -> str:
-        """The configuration in one line, with the strategy's precision; empty if there is none."""
+        """The configuration in one line, with the strategy's precision; "" if there is none."""
         if self.estimate is None:
             return ""
         config = self.estimate.config
@@ -104,8 +103,8 @@ class RankPlan:
 class GpuPlan:
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
-    `how_sure` states the source of the numbers. The CUDA context of a process takes `context_gib`
-    in addition to `limit_gib`.
+    `how_sure` says in words how the numbers were obtained. Besides the `limit_gib` for tensors, the
+    CUDA context of a process takes `context_gib`.
     """
 
     JSON: ClassVar = keys(
@@ -130,17 +129,17 @@ class GpuPlan:
 
     @property
     def trainable(self) -> tuple[RankPlan, ...]:
-        """The rows that certainly fit and have a known speed."""
+        """The rows that surely fit and have a known duration."""
         return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
 
     @property
     def has_unknown_speed(self) -> bool:
-        """Whether a row fits and its speed is unknown; a comparison then omits that row."""
+        """Whether comparisons leave out a row, because it fits but its speed is unknown."""
         return has_unknown_speed(self.rows)
 
     @property
     def needs_link(self) -> bool:
-        """Whether rows have no speed because the interconnect bandwidth is unknown."""
+        """Whether some rows have no speed because the interconnect bandwidth is unknown."""
         several = any(row.num_gpus > 1 and row.estimate and not row.step for row in self.rows)
         return several and self.task.device.link_gb_s is None
 
@@ -166,8 +165,8 @@ class GpuPlan:
 class Scaling:
     """The run on each number of GPUs, the fewest first.
 
-    The winner uses `own` GPUs. For the GPU counts in `known`, the rows come from the study's best
-    configurations. For other GPU counts, the rows are projections of the winner.
+    The winner uses `own` GPUs. For the numbers of GPUs in `known`, a row is the study's best
+    configuration. For other numbers, a row is a projection of the winner.
     """
 
     own: int = 1
@@ -176,7 +175,7 @@ class Scaling:
 
     @property
     def has_unknown_speed(self) -> bool:
-        """Whether a row fits and its speed is unknown; a comparison then omits that row."""
+        """Whether comparisons leave out a row, because it fits but its speed is unknown."""
         return has_unknown_speed(self.rows)
 
     @property
@@ -185,12 +184,12 @@ class Scaling:
         return tuple(row for row in self.rows if row.tokens_per_s is not None)
 
     def waits(self, row: RankPlan) -> float | None:
-        """The share of a step's time spent waiting for other GPUs, by formula; None if unknown."""
+        """The predicted share of a step's time that a GPU waits for other GPUs; None if unknown."""
         return None if row.step is None else row.step.exposed_s / row.step.step_s
 
 
 def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tuple[RankPlan, ...]:
-    """Return the rows with their efficiency, relative to the speed per GPU of `reference`.
+    """Return the rows with their efficiency: speed per GPU, divided by that of `reference`.
 
     A row's efficiency is None if a speed is unknown.
     """
@@ -216,7 +215,7 @@ def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
 
 
 def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
-    """Return the row with the fewest GPU-hours among the rows that end in time.
+    """Of the rows that end within `within_hours`, return the row with the fewest GPU-hours.
 
     All GPU-hours have the same price, so this row is also the cheapest.
     """

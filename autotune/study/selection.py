@@ -1,7 +1,7 @@
-"""The selection of the winner from the measurements of all configurations.
+"""Selects the winner from the measurements of all configurations.
 
-The result includes the winner's speed-up and the caveats for the reader. The module does no input
-or output: results go in, a Recipe comes out.
+The result also has the winner's speed-up and the caveats for the user. The module reads and writes
+no files: it gets probe results, and returns a Recipe.
 """
 
 import statistics
@@ -51,12 +51,13 @@ MAX_STEP_TIME_GAP = 0.03
 class CandidateRecord:
     """The measurements of one configuration: search probes and confirmations.
 
-    Confirmations outrank search probes. `extrapolated` comes from truncated models, and `undecided`
-    says that the configuration could win by this extrapolation. `late_s` says by how many seconds
-    the first step takes longer than later steps. `cannot_win` marks a baseline that failed its
-    confirmation; the winner is still compared with it. The times of `disturbed` results count only
-    if no other result exists; their memory always counts. `measured` is `reused` if an earlier
-    study measured it, perhaps while the machine was faster or slower than now.
+    Confirmations outrank search probes. `extrapolated` comes from models with fewer layers.
+    `undecided` says that by this extrapolation, the configuration may still win. `late_s` is the
+    extra time of the first step, compared with later steps. `cannot_win` marks a baseline that
+    failed its confirmation; the winner is still compared with it. `disturbed` holds results that
+    were measured while other processes used the machine. Their times count only if there is no
+    other result; their memory always counts. `reused` says that an earlier study made the
+    measurement `measured`; since then, the machine's speed may have changed.
     """
 
     config: TrainConfig
@@ -71,7 +72,11 @@ class CandidateRecord:
 
     @property
     def search_measurements(self) -> list[Measurement]:
-        """The search's measurement: the whole model's, else an extrapolated or a disturbed one."""
+        """The measurement of the search, in a list that may be empty.
+
+        A measurement of the whole model is preferred to an extrapolation, and both are preferred to
+        a disturbed measurement.
+        """
         measurement = self.measured or self.extrapolated
         if measurement is not None:
             return [measurement]
@@ -79,7 +84,7 @@ class CandidateRecord:
 
     @property
     def best_known(self) -> list[Measurement]:
-        """The measurements that count: the confirmations, or else the search's measurement."""
+        """The measurements that count: the confirmations if there are any, else the search's."""
         return self.confirmed or self.search_measurements
 
     @property
@@ -94,7 +99,10 @@ class CandidateRecord:
 
     @property
     def evidence(self) -> Evidence:
-        """The evidence for the speed: measured if the whole model was probed undisturbed."""
+        """The evidence for the speed.
+
+        It is "measured" if a probe of the whole model was undisturbed.
+        """
         if self.measured or self.confirmed:
             return Evidence.MEASURED
         is_disturbed = self.disturbed and not self.extrapolated
@@ -102,20 +110,24 @@ class CandidateRecord:
 
     @property
     def memory_evidence(self) -> Evidence:
-        """The evidence for the memory: measured if the whole model was ever probed."""
+        """The evidence for the memory.
+
+        It is "measured" if the whole model was probed, even if disturbed.
+        """
         is_whole = self.measured or self.confirmed or self.disturbed_wholes
         return Evidence.MEASURED if is_whole else Evidence.EXTRAPOLATED
 
 
 @dataclass(slots=True)
 class Selection:
-    """The records of all configurations by digest.
+    """The measurements of a study, as one record for each configuration.
 
-    Reports list the best configuration of each result cell. The configurations of a cell have the
-    same values of the knobs that separate results, such as the LoRA rank. A configuration that was
-    extrapolated and pruned may be the best of its cell, but it can win only if all configurations
-    were extrapolated and pruned. `references` holds the reference measurements for losses, with
-    None for a failed one. `tried` holds every configuration with a result.
+    `records` has the digests of configurations as keys. Some knobs, such as the LoRA rank, separate
+    results: configurations with the same values of these knobs form a result cell. Reports list the
+    best configuration of each cell. A configuration that was pruned after an extrapolation may be
+    the best of its cell. It can win only if every configuration was pruned in this way.
+    `references` holds measurements in the reference number format, whose losses others are compared
+    with; a failed measurement is None. `tried` holds every configuration with a result.
     """
 
     task: Task
@@ -148,7 +160,7 @@ class Selection:
         return self.records.get(config.digest) or CandidateRecord(config=config)
 
     def _editable_record(self, config: TrainConfig) -> CandidateRecord:
-        """Return the record of a configuration to write to; create it if necessary."""
+        """Return the record of a configuration, to be changed. Create the record if necessary."""
         return self.records.setdefault(config.digest, CandidateRecord(config=config))
 
     def add_result(self, result: ProbeResult, *, reused: bool = False) -> None:
@@ -175,7 +187,7 @@ class Selection:
             self.record_startup(result)
 
     def record_startup(self, result: ProbeResult) -> None:
-        """Record the start-up times of worker, model and first step of a whole model."""
+        """Record how long a probe of a whole model took to start: worker, loading, first step."""
         seconds = result.seconds
         measurement = result.measurement
         if "start" in seconds:
@@ -228,11 +240,11 @@ class Selection:
         record.disturbed = []
 
     def close_calls(self) -> list[TrainConfig]:
-        """Return extrapolated configurations worth measuring as whole models, the best first.
+        """Return the extrapolated configurations that should be measured as whole models.
 
-        These include the best configuration of each result cell, if its score is within the slack
-        of the best measured score. They also include pruned configurations that could win now,
-        because the rival that ruled them out may no longer be within the slack.
+        The best comes first. The result has the best configuration of each result cell, if its cost
+        exceeds that of the cheapest measured configuration by at most the slack. It also has
+        configurations that were pruned, but that may win over the configurations measured since.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -261,15 +273,19 @@ class Selection:
         return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """Return the winner among the confirmed configurations and others that surely beat them."""
+        """Return the present winner.
+
+        Only confirmed configurations, and others that surely beat them, can be the winner.
+        """
         pool = self._add_faster(self._score_confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
         """Whether a configuration may still win, given the noise of the confirmations.
 
-        It may still win if it comes first with its own score raised, and all other scores lowered,
-        by the noise. A configuration whose confirmations were all disturbed may always still win.
+        The test raises its score by the noise, and lowers all other scores by the noise: it may
+        still win if it then comes first. If all its confirmations were disturbed, it may always
+        still win.
         """
         record = self.record(config)
         if record.num_confirmations and not record.confirmed:
@@ -285,11 +301,12 @@ class Selection:
         return bool(tilted) and choose(tilted, self.task.floors.slack).config == config
 
     def rival(self) -> TrainConfig | None:
-        """Return the configuration that wins by all measurements, if it is unconfirmed.
+        """Return the configuration that would win if unconfirmed measurements counted too.
 
-        Returns None before the first confirmation, or if this configuration ties with the leader of
-        the confirmed ones. Also returns None if the run has a deadline: only confirmations measure
-        the run's pauses for evaluation and checkpoints.
+        The result is None if this configuration is confirmed. The result is also None before the
+        first confirmation, and if the configuration ties with the best confirmed one. It is None
+        for a run with a deadline too, because only confirmations measure the run's pauses for
+        evaluation and checkpoints.
         """
         confirmed = self._score_confirmed()
         if not confirmed or self.task.within_hours is not None:
@@ -302,12 +319,15 @@ class Selection:
         return likely.config if is_new and not likely.equals(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
-        """Return the reference to measure before this configuration's losses can be compared."""
+        """Return the reference with which this configuration's losses cannot be compared yet.
+
+        The reference must be measured first. Return None if nothing must be measured.
+        """
         reference = self._reference_of(config)
         return None if reference is None or reference.digest in self.references else reference
 
     def distrust_reason(self, config: TrainConfig) -> str | None:
-        """The reason not to trust a configuration's number formats, or None without a reason."""
+        """The reason not to trust a configuration's number formats; None if they can be trusted."""
         difference = self._deviation(config)
         if difference is None or difference <= BOUND:
             return None
@@ -333,7 +353,7 @@ class Selection:
         return None if wanted is None or measured is None else deviation(measured, wanted)
 
     def _numerics_in_words(self, config: TrainConfig) -> str:
-        """Describe the evidence on a configuration's number formats in words."""
+        """Say in words how much a configuration's number formats change its losses."""
         doubtful = coarse_formats(config)
         if not doubtful:
             return f"no number format is in question: {REFERENCE}"
@@ -353,7 +373,7 @@ class Selection:
         )
 
     def baseline(self) -> TrainConfig | None:
-        """The first of the task's baselines with a measurement or an extrapolation, or None."""
+        """The first of the task's baselines that was measured or extrapolated, or None."""
         known = {record.config for record in self.records.values() if record.best_known}
         return next((config for config in self.task.baselines if config in known), None)
 
@@ -366,9 +386,10 @@ class Selection:
         )
 
     def finalists(self, count: int) -> list[TrainConfig]:
-        """Return `count` finalists, and the best for each GPU count other than the likely winner's.
+        """Return the configurations to confirm: `count`, and one for each other number of GPUs.
 
-        The order is: the likely winner, the best of the other GPU counts, the fastest others.
+        The likely winner comes first. The best configurations for the other numbers of GPUs follow,
+        and then the fastest of the remaining configurations.
         """
         pool = self.pool()
         if not pool:
@@ -397,7 +418,7 @@ class Selection:
         return run_performance(self.task, config, [extrapolation.measurement]).tokens_per_second
 
     def prune_reason(self, config: TrainConfig, extrapolation: Extrapolation) -> str | None:
-        """The reason why an extrapolated configuration cannot win, or None if it can.
+        """The reason why an extrapolated configuration cannot win, or None if it may win.
 
         The configuration competes only with others for the same number of GPUs.
         """
@@ -426,7 +447,7 @@ class Selection:
         return f"predicted {speed:,.0f} tokens/s (±{error:.0%}), {needed:,.0f} are needed to win"
 
     def candidate(self, config: TrainConfig) -> Candidate:
-        """Collect all knowledge about a configuration that has a measurement."""
+        """Return a configuration with its speed, memory, cost and evidence."""
         task = self.task
         record = self.record(config)
         performance = run_performance(task, config, record.best_known)
@@ -456,7 +477,7 @@ class Selection:
     ) -> CostProjection:
         """The cost of the full run, or of a run with `examples` examples if that is given.
 
-        `of` gives the measurements to use, by default the best known. If other GPUs were probed in
+        `of` has the measurements to use, by default `best_known`. If other GPUs were probed in
         place of the target, the run's pauses (for evaluation and checkpoints) are unknown.
         """
         task = self.task
@@ -473,7 +494,7 @@ class Selection:
         )
 
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
-        """The power of all devices in W, if each draws as much as the first.
+        """The power of all devices in W. Each is assumed to draw as much as the first.
 
         It is None if other GPUs were probed in place of the target.
         """
@@ -550,24 +571,24 @@ class Selection:
         )
 
     def noise(self, config: TrainConfig) -> float:
-        """The relative standard deviation of the timed steps; 0 for fewer than two steps."""
+        """The relative standard deviation of a configuration's timed steps; 0 for a single step."""
         steps = [
             step for measurement in self.record(config).best_known for step in measurement.step_s
         ]
         return statistics.pstdev(steps) / statistics.fmean(steps) if len(steps) > 1 else 0.0
 
     def disagreement(self, config: TrainConfig) -> float:
-        """The relative range of the step times of a configuration's confirmations.
+        """By how much the step times of a configuration's confirmations differ.
 
-        The range is divided by the shortest step time. A single confirmation is compared with this
-        search's measurement.
+        The result is the longest step time divided by the shortest, minus 1. A single confirmation
+        is compared with the search's measurement.
         """
         accumulation = self.task.workload.run_shape(config).accumulation
         steps = [step_time_s(measurement, accumulation) for measurement in self._repeats(config)]
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
     def _repeats(self, config: TrainConfig) -> list[Measurement]:
-        """Return the confirmations, or the only confirmation and this search's measurement."""
+        """Return the confirmations. If there is only one, also return the search's measurement."""
         record = self.record(config)
         if len(record.confirmed) != 1 or record.measured is None or record.reused:
             return record.confirmed
@@ -576,8 +597,8 @@ class Selection:
     def unsteadiness_reason(self, *configs: TrainConfig) -> str | None:
         """The reason why the machine is too unsteady to compare the configurations, or None.
 
-        The machine is too unsteady if no measurement of a configuration was undisturbed, or if the
-        measurements of a configuration differ by more than their own intervals.
+        The machine is too unsteady if all measurements of a configuration were disturbed, or if
+        they differ by more than their own intervals.
         """
         for config in configs:
             if self.record(config).evidence is Evidence.DISTURBED:
@@ -588,7 +609,7 @@ class Selection:
         return None
 
     def _intervals_meet(self, config: TrainConfig) -> bool:
-        """Whether the intervals of all measurements of a configuration have a time in common."""
+        """Whether the intervals of all step times of a configuration overlap."""
         accumulation = self.task.workload.run_shape(config).accumulation
         lows, highs = [], []
         for measurement in self._repeats(config):
@@ -599,9 +620,10 @@ class Selection:
         return max(lows) <= min(highs)
 
     def _contenders(self) -> list[CandidateRecord]:
-        """Return the records that were measured or can still win by extrapolation.
+        """Return the records of configurations that were measured or may win by extrapolation.
 
-        If there is no such record, return all records with any measurement or extrapolation.
+        If there is no such configuration, return all records with a measurement or an
+        extrapolation.
         """
         known = [record for record in self.records.values() if record.best_known]
         return [
@@ -609,7 +631,10 @@ class Selection:
         ] or known
 
     def _records_by_evidence(self) -> list[CandidateRecord]:
-        """Return the records with a search result; the extrapolated records come first."""
+        """Return the records with a measurement of the search.
+
+        Those with an extrapolation come first.
+        """
         known = [record for record in self.records.values() if record.search_measurements]
         return sorted(known, key=lambda record: record.extrapolated is None)
 
@@ -619,17 +644,18 @@ class Selection:
         )
 
     def _known_contenders(self) -> list[Scored]:
-        """Return the records that may win, scored by the best known measurements of each."""
+        """Return the configurations that may win, each scored by its best known measurements."""
         return self._score((record, record.best_known) for record in self._contenders())
 
     def _add_faster(self, pool: list[Scored]) -> list[Scored]:
-        """Return the pool plus the unconfirmed configurations that beat its winner.
+        """Return the pool, and the unconfirmed configurations that surely beat its winner.
 
-        The other contenders and the baseline are considered, scored by all their measurements. The
-        budget may leave no time to confirm them, and a slower confirmed winner must not win over
-        them. A faster configuration is not added if the confirmed winner is more capable and within
-        the slack of its score, computed from its slowest steps. With a deadline, only the baseline
-        can be added, because only confirmations measure the run's pauses.
+        The budget may leave no time to confirm them, and a slower configuration must not win only
+        because it was confirmed. The other contenders and the baseline are considered. A
+        configuration is added if its slowest step is faster than the winner's fastest step, and if
+        it would also win with the speed of its slowest step. So a more capable winner that costs
+        little more is not beaten. With a deadline, only the baseline can be added, because only
+        confirmations measure the run's pauses.
         """
         if not pool:
             return pool
@@ -669,7 +695,7 @@ class Selection:
         )
 
     def _score(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
-        """Score each record that can win, using the measurements paired with it."""
+        """Score each record that can win by the measurements that `known` pairs with the record."""
         pool = []
         for record, measurements in known:
             if record.cannot_win:
@@ -704,7 +730,7 @@ class Selection:
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
-        """List the doubts that the measurements leave."""
+        """List the reasons to doubt the winner that follow from the measurements."""
         record = self.record(winner.config)
         baseline = self.baseline()
         if all(
@@ -765,7 +791,7 @@ class Selection:
         return doubts
 
     def _doubts_about(self, config: TrainConfig) -> list[str]:
-        """List the doubts about the measurements of one configuration."""
+        """List the reasons to doubt the measurements of one configuration."""
         record = self.record(config)
         doubts = []
         if record.evidence is Evidence.DISTURBED:
@@ -799,7 +825,7 @@ def _measurements(results: Iterable[ProbeResult]) -> list[Measurement]:
 
 
 def _winner_in_words(task: Task, winner: Candidate) -> str:
-    """The description of the configuration with the highest score, with regard to the deadline."""
+    """Describe the configuration with the highest score, such as "the cheapest"."""
     if task.within_hours is None:
         return "the cheapest"
     within = fmt_hours(task.within_hours)
@@ -812,7 +838,7 @@ def _winner_in_words(task: Task, winner: Candidate) -> str:
 
 
 def _best_of_cells(pool: list[Scored]) -> list[Scored]:
-    """Return the fastest configuration of each result cell (`Selection` defines the cells)."""
+    """Return the fastest configuration of each result cell (see `Selection`)."""
     names = [knob.name for knob in KNOBS.values() if knob.separates_results]
     best = {
         tuple(getattr(scored.config, name) for name in names): scored
@@ -822,7 +848,7 @@ def _best_of_cells(pool: list[Scored]) -> list[Scored]:
 
 
 def _example_values(task: Task) -> str:
-    """Name the invented values, or return an empty string for a real device.
+    """Name the user's invented values of an example card, or return "" for a real device.
 
     Example: '0.30 GiB (--memory-gib) and $0.60/h (--price) are made up'.
     """
@@ -833,7 +859,7 @@ def _example_values(task: Task) -> str:
 
 
 def _assumed_examples(workload: Workload) -> list[str]:
-    """List the assumptions about the examples, in sentences."""
+    """Say in sentences what is assumed about the lengths and the number of the examples."""
     caveats = []
     lengths = workload.lengths
     if lengths.source == "assumed":
@@ -851,7 +877,7 @@ def _assumed_examples(workload: Workload) -> list[str]:
 
 
 def _assumptions(task: Task, winner: Candidate) -> list[str]:
-    """List the assumptions about data and device behind a winner's numbers, in sentences."""
+    """Say in sentences what a winner's numbers assume about the data and the device."""
     config = winner.config
     workload = task.workload
     lengths = workload.lengths
