@@ -81,7 +81,7 @@ class Narrowing:
     def keep(
         self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True
     ) -> None:
-        """Keep only the possible values of a knob in the space and, if `reserve`, in the reserve.
+        """Keep a knob's possible values in `self.space` and, if `reserve`, also in `self.reserve`.
 
         Raises UsageError if no value is left.
         """
@@ -95,7 +95,7 @@ class Narrowing:
         self.keep(name, lambda value: value not in impossible, reason)
 
     def remove_untested(self, context: str, member: str = "") -> None:
-        """Remove the values of all knobs that are untested in a context (`core.untested`).
+        """From each knob, remove the values that are untested in a context (see `core.untested`).
 
         Raises UsageError if no value is left.
         """
@@ -524,7 +524,7 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation if some value of another knob leaves layers uncompiled."""
+    """Remove selective recomputation if layers stay uncompiled with some value of another knob."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
         reason = "it needs compiled layers, because the compiler chooses the recomputed tensors"
@@ -578,7 +578,7 @@ def narrow_to_layers(
 def _narrow_to_named_layers(
     narrowing: Narrowing, model: ModelSpec, layers: tuple[str, ...]
 ) -> None:
-    """Remove values of the adapters' targets that name modules which the model lacks.
+    """Remove values of `lora_targets` that name modules which the model lacks.
 
     A value stays if the model has all modules that the value names. If the module names of this
     model type are known, one existing module is enough.
@@ -596,9 +596,9 @@ def _narrow_to_named_layers(
 
 
 def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
-    """Remove adapters on every linear layer, because PEFT refuses them for this model.
+    """Remove ALL_LINEAR from `lora_targets`, because PEFT refuses some linear layers of this model.
 
-    If the space has no other targets for adapters, remove LoRA.
+    If the space has no other value of `lora_targets`, remove LoRA.
     """
     if set(narrowing.space.choices("lora_targets")) - {ALL_LINEAR}:
         reason = f"PEFT refuses adapters on some of the model's layers: {shape.no_adapters}"
@@ -638,7 +638,7 @@ def refusal(
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
-    """Remove values that the floors forbid. A knob with a single value keeps it.
+    """Remove values that the quality limits (`floors`) forbid, but never a knob's only value.
 
     Raises UsageError if the user asked for a rank or a length that the space does not have.
     """
@@ -672,7 +672,7 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
 def _apply_floor_of_length(
     narrowing: Narrowing, workload: Workload, max_truncated: float | None
 ) -> None:
-    """Remove values of seq_len that truncate too many tokens, or that no example needs.
+    """Remove values of seq_len that truncate too many tokens, or that are longer than needed.
 
     The shortest value that truncates no example stays.
     """

@@ -107,11 +107,11 @@ def image_lengths(
     loss_on: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
-    """Return the examples' lengths, representative images for each length, and an image end.
+    """Return the examples' lengths, typical images for each length, and the last image position.
 
-    The image end is the largest position, in tokens, at which an image ends in its row. `picture`
-    returns the output of the model's image processor for an image with this width and height.
-    Raises the errors of `dataset_lengths`, and UsageError for an unreadable image.
+    The last image position is the largest number of tokens from a row's start to an image's end.
+    `picture` returns the output of the model's image processor for an image of a given width and
+    height. Raises the errors of `dataset_lengths`, and UsageError for an unreadable image.
     """
     say(f"reading {path.name}")
     pictures: list[tuple[Picture, ...]] = []
@@ -308,7 +308,7 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
-    """Raise ValueError if an unread column seems to hold the prompt, and the answers lack it."""
+    """Raise ValueError if an ignored column seems to hold the prompt, which the answers lack."""
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
         return  # the answers are whole conversations, which contain the prompt
     for name in PROMPTS:
@@ -429,7 +429,7 @@ def _text(form: Plain | Chat) -> str:
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
-    """Return the bytes of an example that the model only reads, and the bytes trained on."""
+    """Return how many bytes of an example are only read, and how many are trained on."""
     try:
         if not isinstance(form, Chat):
             prompt = (form.prompt or "").encode()

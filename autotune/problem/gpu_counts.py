@@ -26,7 +26,7 @@ REACHED = 0.9
 def parse_gpus(given: Counts) -> tuple[int, ...]:
     """Parse '1,2,4', or [1, 2, 4], to (1, 2, 4).
 
-    Raises UsageError for anything but GPU counts of one host.
+    Raises UsageError for anything else, and for more GPUs than one host may have.
     """
     numbers = _parse_counts("--gpus", given, "1,2,4,8")
     if numbers[-1] > MOST_GPUS:
@@ -38,7 +38,7 @@ def parse_gpus(given: Counts) -> tuple[int, ...]:
 
 
 def parse_nodes(given: Counts | None) -> tuple[int, ...]:
-    """Parse host counts in the form of `parse_gpus`; the default is one host."""
+    """Parse host counts, given in the same forms as for `parse_gpus`; the default is one host."""
     return (1,) if given is None else _parse_counts("--nodes", given, "1,2,4")
 
 
@@ -58,7 +58,7 @@ def _parse_counts(option: str, given: Counts, example: str) -> tuple[int, ...]:
 def parse_network(given: str | float | None) -> float | None:
     """Return the GB/s that collectives reach between hosts.
 
-    `given` is a name of NETWORKS or a nominal rate in GB/s. Raises UsageError for anything else.
+    `given` is a name in NETWORKS or a nominal rate in GB/s. Raises UsageError for anything else.
     """
     if given is None:
         return None

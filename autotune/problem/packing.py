@@ -10,7 +10,7 @@ from autotune.problem.length_distribution import Lengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """`number` equal rows. Each row has examples with the lengths `examples`, in tokens."""
+    """`number` equal rows. Each row consists of examples whose lengths in tokens are `examples`."""
 
     number: int
     examples: tuple[int, ...]
@@ -35,7 +35,7 @@ class _OpenRows:
         self.by_room.setdefault(room, []).append(rows)
 
     def take_fullest(self, tokens: int) -> Rows | None:
-        """Remove and return the fullest rows with room for `tokens`, or None if there are none."""
+        """Remove and return the fullest rows with room for `tokens` more tokens, or return None."""
         place = bisect_left(self.rooms, tokens)
         if place == len(self.rooms):
             return None

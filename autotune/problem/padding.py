@@ -93,10 +93,10 @@ def batch_maxima(draw: Draw) -> Maxima:
 def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
     """Return a function that converts a share of examples to a share of micro batches.
 
-    The function's argument is the share of examples that have at most some length. The function's
-    result is the share of micro batches without a longer example. Among the examples sorted
-    together, the number of longer examples is binomial. Because of the sorting, the longer examples
-    are in the smallest possible number of micro batches.
+    The function's argument is the share of examples with at most L tokens. Its result is the share
+    of micro batches in which no example has more than L tokens. Among the examples sorted together,
+    the number of examples with more than L tokens is binomial. Sorting puts these longer examples
+    into the smallest possible number of micro batches.
     """
     number = draw.sorted_together // draw.size * draw.size
     log_ways = [
@@ -137,7 +137,7 @@ def sort_group_size(examples: int, step_examples: int) -> int:
 
 @lru_cache(maxsize=1024)
 def new_length_share(draw: Draw, number: int) -> float:
-    """Return the expected share of `number` micro batches with a padded length that is new."""
+    """Return the expected share of `number` micro batches with a padded length not seen before."""
     return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
 
 
@@ -145,14 +145,14 @@ def new_length_share(draw: Draw, number: int) -> float:
 def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
     """Return the mean padded length of a row in tokens.
 
-    A row is padded to the longest row of its micro batch or, if `bucketed`, then on to the next
-    length in `buckets`.
+    A row is padded to the longest row of its micro batch. If `bucketed` is true, the row is padded
+    further, to the next length in `buckets`.
     """
     return _mean(draw, buckets(draw) if bucketed else ())
 
 
 def _mean(draw: Draw, ends: tuple[int, ...]) -> float:
-    """Return the mean padded length of a row; `ends`, if any, are the lengths to pad on to."""
+    """Return the mean padded length of a row; if `ends` has buckets, rows are padded to them."""
     return sum(_padded_length(one.up_to, ends) * one.share for one in batch_maxima(draw))
 
 
@@ -213,7 +213,7 @@ def _enough(number: int) -> int:
 
 @lru_cache(maxsize=4)
 def _places(draw: Draw, number: int) -> list[int]:
-    """Return `number` random indices into `batch_maxima`; the first ones are always the same."""
+    """Return `number` random indices into `batch_maxima`; all calls begin with the same ones."""
     maxima = batch_maxima(draw)
     until = list(itertools.accumulate(one.share for one in maxima))
     generator = random.Random(0)  # noqa: S311 (no secret)
@@ -222,7 +222,7 @@ def _places(draw: Draw, number: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
-    """Return the tokens of `number` random rows; the first rows are always the same."""
+    """Return the tokens of `number` random rows; every call begins with the same rows."""
     tokens = [min(tokens, seq_len) for tokens, _ in lengths.counts]
     until = list(itertools.accumulate(count for _, count in lengths.counts))
     return random.Random(0).choices(tokens, cum_weights=until, k=number)  # noqa: S311
@@ -262,10 +262,11 @@ def stand_ins(draw: Draw) -> dict[int, float]:
     length is one of the three, unless its share is 0.
 
     If a micro batch's time is quadratic in the length, the weighted mean of the few times is exact
-    except for rounding. A CPU-bound time is constant up to some length, and the mean time then has
-    an error of 1.2 % on average and at most 3.1 % (120 draws of 12 distributions, each with the
-    worst such length). With three Gauss nodes for all lengths, the error would be 4.5 %, and at
-    most 14.6 %. With four nodes, the error would be 2.5 %, and at most 9.2 %.
+    except for rounding. A CPU-bound time is constant up to some length. The error of the mean time
+    is then 1.2 % on average and 3.1 % at most. These errors are from 120 draws of 12 distributions,
+    each with the worst such length. With three Gauss nodes over all lengths, the mean error would
+    be 4.5 %, and the largest 14.6 %. With four Gauss nodes, the mean error would be 2.5 %, and the
+    largest 9.2 %.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:
@@ -290,7 +291,7 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
 
 def _two_nodes(weighted: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return two weighted values that give every cubic polynomial the same weighted sum.
+    """Return two weighted values; they give any cubic polynomial the weighted sum of `weighted`.
 
     This is Gauss quadrature, computed from the first three moments. If all values are equal, the
     result is one node; without values, it is an empty list.

@@ -32,12 +32,12 @@ UNSEEN = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """The performance of the full run, with its global batch, in useful tokens.
+    """The performance of the full run with its global batch; all tokens here are useful tokens.
 
     `spread` is the range of step times, relative to `step_time_s`: (-0.01, 0.02) is 1 % less to 2 %
     more. If the speed was converted from another card, `spread` includes the error of the
     conversion, and `own_spread` is the probes' spread without this error. `mfu` is None if the
-    device's peak is unknown.
+    device's peak FLOP/s are unknown.
     """
 
     samples_per_second: float
@@ -100,11 +100,11 @@ def step_time_s(
 def step_spread(
     measurements: Sequence[Measurement], accumulation: int, new_length_share: float = 0.0
 ) -> tuple[float, float]:
-    """Return the range of the probes' step times, relative to their reported step time.
+    """Return the range of the probes' step times, relative to the reported step time.
 
     If a probe timed a single step, the times of its micro batches are used instead. The range is at
     least AGAIN, the usual difference between two probes, and at least the error of an extrapolated
-    time. For a single time, the range is at least UNSEEN.
+    time. If there is only one time, the range is at least UNSEEN.
     """
     reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements

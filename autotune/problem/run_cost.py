@@ -1,6 +1,6 @@
 """The cost of the full run in hours, USD and kWh, computed from a step time.
 
-USD are None without a price, and kWh are None without a power.
+The cost in USD is None if no price is known, and the kWh are None if no power is known.
 """
 
 import math
@@ -33,7 +33,9 @@ TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the numbers of examples in a repor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
-    """The evaluations and checkpoints of a run. The total seconds of either are None if unknown.
+    """The evaluations and checkpoints of a run.
+
+    `evaluation_s` and `checkpoint_s` are total seconds, or None if unknown.
 
     `disk_gib` is the largest total size on disk: the kept checkpoints, and one more while it is
     being written.

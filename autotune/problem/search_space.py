@@ -42,7 +42,7 @@ class Knob:
 
     @property
     def kind(self) -> Kind:
-        """`learning` or `system`, by the registry of knobs; a space file cannot change it."""
+        """`learning` or `system`, as in the registry of knobs; a space file cannot change it."""
         return KNOBS[self.name].kind
 
     def choices(self) -> tuple[Any, ...]:
@@ -69,7 +69,10 @@ class Knob:
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
-        """Return the wanted value if `values` has it, else the nearest number or first value."""
+        """Return `wanted` if it is in `values`, otherwise the nearest value.
+
+        If `wanted` is not an integer, the first of the values counts as the nearest.
+        """
         if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
         return wanted if wanted in values else values[0]
@@ -338,11 +341,11 @@ class SearchSpace:
         return TrainConfig(**known)
 
     def leanest(self) -> dict[str, Any]:
-        """Return {knob: value} with the value of each knob that needs the least memory."""
+        """Return {knob: value}, with the value that needs the least memory for each knob."""
         return self._choose(lambda knob, values: min(values, key=KNOBS[knob.name].memory_rank))
 
     def clip(self, config: TrainConfig) -> dict[str, Any]:
-        """Return {knob: value} with the value of each knob that is nearest to `config`."""
+        """Return {knob: value}, with the value nearest to the one in `config` for each knob."""
         return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
     def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
 
 
 def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float | None:
-    """Return the GiB of the example card, if the device (a CPU) represents one.
+    """Return the memory in GiB of the example card, if the device (a CPU) stands for one.
 
     The result is None if there is no example card, or if the user gives the memory.
     """
@@ -241,7 +241,10 @@ def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
 
 
 def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
-    """Raise UsageError if a pinned quantisation has no effect in both the space and the reserve."""
+    """Raise UsageError if a pinned quantisation has no effect.
+
+    It has no effect if neither the space nor the reserve can meet its conditions.
+    """
     value = spec.pins.get("quantization", "none")
     need = narrowing.space.idle("quantization")
     if value != "none" and need and narrowing.reserve.idle("quantization"):
@@ -265,7 +268,7 @@ def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
 
 
 def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
-    """Return the space with the GPU counts of the spec, if any, and a knob for their strategy.
+    """Return the space with the spec's GPU counts, if any, and a knob for the sharding strategy.
 
     Raises UsageError for a combination that cannot be probed on several GPUs.
     """
@@ -503,12 +506,12 @@ def _lengths(
 def _rows_with_images(
     spec: StudySpec, model: ModelSpec, say: Callable[[str], None]
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
-    """Return the lengths of examples with images, images by length, and the largest image end.
+    """Return lengths of examples with images, images by length, and the last image position.
 
-    The largest end is the position, in tokens, of the last image's end in any row, or 0 if unknown.
-    Without a dataset, each example is assumed to have one image, and lengths from the user include
-    the image's tokens. Examples that are too short for an image have only text. Raises UsageError
-    if all examples are too short.
+    The last image position is the largest number of tokens from a row's start to an image's end, or
+    0 if unknown. Without a dataset, each example is assumed to have one image, and lengths from the
+    user include the image's tokens. Examples that are too short for an image have only text. Raises
+    UsageError if all examples are too short.
     """
 
     def picture(width: int, height: int) -> Picture:

@@ -24,5 +24,5 @@ class SpeedTransfer:
     basis: int = 0
 
     def ratio(self, share: float) -> float:
-        """Return target speed / source speed if products take `share` of the time on the source."""
+        """Return target speed / source speed, if products take this share of the source's time."""
         return 1 / (share / self.products + (1 - share) / self.bytes)

@@ -2,7 +2,7 @@
 
 A larger GPU can probe for a smaller device. The probe may use only the memory that the device has,
 so it runs out of memory if the same run would do so on the device. The device's speed is projected
-from the probe's. Features that the larger GPU lacks cannot be tried.
+from the probe's speed. Features that the larger GPU lacks cannot be tried.
 """
 
 import shlex
@@ -64,8 +64,8 @@ class Target:
     ) -> float:
         """Return the GiB that a run may use of this machine's device, which has `total_gib`.
 
-        `asked_gib` is the user's limit. If `may_exceed`, the limit may be larger than the available
-        memory, for studies that only probe a few layers.
+        `asked_gib` is the user's limit. If `may_exceed` is true, the limit may be larger than the
+        available memory, for studies that only probe a few layers.
 
         Raises:
             EnvironmentProblem: if this machine's GPU has less free memory than the device to tune
@@ -140,8 +140,8 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
 def is_product(card: nvml.GpuInfo, device: DeviceSpec) -> bool:
     """Return whether a GPU of this machine is the product `device`.
 
-    If the user's own card file describes the device, the names in this file decide; otherwise the
-    names in the catalogue.
+    If the user's own card file describes the device, the names in this file decide. Otherwise, the
+    names in the catalogue decide.
     """
     names = [name.casefold() for name in device.nvml_names]
     is_own = (

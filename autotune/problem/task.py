@@ -189,7 +189,7 @@ class Task:
 
     @cached_property
     def baselines(self) -> tuple[TrainConfig, ...]:
-        """The configurations to try as the baseline: BASELINE in this space, then smaller ones.
+        """The configurations to try as the baseline: the nearest to BASELINE, then smaller ones.
 
         The smaller ones have smaller micro batches. The smallest GPU count comes first. On several
         GPUs, DDP comes before FSDP2, if the space has both.

@@ -182,8 +182,9 @@ class Workload:
         """Return the steps of the full run with this configuration.
 
         By default, `world_size` is the configuration's number of GPUs, and `accumulation` is the
-        number of micro batches whose examples add up to the global batch. Packed rows add up to it
-        only approximately. Raises ValueError if the micro batches do not divide the global batch.
+        number of micro batches whose examples add up to the global batch. Packed rows add up to the
+        global batch only approximately. Raises ValueError if the micro batches do not divide the
+        global batch.
         """
         devices = world_size or config.num_gpus
         return RunShape(
@@ -198,7 +199,10 @@ class Workload:
         )
 
     def divides(self, config: TrainConfig) -> bool:
-        """Return whether micro batches divide the global batch. With packed rows, always true."""
+        """Return whether micro batches divide the global batch.
+
+        The result is always true for packed rows.
+        """
         rows_at_once = config.micro_batch_size * config.num_gpus
         return config.packing or self.global_batch % rows_at_once == 0
 
@@ -240,10 +244,10 @@ class Workload:
 
         Times are assumed to be proportional to tokens. GPUs with shards gather layers in each micro
         batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and the
-        tokens of whole steps differ less. Copies of the model also wait for each other only once a
-        step, but here they count as if they waited in each micro batch. `parallelism` replaces the
-        configuration's parallelism, and `accumulation` replaces the number that follows from the
-        global batch.
+        tokens of whole steps differ less. If groups of GPUs hold copies of a sharded model, these
+        copies wait for each other only once a step. Here they count as if they waited in each micro
+        batch. `parallelism` replaces the configuration's parallelism, and `accumulation` replaces
+        the number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -312,7 +316,7 @@ class Workload:
         """Return whether the trainer sorts the rows of a step by length and divides them evenly.
 
         The result is false if sorting would change nothing. The result is also false for the
-        padding `masked` of the usual trainers, which do not sort rows, and if rows are grouped by
+        padding `masked`, because trainers that use it do not sort rows, and if rows are grouped by
         length instead.
         """
         differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
@@ -382,7 +386,7 @@ class Workload:
         return max((num_image_tokens(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the kinds of micro batches to time, and the longest, which sets the memory peak.
+        """Return the kinds of micro batches to time, and the longest, which causes the memory peak.
 
         Short and long kinds alternate. If rows may have any length, only odd lengths are chosen.
         The reason is that cuDNN takes seconds to build a kernel for each alignment of a length
@@ -460,7 +464,10 @@ class Workload:
 
 
 def _with_length(config: TrainConfig, seq_len: int) -> TrainConfig:
-    """Return the configuration with this length, without a slow copy if it already has it."""
+    """Return the configuration with this seq_len.
+
+    If it has this seq_len already, it is not copied.
+    """
     return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 

@@ -284,7 +284,7 @@ def _usd(usd: float | None, low: float | None, high: float | None) -> str:
 
 
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
-    """Name the cheapest card for this number of examples, on demand and at spot.
+    """Name the cheapest card for this number of examples, on demand and at spot prices.
 
     A card of a measured kind wins over a cheaper card of an unmeasured kind.
     """

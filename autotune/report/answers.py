@@ -87,7 +87,7 @@ def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
 
 
 def memory_terms(estimated: Estimate) -> str:
-    """List the terms of memory of at least 0.05 GiB: 'weights 13.5 + adapters 0.2 + ...'."""
+    """List the memory terms that are at least 0.05 GiB: 'weights 13.5 + adapters 0.2 + ...'."""
     terms = estimated.memory.terms() if estimated.memory else {}
     return " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
 
@@ -152,8 +152,8 @@ def _moment(phase: Phase) -> str:
 def verdict(report: CheckReport) -> str:
     """Return the verdict in words.
 
-    For example 'out of memory: needs 27.3 of 20.6 GiB on a10, 6.7 GiB (33 %) too much'. If the need
-    is uncertain, the text has its lower bound or its range.
+    For example 'out of memory: needs 27.3 of 20.6 GiB on a10, 6.7 GiB (33 %) too much'. If the
+    needed memory is uncertain, the text has its lower bound or its range.
     """
     checked = report.checked
     bounds = checked.bounds

@@ -54,7 +54,7 @@ def _usd(value: float | None) -> str:
 
 
 def _memory(row: CardRow) -> str:
-    """Describe the need and the limit, and the state if no configuration is certain to fit."""
+    """Describe needed memory and limit; add the state if no configuration is certain to fit."""
     limit = _gib(row.limit_gib)
     if row.configuration:
         return f"{_gib(row.need_gib)} of {limit}"
@@ -70,7 +70,7 @@ def _card(row: CardRow) -> str:
 
 
 def _evidence(row: CardRow) -> str:
-    """Describe the evidence, the number of measurements behind it, and the calibrated parts."""
+    """Describe the evidence, its number of measurements, and the calibrated parts."""
     count = row.measurements_on_this_card
     guess = ", no measurement of this kind of card" if row.is_guess else ""
     basis = f", narrowed by measurements on this card: {count}" if count else guess
@@ -168,7 +168,7 @@ def heading(group: Group) -> str:
 
 
 def workload_text(group: Group) -> str:
-    """Describe the workload. The text is empty if the group has no plan."""
+    """Describe the workload. The text is empty if no card of the group has a plan."""
     if group.plan is None:
         return ""
     work = group.plan.task.workload

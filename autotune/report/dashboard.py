@@ -140,7 +140,7 @@ class Copy(optuna.storages.InMemoryStorage):
     winner: int | None = None
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
-        """Return the trial of the winner, or the trial with the largest value without a winner."""
+        """Return the winner's trial or, if there is no winner, the trial with the largest value."""
         if self.winner is None:
             return super().get_best_trial(study_id)
         return self.get_trial(self.winner)
@@ -261,7 +261,7 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> C
 
 
 def _winner(summary: StudySummary, num_trials: int) -> int | None:
-    """Return the number of the first trial of the winner's configuration, or None without one."""
+    """Return the number of the first trial that has the winner's configuration, or None."""
     numbers = [
         row.number
         for row in summary.trials
@@ -289,7 +289,7 @@ def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
 
 
 def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
-    """Save the figures of TITLES that have data."""
+    """Save each figure in TITLES that has data."""
     import plotly.graph_objects as go
 
     drawn = draw(summary)

@@ -103,8 +103,8 @@ def candidate_line(candidate: Candidate) -> str:
 def speed_up(recipe: Recipe) -> str:
     """Compare the winner's speed with the baseline's speed.
 
-    A difference within the error of measurement gets no ratio. If one of the two speeds was
-    extrapolated from a few layers, the ratio is labelled as extrapolated.
+    If the difference is within the measurement error, the text has no ratio. If one of the two
+    speeds was extrapolated from a few layers, the ratio is labelled as extrapolated.
     """
     if recipe.unsteady is not None:
         return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
@@ -301,7 +301,7 @@ def overrun(row: TrialRecord) -> str:
 
 
 def memory_gib(row: TrialRecord) -> float | None:
-    """Return the peak reserved memory of a trial, or its known least need if it did not fit."""
+    """Return a trial's peak reserved memory or, if it did not fit, the least memory it needs."""
     if row.peak_reserved_gib is None and row.margin is not None and row.limit_gib is not None:
         return row.limit_gib * (1.0 + row.margin)
     return row.peak_reserved_gib
@@ -403,7 +403,7 @@ def learned_text(finalist: Learned) -> str:
 
 
 def verification(result: Verification) -> list[str]:
-    """Compare the exported run with the prediction, one line for each number."""
+    """Compare the exported run with the prediction; each number has a line."""
     if result.tokens_per_s is None:
         return [f"the exported run failed: {result.reason}"]
 
@@ -489,7 +489,7 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 def ablation(result: Ablation) -> list[str]:
     """Return a line for each knob, the most helpful first.
 
-    A line compares two measurements, and has the weaker evidence of the two.
+    A line compares two measurements, and ends with the weaker kind of evidence.
     """
     lines = []
     for knob in result.ranked():

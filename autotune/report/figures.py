@@ -233,9 +233,9 @@ def horizontal_bars(
 
 
 def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
-    """Plot the share of the variation of speed that each knob explains, with its interval.
+    """For each knob, plot the share of the variation of speed that it explains, with an interval.
 
-    The knobs keep their order.
+    The bars have the order of `shares`.
     """
     bars = [
         Bar(name=f"{knob} {one.share:.0%}", value=one.share, interval=one.interval)
@@ -430,7 +430,8 @@ def _model_label(model: ModelSpec) -> str:
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
     """Return the style of a card's line, with the colour that the card has in all figures.
 
-    `how` is the line's dash style. By default, cards with the same colour get different styles.
+    `how` is the line's dash style, such as 'dot'. By default, cards with the same colour get
+    different styles.
     """
     number = [one.device.name for one in group.cards if one.cost].index(card)
     return {
@@ -484,8 +485,8 @@ def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
 def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     """Plot USD by hours of use, for the card to buy and for renting the cheapest card.
 
-    Renting for the same work has a line on demand and a line at spot. Return None if buying never
-    gets cheaper than renting.
+    Renting has two lines: one for on-demand prices, one for spot prices. Return None if buying
+    never gets cheaper than renting.
     """
     best = next(iter(bought), None)
     cheapest = group.cheapest

@@ -1,7 +1,7 @@
 """Renders report.html: one file that opens offline.
 
 This module formats the values, and templates/report.html.j2 lays them out. Autoescape is on. Only
-plotly.js and JSON without any `<` are marked safe.
+plotly.js and JSON without any `<` are marked as safe, so the template does not escape them.
 """
 
 import json
@@ -51,7 +51,10 @@ class Stat:
 
 
 def render(summary: StudySummary, out_dir: str) -> str:
-    """Render the whole page. `out_dir` is the study's directory, as the page's commands name it."""
+    """Render the whole page.
+
+    `out_dir` is the path of the study's directory in the page's commands.
+    """
     return page("report.html.j2", _view(summary, out_dir))
 
 
@@ -136,7 +139,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
 
 
 def _speed_up(recipe: Recipe) -> str:
-    """Format the winner's speed-up, 'none' without a difference, or a dash if it is unknown."""
+    """Format the winner's speed-up: 'none' if speeds do not differ, or a dash if it is unknown."""
     if recipe.differs:
         return f"{recipe.speedup:.2f}×"
     return DASH if recipe.speedup is None else "none"

@@ -102,7 +102,7 @@ class Importance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRow:
-    """The best candidate of one learning cell: of the configurations that learn alike.
+    """The best candidate of one learning cell, which is a group of configurations that learn alike.
 
     `extra` is the candidate's cost per useful token divided by the winner's, minus 1. `interval` is
     the interval of `extra`, from the spreads of both speeds. `changes` names the learning knobs
@@ -200,7 +200,7 @@ def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
 def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
     """Return the GiB by TERMS for winner and baseline.
 
-    Activations, logits and all other tensors are one term.
+    Activations, logits and all other tensors are added up to one term.
     """
     bars = {}
     for name, candidate in candidates(summary).items():
@@ -232,7 +232,7 @@ def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
 
 
 def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
-    """Return the interval of the second winner's useful tokens/s over the first winner's."""
+    """Return the interval of the second winner's useful tokens/s divided by the first's."""
     ours = second.winner.performance
     theirs = first.winner.performance
     if second.device.name == first.device.name:
@@ -371,9 +371,9 @@ def importances(summary: StudySummary) -> dict[str, Importance]:
 
 
 def _importance(pairs: list[tuple[Any, float]]) -> Importance:
-    """Return the share of the variation, with an interval from a block jackknife.
+    """Return the share of the variance that the values explain, with a jackknife interval.
 
-    The jackknife divides the pairs into MIN_MEASURED blocks, and leaves out one block in each
+    The block jackknife divides the pairs into MIN_MEASURED blocks, and leaves out one block in each
     round.
     """
     share = _explained_share(pairs)
@@ -390,7 +390,7 @@ def _importance(pairs: list[tuple[Any, float]]) -> Importance:
 def _explained_share(pairs: list[tuple[Any, float]]) -> float:
     """Return the share of the numbers' variance that the groups explain, corrected for chance.
 
-    A pair has the name of its group and a number.
+    Each pair is (name of the group, number).
     """
     groups: dict[Any, list[float]] = {}
     for value, number in pairs:
@@ -441,8 +441,8 @@ def trade_offs(recipe: Recipe) -> list[str]:
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     """Return a table row for each tested seq_len, and for powers of two from SHORTEST_ROW on.
 
-    The powers of two end at about the length of the longest example, or at the largest tested
-    seq_len if it is shorter. The result is empty if all examples have the same length.
+    The powers of two end at about the length of the longest example or the largest tested seq_len,
+    whichever is shorter. The result is empty if all examples have the same length.
     """
     recipe = summary.recipe
     if recipe is None or len(recipe.workload.lengths.counts) == 1:

@@ -1,7 +1,7 @@
 """A profiled micro batch as tables and figures.
 
 The tables show the time by class of kernel and by part of the model, the least possible time on
-this device, and the needs for the host.
+this device, and what the run needs from the host.
 """
 
 from collections.abc import Iterator

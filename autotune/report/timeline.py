@@ -29,7 +29,7 @@ class Span:
     """A stretch of time in one probe.
 
     `start_s` counts from the study's first probe, without pauses. `utilization` is the share of the
-    timed steps' seconds while a kernel ran, or None if unknown.
+    timed steps' seconds in which a kernel ran, or None if unknown.
     """
 
     rung: Rung
@@ -45,8 +45,8 @@ class Span:
 class Slice:
     """One of the equal parts of a long study.
 
-    `shares` has each kind's share of the slice, by KINDS. `utilization` is the GPU's utilization in
-    the slice's timed steps.
+    `shares` maps each kind in KINDS to its share of the slice's time. `utilization` is the GPU's
+    utilization in the slice's timed steps.
     """
 
     start_s: float
@@ -208,7 +208,7 @@ def _starts(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
 def _stretches(probe: ProbeResult) -> list[tuple[str, float]]:
     """Return a probe's stretches of time as (kind, seconds), in order.
 
-    Seconds that no clock counts are set-up.
+    Seconds that are in no stage of the probe count as set-up.
     """
     clocks = probe.seconds
     stages = [

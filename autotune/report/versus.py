@@ -15,7 +15,7 @@ CLEAR = 1.1  # a speed ratio below this is shown as a percentage
 
 
 def render(first: StudySummary, second: StudySummary) -> str:
-    """Render the whole page. Both studies have a winner."""
+    """Render the whole page. Both studies must have a winner."""
     assert first.recipe is not None
     assert second.recipe is not None
     pair = (first.recipe, second.recipe)

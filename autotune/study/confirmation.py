@@ -125,9 +125,9 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
 
 
 def _confirm_leader(trials: SharedTrials, round_: int) -> None:
-    """Measure the leader until it has been measured twice undisturbed and has saved a checkpoint.
+    """Measure the leader until two measurements are undisturbed and one has saved a checkpoint.
 
-    The leader may change after each measurement.
+    The leader is the best configuration so far; it may change after each measurement.
     """
     while (leader := trials.selection.leader()) is not None:
         record = trials.selection.record(leader)
@@ -177,8 +177,9 @@ def _confirm(
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
     """Whether a configuration's training losses agree with those measured for its reference.
 
-    The reference is the same configuration in a trusted number format. The comparison needs real
-    weights, and time to measure the reference. Without them, the configuration counts as sound.
+    The reference is the same configuration in a number format whose losses are trusted. The
+    comparison needs real weights, and time to measure the reference. Without them, the
+    configuration counts as sound.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)

@@ -143,7 +143,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try variants of the best configuration and the seeds whose code is compiled already.
+        """Try the variants of the best configuration and of the seeds that are compiled already.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -211,8 +211,7 @@ class CoordinateSearch:
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
         """Try one choice on truncated models; return its configuration and score.
 
-        If the truncated models do not end the trial, the trial waits for a probe of the whole
-        model.
+        If the truncated models do not decide the trial, it waits for a probe of the whole model.
         """
         trials = self.trials
         proposal = trials.ask(chosen)

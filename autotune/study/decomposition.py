@@ -32,7 +32,7 @@ WHOLE = "whole models instead of a few layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """The useful tokens/s after a named group of knobs changed, relative to the speed before."""
+    """The useful tokens/s after a group of knobs changed, divided by those before the change."""
 
     name: str
     factor: float

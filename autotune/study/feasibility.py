@@ -45,7 +45,7 @@ def find_feasible(
     tried_configs: list[TrainConfig] = []
 
     def one_fits(baselines: Iterable[TrainConfig]) -> bool:
-        """Try the configurations in order until one fits."""
+        """Try the configurations in order until one fits; return whether one fits."""
         for config in baselines:
             say(f"baseline: {config.label()}")
             tried_configs.append(config)

@@ -25,11 +25,11 @@ FP32_BASE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncounted:
-    """The memory savings of a run that no formula covers, so that the run's need is a range.
+    """Memory savings that no formula covers; the memory need of a run with them is a range.
 
     `shared` and `freed` are terms of MemoryBreakdown. At best, the `shared` terms are sharded over
     `num_gpus` GPUs, and the `freed` terms leave the GPU. `causes` are phrases that name the
-    savings. If `exchanges` is true, the run sends weights or gradients at an unknown speed.
+    savings. If `exchanges` is true, the run also sends weights or gradients, at an unknown speed.
     """
 
     causes: tuple[str, ...]
@@ -58,11 +58,10 @@ class ForeignConfig:
     commas separate several datasets. The micro batch counts examples; with some objectives, an
     example has two rows. `num_gpus` is None if the file does not state it, and `epochs` is None if
     `max_steps` decides. `max_examples` is the limit over all datasets together. Each of `notes` is
-    a sentence: an assumption, or a setting that affects memory or speed and that `config` lacks.
-    `needs_more` says that such a setting needs memory that is not counted.
-    `evaluation` is None if the run does not evaluate between its steps. `uncounted` has the memory
-    savings that no formula covers. `ignored` names the keys that the tool does not know and
-    ignores, or is "".
+    a sentence: an assumption, or a setting that affects memory or speed and that `config` lacks. If
+    `needs_more` is true, such a setting needs memory that is not counted. `evaluation` is None if
+    the run does not evaluate between its steps. `uncounted` has the memory savings that no formula
+    covers. `ignored` names the keys that the tool does not know and ignores, or is "".
     """
 
     format: str
@@ -113,7 +112,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run with its estimate, which has no speed and cost if the run does not fit.
+    """A run with its estimate, which lacks speed and cost if the run does not fit.
 
     `edits` are the changes that turn the file into this run: keys of the file's tool with their new
     values.

@@ -172,7 +172,7 @@ class Group:
         )
 
     def training_differences(self) -> dict[str, list[str]]:
-        """Return the cards whose training differs from the fastest card's, by the difference."""
+        """Return {difference: cards}, for cards whose training differs from the fastest card's."""
         differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
 
@@ -284,8 +284,9 @@ class Option:
 class Advice:
     """The options within a budget. Field names are keys of the JSON output.
 
-    `breaks` are the limits of the budget that the upper ends of the chosen option's intervals
-    exceed. `excluded` has a name and a reason for each other option outside the budget.
+    `breaks` names the budget's limits that the chosen option may exceed: the upper end of its
+    interval is above them. `excluded` has a name and a reason for each other option outside the
+    budget.
     """
 
     chosen: Option | None

@@ -1,4 +1,4 @@
-"""The longest row that fits, as values: a row for each method, and the probed rows."""
+"""The longest training row that fits, as a value for each method, and the probed rows."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

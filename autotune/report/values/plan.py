@@ -26,7 +26,7 @@ LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 class Cell:
     """The memory of a micro batch whose rows have one length.
 
-    `plain` recomputes no layer, `recomputed` every layer.
+    `plain` is the estimate if no layer is recomputed, and `recomputed` if every layer is.
     """
 
     JSON: ClassVar = keys(
@@ -54,12 +54,12 @@ class Plan:
     """The plan for one model on one card.
 
     `best` is None if no configuration is certain to fit. `baseline` is the configuration that
-    guides recommend. `num_estimated` of the `space_size` configurations were estimated. `seen`
-    names the observations of this card that corrected the speeds. `from_reserve` says that only
-    configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
+    fine-tuning guides recommend. `num_estimated` of the `space_size` configurations were estimated.
+    `seen` names the observations of this card that corrected the speeds. `from_reserve` says that
+    only configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
     memory of all configurations that may win. `how_sure` says how the numbers were estimated.
-    `calibrated` says which of the numbers were calibrated and when. `what_fits` has the tables by
-    their names.
+    `calibrated` says which of the numbers were calibrated and when. `what_fits` maps the name of
+    each table to its cells.
     """
 
     JSON: ClassVar = keys(
@@ -89,8 +89,8 @@ class Plan:
 
     @property
     def counted(self) -> bool:
-        """Whether a dry probe counted the baseline.
+        """Whether a dry probe, which runs on the meta device, counted the baseline's memory.
 
-        Each count takes seconds, so a counted plan counts few other configurations.
+        Each count takes seconds, so only a few other configurations of such a plan are counted.
         """
         return self.baseline.memory is not None and self.baseline.memory.counted

@@ -19,11 +19,11 @@ class Entry:
     """One model, trained by one method on one card. Field names are keys of the JSON output.
 
     Unknown values are None. `config` is the best configuration that is certain to fit, otherwise
-    the configuration with the least memory. `need_gib` is its peak; `least_gib` is always the peak
-    of the configuration with the least memory. `learns_differently` says that only configurations
-    of the space's reserve fit. `problem` says why the model cannot be trained by this method; all
-    other values are unknown then. `longest_row` is the longest row, in tokens, that is certain to
-    fit: a power of two, or the model's number of positions.
+    the configuration with the least memory. `need_gib` is the memory peak of `config`. `least_gib`
+    is always the peak of the configuration with the least memory. `learns_differently` says that
+    only configurations of the space's reserve fit. `problem` says why the model cannot be trained
+    by this method; all other values are unknown then. `longest_row` is the longest row, in tokens,
+    that is certain to fit: a power of two, or the model's number of positions.
     """
 
     JSON: ClassVar = fields_plus("params")
@@ -51,11 +51,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainable:
-    """The entries of all `models` and `METHODS` on one card.
+    """The entries for each of `models` and each method of METHODS, on one card.
 
-    `lengths` describes the samples' lengths. `how_sure` says how the numbers were estimated, and
-    `calibrated` says which of them were calibrated. `is_guess` says that no card of this kind was
-    measured.
+    `lengths` describes the lengths of the examples. `how_sure` says how the numbers were estimated,
+    and `calibrated` says which of them were calibrated. `is_guess` says that no card of this kind
+    was measured.
     """
 
     JSON: ClassVar = keys(device="device.name", own_card="device.given", samples="lengths") | keys(
