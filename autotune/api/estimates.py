@@ -62,10 +62,10 @@ def plan(
 
     If no formula covers the model, a dry probe counts memory and work within seconds. With `gpus`,
     such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts on one host. `within` is the
-    deadline of the run: "6h", or a number of hours. `nodes` gives numbers of hosts; `gpus` then
-    counts the GPUs of each host, and `network` is the link between hosts: GB/s out of a host, or a
-    name such as "ethernet-100". `options` are the options of `autotune plan`, with underscores.
-    Raises AutotuneError.
+    deadline of the run: "6h", or a number of hours. `nodes` lists numbers of hosts. `gpus` then
+    counts the GPUs of each host. `network` is the speed of the link between hosts: the GB/s that
+    leave a host, or a name such as "ethernet-100". `options` are the options of `autotune plan`,
+    with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
@@ -132,12 +132,12 @@ def longest(
     progress: Callable[[str], Any] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "tuple[Longest, list[LongestRow]]":
-    """Find the longest row that fits a GPU by each method: full, lora, qlora.
+    """Find the longest row of tokens that fits a GPU with each method: full, lora, qlora.
 
     Formulas predict the length of the row without a GPU. With `probe`, real steps confirm the
     length if this machine has the GPU. `memory_gib` limits the memory of the card,
     `host_memory_gib` the memory of the host, and `most_tokens` the length of a row. `knobs` sets
-    the values of knobs.
+    values of other knobs, such as {"checkpointing": "offload"}.
 
     Raises:
         AutotuneError: a name or a knob is unknown or impossible, or the GPU cannot be probed.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """The end of one session of a study.
+    """The outcome of one session of a study.
 
     `data` is the content of summary.json or suite.json, or None if neither file was written.
     `configs` has the results of the configurations that the spec lists by name. `error` is set if

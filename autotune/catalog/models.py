@@ -1,7 +1,7 @@
 """ModelSpec: the shape of a model, by catalogue name, local directory or Hub id.
 
-Only the config is read, and a model's own code is never run. An unknown `model_type` is found only
-when a probe builds the model with transformers.
+Only the config is read, and a model's own code is never run. An unknown `model_type` becomes an
+error only when a probe builds the model with transformers.
 """
 
 import contextlib

@@ -57,7 +57,11 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
 
 
 def _cell(cell: Cell) -> str:
-    """Return the text of a cell in a table of sizes: '31.2', '18.4 c', '22.0 c?' or 'OOM'."""
+    """Return the text of a cell in a table of sizes: '31.2', '18.4 c', '22.0 c?' or 'OOM'.
+
+    The number is the memory in GiB, `c` means activation checkpointing, and `?` that the
+    configuration may not fit.
+    """
     chosen = cell.chosen
     if chosen.state not in (FITS, TIGHT):
         return "OOM"

@@ -65,7 +65,9 @@ class Objective(StrEnum):
 
     @property
     def passes(self) -> tuple[int, int]:
-        """The forward passes without gradients per micro batch: (trained model, untrained model).
+        """The numbers of forward passes without gradients in a micro batch, by model.
+
+        The first number is for the trained model, the second for the untrained model.
 
         KTO also runs both models on answers that belong to other prompts.
         """

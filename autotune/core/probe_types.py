@@ -174,8 +174,8 @@ class ProbeRequest:
         weights: A local directory with safetensors, or None for random weights.
         device: "cuda" or "cpu".
         micro_steps: The number of micro batches in each probed optimizer step, for each GPU. The
-            number is 2 if the full run accumulates gradients, because live gradients raise the peak
-            of the second micro batch.
+            number is 2 if the full run accumulates gradients, because the gradients of the first
+            micro batch raise the memory peak of the second.
         memory_gib: The memory of the device that the run may use.
         headroom: The share of `memory_gib` that must stay free.
         rung: The purpose of the probe.
@@ -397,11 +397,11 @@ class Telemetry:
 class DeviceRates:
     """The measured rates of a device on random data. Each operation runs alone.
 
-    `products` is the TFLOP/s of products of square matrices, by dtype (bf16, fp16, fp32) and side.
-    `copy_gb_s` is the rate of a copy within the device's memory; bytes read and bytes written both
-    count. `link_gb_s` is the rate between the host's pinned memory and the device, in the slower
-    direction; it is None for a CPU. `launch_us` is the host's time for one small kernel, in
-    microseconds.
+    `products` is the TFLOP/s of products of two square matrices, by dtype (bf16, fp16, fp32) and by
+    the number of rows. `copy_gb_s` is the rate of a copy within the device's memory; bytes read and
+    bytes written both count. `link_gb_s` is the rate between the host's pinned memory and the
+    device, in the slower direction; it is None for a CPU. `launch_us` is the host's time for one
+    small kernel, in microseconds.
     """
 
     products: dict[str, dict[int, float]]
@@ -461,8 +461,9 @@ class Measurement:
         micro_steps: The number of micro batches in a step.
         phase_s: The time of a step in each phase.
         phase_peak_gib: The peak memory in each phase.
-        segment_peak_gib: The peak memory in each segment of a step. The forward and backward passes
-            have several segments, because the peak of a deeper model may be in another segment.
+        segment_peak_gib: The peak memory in each segment of a step. The head and the layers are
+            separate segments of the forward and the backward pass, because the peak of a deeper
+            model may be in another segment.
         kind_s: The (share, seconds) of each kind of micro batch, in the order of the request.
         host_micro_s: The time that the host takes to issue a micro batch. With many layers, the
             device's queue becomes full, and the time includes the host's waiting. The time is None

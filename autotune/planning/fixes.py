@@ -140,8 +140,8 @@ class FixSearch:
     def each_alone(self) -> list[CheckedRun]:
         """Return one changed run for each single change that saves memory or makes the run fit.
 
-        Among the smaller micro batches, only the largest one that fits is a change, and likewise
-        among the shorter lengths.
+        Of the smaller micro batches, only the largest one that fits counts. Of the shorter lengths,
+        only the longest one that fits counts.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]

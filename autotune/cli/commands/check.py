@@ -1,4 +1,4 @@
-"""`autotune check`: whether another tool's run fits a card, its time, and proposed changes."""
+"""`autotune check`: say whether another tool's run fits a card, and propose changes to it."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`autotune compare`: whether a run fits each of several cards, its speed and its cost."""
+"""`autotune compare`: estimate for several cards whether a run fits, its speed and its cost."""
 
 import io
 import sys

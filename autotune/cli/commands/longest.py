@@ -1,4 +1,4 @@
-"""`autotune longest`: the longest row that fits a card, for each training method."""
+"""`autotune longest`: find the longest row that fits a card, for each training method."""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -1,4 +1,4 @@
-"""`autotune plan`: whether a training fits a card, its speed and its cost, without the card."""
+"""`autotune plan`: estimate, without the card, whether a training fits, its speed and its cost."""
 
 from datetime import date
 from pathlib import Path
@@ -61,7 +61,7 @@ def plan_command(
     Without a model, print the models of each size that the GPU can train.
 
     Raises:
-        UsageError: an option is unknown or impossible, or two contradict each other.
+        UsageError: an option is unknown or impossible, or two options contradict each other.
     """
     gpu_options: dict[str, Any] = {
         "gpus": gpus,

@@ -45,9 +45,10 @@ def learn(
 ) -> Learning:
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
-    After the search, the `others` best candidates with other ranks, lengths or number formats train
-    at the learning rate that was found. The steps of these trainings are not limited by `share`. No
-    other process may use the device. `out` is the study's directory, which gets a log.
+    After the search, the best other candidates are trained at the learning rate that was found.
+    They have other ranks, lengths or number formats, and `others` is their number. The steps of
+    these trainings are not limited by `share`. No other process may use the device. `out` is the
+    study's directory, which gets a log.
 
     Raises:
         UsageError: There are no weights or examples, or the full run is too short for a search.
@@ -95,7 +96,10 @@ def learn(
 
 
 def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
-    """Return the rounds of the search, or raise UsageError if a search is impossible."""
+    """Return the number of learning rates and of steps for each round of the search.
+
+    Raises UsageError if a search is impossible.
+    """
     if reason := measurement_obstacle(recipe.model, recipe.workload, str(dataset)):
         raise UsageError(
             f"learning is impossible: {reason}",

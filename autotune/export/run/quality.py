@@ -112,9 +112,9 @@ def num_held_out(workload: Workload, most: int = HELD_OUT) -> int:
 def sample(
     dataset: Path, split: str | None, number: int, num_trained: int, num_held_out: int
 ) -> str:
-    """Draw rows from the first `number` rows: first the rows to train on, then held-out rows.
+    """Draw random rows of a dataset: the rows to train on, followed by the held-out rows.
 
-    The result has one JSON object per line.
+    Only the first `number` rows of the dataset are used. The result has one JSON object per line.
 
     Raises UsageError if the dataset has fewer than `number` rows.
     """

@@ -146,7 +146,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """Return the extra time per step of a short run, because it meets new row lengths more often.
+    """Return a short run's extra time per step; it meets new row lengths more often.
 
     The micro batches from `begin` to `end`, counted from the start of the run, are timed.
     """
