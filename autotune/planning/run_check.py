@@ -232,7 +232,7 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
 def _task(
     spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say
 ) -> tuple[Task, tuple[str, ...]]:
-    """Return the task with the run's examples and global batch, and warnings about cut-off rows."""
+    """Return the task for the run's examples and global batch, and warnings of truncated rows."""
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}

@@ -553,7 +553,10 @@ class DepthPredictor:
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
-    """Return a key. Extrapolated times are wrong by the same factor if their keys are equal."""
+    """Return a key of the extrapolation's error.
+
+    Extrapolated times of configurations with equal keys are assumed to be wrong by the same factor.
+    """
     values = [getattr(config, name) for name in knobs_affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)
 

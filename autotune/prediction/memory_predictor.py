@@ -186,7 +186,7 @@ class MemoryPredictor:
         )
 
     def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
-        """Return the known configuration with this compute signature and the closest tokens."""
+        """Return the known configuration of this compute signature with the closest token count."""
 
         def distance(known: Known) -> float:
             return abs(math.log(known.config.tokens / config.tokens))

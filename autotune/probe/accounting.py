@@ -54,7 +54,8 @@ def parameter_gib(model: nn.Module) -> float:
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
     """The GiB of a Trainer's optimizer state, on the device and in CUDA's managed memory.
 
-    With DeepSpeed, the sizes include this rank's master weights, the keys of the optimizer state.
+    With DeepSpeed, the sizes include this rank's fp32 master weights, which are the keys of
+    `optimizer.state`.
     """
     optimizer = getattr(trainer, "optimizer", None)
     states = optimizer.state if optimizer is not None else {}
@@ -135,7 +136,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def requested_gib(message: str) -> float | None:
-    """The size of the failed allocation from torch's message, or None without a size."""
+    """The GiB of the failed allocation, read from torch's message, or None if it has no size."""
     match = re.search(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message, re.IGNORECASE)
     return None if match is None else float(match[1]) / UNITS_PER_GIB[match[2].lower()]
 
@@ -150,7 +151,7 @@ def oom_detail(
 ) -> OomDetail:
     """Describes an OOM: how much memory each use took when an allocation failed.
 
-    `terms` are the GiB of each use, read after the failed step has freed some tensors. The memory
+    `terms` has the GiB of each use, read after the failed step has freed some tensors. The memory
     that was freed between the peak and this reading counts as activations, or as weights if only
     weights existed.
     """

@@ -34,7 +34,7 @@ NICE = 10  # Linux's nice value: the probing process has priority on the host's 
 def main() -> None:
     """Compile until the parent closes its end of the socket.
 
-    The arguments are the arguments of `worker`, then the shared folder.
+    The command line has the arguments of `worker`, followed by the shared folder.
     """
     channel_handle = int(sys.argv[1])
     device = sys.argv[2]
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 class AheadCompiler:
-    """Compiles the requests of the shared folder that no other process has begun to compile."""
+    """Compiles the code for requests in the shared folder that no other process has claimed."""
 
     def __init__(self, device: str, folder: Path, scratch: str | None = None) -> None:
         """Load the libraries. The device is not used before the first request."""
@@ -71,7 +71,7 @@ class AheadCompiler:
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
 
     def compile_next(self) -> bool:
-        """Compile the first request that no process has claimed.
+        """Compile the code for the first request that no process has claimed.
 
         Return False if all are claimed.
         """
@@ -89,7 +89,9 @@ class AheadCompiler:
         return False
 
     def _compile(self, key: str, request: ProbeRequest) -> None:
-        """Run a request once. Failures such as an OOM are printed, and otherwise ignored.
+        """Train once on a request, so that its code is compiled.
+
+        Failures such as an OOM are printed, and otherwise ignored.
 
         Raises RuntimeError if the process cannot use the device any more.
         """
@@ -163,7 +165,8 @@ class AheadCompiler:
     def _settle(self) -> None:
         """Wait for the device and return unused memory.
 
-        Garbage is not collected, because a full collection would take longer than many turns.
+        Python's garbage is not collected, because a full collection would take longer than many
+        turns on the device.
         """
         if self._meter is not None:
             self._meter.synchronize()

@@ -127,7 +127,10 @@ def calibrate_worker(prober: WorkerProber, target: Target, *, say: Say) -> Calib
 
 
 class LayerProbes:
-    """Probes a few layers of NARROW and TRAINED within `memory_gib`; logs go to `logs`."""
+    """Probes a few layers of the models NARROW and TRAINED.
+
+    The memory limit is `memory_gib`, and the logs go to `logs`.
+    """
 
     def __init__(
         self, prober: WorkerProber, device: DeviceSpec, memory_gib: float, logs: Path
@@ -191,8 +194,8 @@ class LayerProbes:
     def _training(self, calibration: Calibration) -> tuple[TrainConfig, StepTimeEstimate] | None:
         """The configuration of the short training, and its predicted step time.
 
-        The configuration has the smallest micro batch that makes the training GPU-bound, otherwise
-        the largest micro batch that fits.
+        The configuration has the smallest micro batch that makes the training GPU-bound. If no
+        micro batch does, it has the largest one that fits.
         """
         model = resolve_model(TRAINED)
         reference = resolve_device(REFERENCE)

@@ -60,7 +60,7 @@ def _measure(meter: Meter, group: dist.ProcessGroup, number: int) -> CollectiveR
     sent = (number - 1) / number
 
     def gb_s(call: Callable[[], object], buffer: torch.Tensor, times: float = 1.0) -> float:
-        """The bus bandwidth as defined by nccl-tests."""
+        """The bus bandwidth of a collective in GB/s, as defined by nccl-tests."""
         return float(times * sent * buffer.nbytes / _seconds(meter, call) / 1e9)
 
     return CollectiveRates(

@@ -39,7 +39,7 @@ class CompileAhead:
         """Start no process yet.
 
         `device` is "cuda" or "cpu". `logs` is the directory of ahead-0.log, ahead-1.log and so on.
-        Each of `number` processes compiles kernels on at most a quarter of the `cores`.
+        `number` processes compile kernels, each on at most a quarter of the `cores`.
         """
         self._device = device
         self._logs = logs
@@ -112,7 +112,10 @@ class CompileAhead:
         return {key: json.loads(report)["seconds"] for key, report in reports.items() if report}
 
     def make_room(self) -> None:
-        """End all processes to free memory; `compile_next` restarts them, up to MAX_STARTS."""
+        """End all processes to free memory.
+
+        `compile_next` starts them again. They are started at most MAX_STARTS times in all.
+        """
         self._end(self._processes)
 
     def close(self) -> None:

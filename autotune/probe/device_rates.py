@@ -30,7 +30,11 @@ PEAK_SIDE = 1024  # rows and columns of the matrices that measure a CPU's peak
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes to measure on a kind of device: sides of square matrices, dtypes, bytes to copy."""
+    """The operations to measure on one kind of device.
+
+    `sides` has the sides of the square matrices to multiply, and `dtypes` their types.
+    `copied_bytes` is the size of a copy.
+    """
 
     sides: tuple[int, ...]
     dtypes: dict[str, torch.dtype]

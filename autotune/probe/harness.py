@@ -1,9 +1,9 @@
 """The probe: a few real optimizer steps of transformers' Trainer, measured by phase.
 
 The probe measures the time and memory of the full run's work: loader, forward, backward, clipping,
-optimizer, logging. An optimizer step of the probe has one or two micro batches (up to four when
-confirming), and `problem.performance` composes the full run's step from them. A failed probe raises
-an exception, and `worker` decides its outcome.
+optimizer, logging. An optimizer step of the probe has one or two micro batches. When a study
+confirms its best configurations, it has up to four. `problem.performance` composes the full run's
+step from them. A failed probe raises an exception, and `worker` decides its outcome.
 """
 
 import copy
@@ -439,10 +439,10 @@ class Probe:
         self.meter.rebase(self._state_gib())
 
     def _add_hooks(self) -> None:
-        """Add hooks at both ends of the decoder layers to check autocast and divide a step.
+        """Add hooks at both ends of the decoder layers.
 
-        The forward pass is divided into layers and head, the backward pass into head, layers and
-        inputs.
+        The hooks check autocast, and divide a step into segments. The forward pass is divided into
+        layers and head, the backward pass into head, layers and inputs.
         """
         embedding, request = self.base.get_input_embeddings(), self.request
 
@@ -675,10 +675,11 @@ class Probe:
     def _time_new_lengths(self) -> float | None:
         """The extra seconds of a micro batch whose length is new to this process.
 
-        The result is the median over a few lengths, or None if there is no new length. The new
-        lengths are a little shorter than the most frequent kind, whose time without a new plan is
-        known. The lengths are odd, because the first plan of each alignment (`trainer.patches`)
-        also builds kernels, which takes seconds.
+        The result is the median over a few lengths, or None if there is no new length. Attention
+        makes an execution plan for each new length. The new lengths are a little shorter than the
+        most frequent kind of micro batch, whose time without a new plan is known. The first plan of
+        each alignment (`trainer.patches.ALIGNMENTS`) also builds kernels, which takes seconds. All
+        new lengths are odd numbers, so they have the same alignment.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
@@ -764,7 +765,7 @@ class Probe:
         return kernel_times(kernels, micro_s)
 
     def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
-        """A step's micro batches, and the last one's time and kind.
+        """The micro batches of a step, and the time and kind of the last of them.
 
         The last micro batch has about mean length.
         """
@@ -788,7 +789,10 @@ class Probe:
         return batches, micro_s, kinds[lasts[place]]
 
     def _profile_parts(self, measurement: Measurement, trace: str) -> MicroBatchProfile | None:
-        """Profile a mean micro batch by kernel class and model part, then an optimizer step."""
+        """Profile a micro batch of mean length, then an optimizer step.
+
+        The profile divides the time by kernel class and by part of the model.
+        """
         batches, micro_s, kind = self._mean_step(measurement)
         for inputs in batches[:-1]:
             self.trainer.train_unrecorded(self.model, inputs)

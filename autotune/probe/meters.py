@@ -80,25 +80,25 @@ class CudaMeter:
         self.synchronize()
 
     def settle(self) -> None:
-        """Take the memory of the loaded libraries as the baseline that later probes must return to.
+        """Take the present memory as the baseline to which memory must return after each probe.
 
-        Torch counts memory exactly, so this method does nothing.
+        On CUDA, this method does nothing, because torch counts memory exactly.
         """
 
     def rebase(self, resident_gib: float) -> None:
         """Exclude the process's present memory, except the resident model's, from later peaks.
 
-        Torch counts only tensors, so this method does nothing.
+        On CUDA, this method does nothing, because torch counts only tensors.
         """
 
     def keep_freed(self) -> None:
         """Keep freed memory from now on, so that steps take the same time as in the full run.
 
-        On CUDA, torch always keeps freed memory, so this method does nothing.
+        On CUDA, this method does nothing, because torch always keeps freed memory.
         """
 
     def return_freed(self, resident_gib: float) -> None:
-        """End `keep_freed`, so that peaks can be read; does nothing on CUDA.
+        """Return freed memory to the kernel again, so that peaks can be read; do nothing on CUDA.
 
         `resident_gib` is the memory of the tensors that exist now.
         """
@@ -185,7 +185,7 @@ class CudaMeter:
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def hold_memory(self, allocator: str) -> None:
-        """Allocate future memory in segments of the kind that the knob `allocator` names."""
+        """Make the allocator work as the knob `allocator` says, for future allocations."""
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 

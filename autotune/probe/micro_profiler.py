@@ -1,4 +1,4 @@
-"""The detailed profile of a micro batch: kernels by class, part of the model and stage.
+"""The detailed profile of a micro batch: kernels by class, by part of the model, and by stage.
 
 This module runs in the worker's process. Ranges around the modules name the running part of the
 model. A backward operator has the sequence number of its forward operator, and so belongs to the
@@ -69,7 +69,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The part of the model that an operator works for, and the stage."""
+    """The part of the model that an operator works for, and the stage, such as BACKWARD."""
 
     part: Part | None
     stage: Stage

@@ -1,4 +1,4 @@
-"""Finds how a model's layers repeat; their repetition decides which depths are probed.
+"""Finds how a model's layers repeat, to decide with how many layers the model is probed.
 
 The model is built without memory for its weights.
 """
@@ -138,10 +138,10 @@ def _build(config: Any) -> Any:
 
 
 def cause(error: Exception, config: Any) -> str:
-    """Return the text of an error in transformers' code in brackets, or "" if it has none.
+    """Return, in brackets, the cause of an error that transformers' code raised, or "".
 
-    A text that only Python programmers understand often comes from a missing value. Then the result
-    names the keys of the config that have no value.
+    The cause is the error's text. If the text makes sense only to Python programmers, a missing
+    value is the likely cause. The result then names the config's keys without a value.
     """
     text = " ".join(str(error).split())[:200]
     if not PYTHON_TEXT.search(text):

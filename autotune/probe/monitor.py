@@ -1,4 +1,7 @@
-"""The parent's view of a running probe: phase, deadline, sensors, load by other processes."""
+"""Watches a running probe: its phase and deadline, the sensors, and other processes' load.
+
+This module runs in the parent process.
+"""
 
 import os
 import statistics

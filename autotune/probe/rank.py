@@ -125,9 +125,9 @@ class Rank:
     def adopt(self, model: nn.Module, end_micro_batch: Callable[[], None]) -> None:
         """Prepare the `model` that the Trainer has distributed among the ranks.
 
-        DDP would wait forever for the result of a reduction in a fake process group. DeepSpeed
-        steps the optimizer at the end of the last micro batch's backward pass, so the recorder must
-        end this micro batch before the step.
+        In a fake process group, DDP would wait forever for the result of a reduction, so a hook
+        skips reductions. DeepSpeed steps the optimizer at the end of the last micro batch's
+        backward pass, so the recorder must end this micro batch before the step.
         """
         if self.is_fake and isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, _skip_reduction)
@@ -178,8 +178,8 @@ class Rank:
 def _reset_numbering() -> None:
     """Make DeepSpeed number modules and parameters from zero again.
 
-    Ranks compare these numbers. Without the reset, they would differ if the ranks had trained
-    different models before.
+    Ranks compare these numbers. Without the reset, the numbers would differ if the ranks had
+    trained different models before.
     """
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init

@@ -94,13 +94,13 @@ class RankPool:
 
     @property
     def memory_gib(self) -> float:
-        """The memory of the smallest device."""
+        """The GiB of the device with the least memory."""
         self._ready_workers()
         return min(rank.memory_gib for rank in self._ranks)
 
     @property
     def context_gib(self) -> float:
-        """The `WorkerProber.context_gib` of the rank whose libraries hold the most."""
+        """The largest `WorkerProber.context_gib` of all ranks."""
         self._ready_workers()
         return max(rank.context_gib for rank in self._ranks)
 
@@ -303,8 +303,8 @@ def _has_failed(message: Message) -> bool:
 def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
     """One result of all ranks: the slowest rank's times and the highest peaks.
 
-    If some results are not OK, the first of them is returned. Losses are means over the ranks,
-    because each rank trains on a part of the batch.
+    If some results are not OK, the first result that is not OK is returned. Losses are means over
+    the ranks, because each rank trains on a part of the batch.
     """
     for result in results:
         if result.outcome is not Outcome.OK:

@@ -61,8 +61,8 @@ class Recorder:
     The first steps of the schedule (its lead) warm up. The first round of steps then shows the
     duration of a step. The first round's times are used if its micro batches are long
     (`Schedule.long_s`). If code is still compiled in the first round, a later round takes its
-    place. Then complete rounds are timed for `min_timed_s`: fewer if their times agree, more if the
-    times disagree in a probe of a whole model.
+    place. Then complete rounds are timed for `min_timed_s` seconds. Timing ends earlier if the
+    rounds' times agree. If they disagree in a probe of a whole model, more rounds are timed.
 
     A CPU's steps are timed for half of `min_timed_s`, and no rounds are added. Rounds on a CPU
     never agree, because every other process of the machine delays some of them. On a CPU, timing
@@ -341,7 +341,7 @@ class Recorder:
         return total
 
     def check_steady(self) -> None:
-        """Raise NotSteady if a compilation or capture happened during the timed steps."""
+        """Raise NotSteady if code was compiled or CUDA graphs were captured in the timed steps."""
         if count_graphs() != self._graphs:
             raise NotSteady(
                 "the model was compiled again, or a CUDA graph was captured, during the timed steps"
@@ -435,7 +435,7 @@ class Recorder:
 
 
 def count_graphs() -> int:
-    """The number of graphs that this process has compiled or captured so far."""
+    """The number of graphs that this process has compiled, plus the CUDA graphs captured so far."""
     return compiled_graphs() + MicroBatchGraphs.captured
 
 

@@ -42,11 +42,11 @@ class Schedule:
     has as many tokens as `lead_micros` average micro batches, and a round as many as
     `round_micros`.
 
-    The first round is timed if its micro batches take more than `long_s` seconds on average,
-    although they may be the first of their length. The first round is never timed if attention must
-    still make a plan for each length. An evaluation runs the kinds in `evaluation`: first the
-    longest, to warm up, then each timed kind. If all timed kinds have the same length, at most two
-    of them run.
+    The first round is timed if its micro batches take more than `long_s` seconds on average, even
+    if no earlier micro batch had their length. The first round is never timed if attention must
+    still make an execution plan for each length. An evaluation runs the kinds in `evaluation`:
+    first the longest, to warm up, then each timed kind. If all timed kinds have the same length, at
+    most two of them run.
     """
 
     lead: tuple[Step, ...]
@@ -63,8 +63,8 @@ class Schedule:
     def plan(cls, request: ProbeRequest, *, planned: bool = False) -> "Schedule":
         """The schedule of a request, with `micro_steps` micro batches in each step.
 
-        `planned` is True if an earlier probe of this process has made attention's plan for each
-        length.
+        `planned` is True if attention's execution plans for all lengths exist already, from an
+        earlier probe of this process.
         """
         kinds, each = request.kinds, request.micro_steps
         timed = [index for index, kind in enumerate(kinds) if kind.share > 0]

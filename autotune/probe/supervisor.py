@@ -152,7 +152,8 @@ class WorkerProber:
     ) -> ProbeResult:
         """The result of `once`, or of a second try if the machine may be to blame for the first.
 
-        `once` probes on this device, possibly together with other devices.
+        `once` is a function that runs one probe on this device, possibly together with other
+        devices.
         """
         result = once(request, log)
         if (doubt := self._doubt(result)) is not None:
@@ -185,7 +186,7 @@ class WorkerProber:
     def _doubt(self, result: ProbeResult) -> str | None:
         """The reason why the machine may be to blame, or None.
 
-        The reason is other processes, a crash without a known cause, or a slowed card. If a
+        The reason may be other processes, a crash without a known cause, or a slowed card. If a
         configuration has already crashed in two tries, a further crash is not retried. A card that
         stays slow gets no second try either.
         """
@@ -336,7 +337,7 @@ class WorkerProber:
     # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """A model's layer pattern and supported features, or None if the worker hangs or ends.
+        """The model's layer pattern and supported features, or None if the worker hangs or ends.
 
         `model` is a transformers config. Raises the errors of `probe`, and UsageError for a model
         that cannot be built or is no causal language model.
@@ -499,7 +500,7 @@ def check_worker(device: str) -> tuple[Fingerprint, str | None]:
 
 
 def _slowdowns(result: ProbeResult) -> tuple[str, ...] | None:
-    """The reasons that slowed the card, or None if no sensor was read."""
+    """The reasons why the card was slowed, or None if no sensor was read."""
     telemetry = result.measurement.telemetry if result.measurement else None
     return None if telemetry is None else telemetry.slowed_by
 

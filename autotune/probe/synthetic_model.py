@@ -3,9 +3,9 @@
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current
 directory. In the file, `model` has the keyword arguments of a transformers config, and `device` is
 the device that makes the weights. `rows` is the number of training rows. `lengths` lists the rows'
-lengths in tokens; a list that is too short repeats. `held_out` lists the lengths of the rows in the
-test split. With an `objective` other than next-token training (`sft`), a row is a text of random
-letters, one token each, and the answer is the fraction `trained_share` of the row.
+lengths in tokens; a list shorter than `rows` repeats. `held_out` lists the lengths of the rows in
+the test split. With an `objective` other than next-token training (`sft`), a row is a text of
+random letters. Each letter is one token. The fraction `trained_share` of a row is the answer.
 """
 
 import gc
@@ -35,8 +35,8 @@ PAD = "<pad>"
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with the padding token that TRL requires, and one token for each letter.
 
-    A model's own tokenizer class may read these files, and splits a text into words first. Each
-    text is a single word, and without BPE merges each letter stays a token.
+    A model's own tokenizer class may load this tokenizer's files, and then splits a text into words
+    first. Each text is a single word, and without BPE merges each letter stays a token.
     """
     letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
     return PreTrainedTokenizerFast(

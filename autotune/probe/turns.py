@@ -41,7 +41,7 @@ def held_by_others_gib(folder: Path) -> float:
 
 
 class Turns:
-    """This process's turns on the device. Without a `folder`, the process has the device alone.
+    """Lets this process take turns on the device. Without a `folder`, no other process uses it.
 
     `on_give` is called before the device goes to other processes, `on_wait` with the start and end
     of each wait. Only the probing process sets `patience_s`, its longest wait in seconds. The

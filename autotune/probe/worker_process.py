@@ -129,7 +129,7 @@ class WorkerProcess:
         self._signal_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """End the worker and all its processes: ask, wait, kill the group."""
+        """Ask the worker to end, wait, and then kill its process group."""
         self._channel.close()  # an idle worker ends when its socket is closed
         if not self._killed:
             self._signal_group(signal.SIGTERM)

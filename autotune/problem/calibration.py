@@ -1,7 +1,7 @@
 """A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
 
 In the formulas, the rates replace the values of the card's data sheet. A calibration is valid only
-for the card that it names, in the measured host. The user's cache keeps one file for each card. On
+for the card and the host that were measured. The user's cache keeps one file for each card. On
 another machine, a copy of the file can be used to estimate runs on the calibrated machine.
 """
 
@@ -108,7 +108,7 @@ class Calibration:
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """Return the TFLOP/s of matrix products as large as products of square matrices.
+        """Return the TFLOP/s of matrix products that are as large as a product of square matrices.
 
         `side` is the side of the square matrices; the default is the largest measured side. The
         products are in the training dtype: bf16 if the card has it, otherwise fp16. Between two

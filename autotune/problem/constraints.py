@@ -111,7 +111,7 @@ class Narrowing:
             self.keep(name, allowed, reason, reserve=reserve)
 
     def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
-        """Let a knob have an effect only with these values of the knob `other`."""
+        """Vary the knob `name` only if the knob `other` has one of the `allowed` values."""
         self.space = self.space.condition(name, other, allowed)
         self.reserve = self.reserve.condition(name, other, allowed)
 
@@ -121,7 +121,7 @@ class Narrowing:
         self.reserve = self.reserve.divide(batch)
 
     def offer(self, name: str, values: tuple[Any, ...]) -> None:
-        """Replace a knob's values."""
+        """Replace the values of a knob by `values`, in the space and the reserve."""
         self.space = self.space.offer(name, values)
         self.reserve = self.reserve.offer(name, values)
 
@@ -197,7 +197,7 @@ def _narrow_tiling(narrowing: Narrowing) -> None:
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
-    """Remove a knob's value if it needs a value of another knob that the space lacks."""
+    """Remove a knob's value if the space lacks another knob's value that it needs."""
     for other, wanted in KNOBS[name].active_when.items():
         values = wanted if isinstance(wanted, list) else [wanted]
         if not set(values) & set(narrowing.space.choices(other)):
@@ -285,7 +285,7 @@ def _narrow_to_checkpoint(narrowing: Narrowing, stored_as: str | None) -> None:
 
 
 def _narrow_to_other_attention(narrowing: Narrowing) -> None:
-    """Remove SDPA; if the space has no other attention, take eager attention."""
+    """Remove SDPA attention; if the space has no other attention, add eager attention."""
     reason = "transformers has no SDPA attention for this model"
     narrowing.remove("attention", {"sdpa_cudnn"}, reason)
     if narrowing.space.choices("attention") == ("sdpa",):
@@ -495,7 +495,8 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
     """If unpacked rows have too many lengths to compile, try compilation with packed rows only.
 
     Unpacked rows have too many lengths if each micro batch can only be padded to its longest row.
-    If all examples have one length, no row has padding, and the padding with a mask is removed.
+    If all examples have one length, no row has padding, and the value "masked" of `padding` is
+    removed.
     """
     padding = narrowing.space.knob("padding")
     if padding is None:
@@ -702,7 +703,7 @@ def _apply_floor_of_length(
 
 
 def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
-    """Try packing only with compatible values of other knobs.
+    """Combine packing only with compatible values of other knobs.
 
     Raises UsageError if the user asked for packing but packing is impossible.
     """
