@@ -274,7 +274,7 @@ def _say_notes(encoder: Encoder, path: Path, number: int, say: Callable[[str], N
 
 
 def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Split a dataset's row into examples, each a list of rows for next-token prediction.
+    """Convert a row of the dataset to examples, each a list of rows for next-token prediction.
 
     Raises ValueError for a row without the columns that the objective needs.
     """
@@ -320,7 +320,7 @@ def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
 
 
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
-    """Return a row for next-token prediction from an answer, and from the prompt in `columns`.
+    """Make a row for next-token prediction from an answer and the prompt in `columns`.
 
     An answer that is a list of messages must contain the prompt, unless the prompt is also a list
     of messages.

@@ -1,4 +1,4 @@
-"""The distribution of example lengths in tokens: counted, estimated or described."""
+"""The distribution of example lengths in tokens: counted, estimated or described by the user."""
 
 import bisect
 import hashlib
@@ -128,11 +128,11 @@ class Lengths:
 
     @property
     def exact(self) -> bool:
-        """Whether no example is longer than `longest`; false for estimated lengths."""
+        """Whether certainly no example is longer than `longest`; false for estimated lengths."""
         return self.source not in ("characters", "summary")
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that at least this share of the examples does not exceed."""
+        """Return the smallest L such that at least this share of examples has at most L tokens."""
         place = bisect.bisect_left(self._ends, share * self.number)
         return self.counts[min(place, len(self.counts) - 1)][0]
 

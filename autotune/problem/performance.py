@@ -72,7 +72,7 @@ class Performance:
         )
 
     def times(self, other: "Performance") -> tuple[float, float]:
-        """Return the interval of the ratio of this speed to another speed on the same device.
+        """Return the interval of this speed divided by another speed on the same device.
 
         The interval contains 1 if and only if the intervals of the two speeds overlap.
         """

@@ -60,7 +60,7 @@ class Pauses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProjection:
-    """The cost of the full run without start-up (`startup_s`, if known).
+    """The cost of the full run without its start-up, which takes `startup_s` seconds, if known.
 
     The times of evaluations and checkpoints are included if they are known, and left out if
     `pauses` is None. Each interval is (low, high), from the spread of the measured steps. If steps

@@ -27,9 +27,9 @@ SHORT = 256  # a row of at most this number of tokens is short: shortening it sa
 class Knob:
     """The values of one knob: a list, or the integers from `low` to `high`.
 
-    If `log`, the range is sampled on a log scale. `when` maps other knobs to the values that they
-    must have so that this knob has an effect. `divides` is set only for the micro batch size: it is
-    the global batch, which the micro batch size times the GPU count must divide.
+    If `log` is true, the range is sampled on a log scale. `when` maps other knobs to the values
+    that they must have so that this knob has an effect. `divides` is set only for the micro batch
+    size: it is the global batch, which the micro batch size times the GPU count must divide.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Knob:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Return other knobs, each with the value or the list of values that it must have.
+        """Return {other knob: its required value, or the list of its possible values}.
 
-        With any other value, this knob has no effect. Conditions come from the registry of knobs
-        and from the space (`when`).
+        If another knob has a different value, this knob has no effect. Conditions come from the
+        registry of knobs and from the space (`when`).
         """
         return {**KNOBS[self.name].active_when, **(self.when or {})}
 
@@ -341,11 +341,11 @@ class SearchSpace:
         return TrainConfig(**known)
 
     def leanest(self) -> dict[str, Any]:
-        """Return {knob: value}, with the value that needs the least memory for each knob."""
+        """Return {knob: value}; each knob has the value that needs the least memory."""
         return self._choose(lambda knob, values: min(values, key=KNOBS[knob.name].memory_rank))
 
     def clip(self, config: TrainConfig) -> dict[str, Any]:
-        """Return {knob: value}, with the value nearest to the one in `config` for each knob."""
+        """Return {knob: value}; each knob has the value nearest to its value in `config`."""
         return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
     def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def calibration_of(
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:
-    """Return the ModelShape that a worker would report, without the repeating layer pattern.
+    """Return the ModelShape that a worker would report, except for the repeating layer pattern.
 
     The result is None for a family without a formula.
     """
@@ -372,7 +372,7 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
     """Return the number of examples in an optimizer step.
 
     If the user gives the batch in tokens, several numbers of examples are close to it. The result
-    is the one that the largest number of micro batch sizes divides.
+    is the number that the most micro batch sizes divide.
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
@@ -509,9 +509,9 @@ def _rows_with_images(
     """Return lengths of examples with images, images by length, and the last image position.
 
     The last image position is the largest number of tokens from a row's start to an image's end, or
-    0 if unknown. Without a dataset, each example is assumed to have one image, and lengths from the
-    user include the image's tokens. Examples that are too short for an image have only text. Raises
-    UsageError if all examples are too short.
+    0 if unknown. Without a dataset, each example is assumed to have one image. Lengths that the
+    user gives are assumed to include the image's tokens. Examples that are too short for an image
+    have only text. Raises UsageError if all examples are too short.
     """
 
     def picture(width: int, height: int) -> Picture:

@@ -10,9 +10,9 @@ class SpeedTransfer:
     `products` is the factor for matrix products, and `bytes` is the factor for memory traffic.
     `fp8` is the factor for 8-bit products, or None if a card has no fp8. `host` is the factor for
     the hosts' speeds, or None unless both hosts were calibrated. `error` is the standard deviation
-    of the logarithm of the converted speed. `profiled_error` replaces `error` if a profile divides
-    the device's time into parts. `basis` is the number of measurements on the target that corrected
-    the factors.
+    of the logarithm of the converted speed. If a profile says how the device's time is divided
+    between kinds of work, `profiled_error` replaces `error`. `basis` is the number of measurements
+    on the target card that corrected the factors.
     """
 
     products: float

@@ -389,7 +389,7 @@ class StudySpec:
 
     @property
     def image(self) -> tuple[int, int]:
-        """Width and height in pixels of each example's image, if no dataset has images."""
+        """Assumed width and height in pixels of each example's image, if no dataset has images."""
         if self.image_size is not None and self.dataset is not None:
             raise InvalidSpec(
                 "the images of a dataset have sizes of their own: leave image_size out"

@@ -28,7 +28,7 @@ class Target:
     """The device to tune for, and the device that probes for it.
 
     `card` is the GPU of this machine that probes, or None for a CPU. `measured_on` is this GPU's
-    data sheet if it is another product than `device`, otherwise None.
+    data sheet, or None if this GPU is the same product as `device`.
     """
 
     device: DeviceSpec

@@ -68,7 +68,7 @@ class Task:
 
     @property
     def plays_ranks(self) -> bool:
-        """Whether one device simulates a rank of several GPUs in some of the study's probes."""
+        """Whether one device simulates one of several GPUs in some of the study's probes."""
         return self.numbers_of_gpus[-1] > 1 and self.world is World.FAKE
 
     @property
@@ -81,7 +81,7 @@ class Task:
         return self.measured_on is not None or self.carried is not None or self.is_simulated(config)
 
     def is_simulated(self, config: TrainConfig) -> bool:
-        """Return whether one device simulates a rank of this configuration's several GPUs."""
+        """Return whether one device simulates one of the several GPUs of this configuration."""
         return config.num_gpus > 1 and self.world is World.FAKE
 
     @property
@@ -95,9 +95,9 @@ class Task:
 
         The score is the useful tokens per second. If several GPU counts are compared, the score is
         the speed per GPU, so that the lowest cost per token wins. A run that misses the deadline
-        scores lower than every run that meets it, by more than the largest value of --slack. Among
-        late runs, the fastest is the best. `hours` is the length of the run, if it includes more
-        than optimizer steps.
+        scores lower than every run that meets it. The gap is larger than the largest loss of speed
+        that --slack can accept. Among late runs, the fastest is the best. `hours` is the duration
+        of the run, and is given if the run includes more than optimizer steps.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):
@@ -139,8 +139,8 @@ class Task:
     ) -> ProbeRequest:
         """Return the request for a probe of the whole model.
 
-        The probe may use `memory_gib`, and the share `headroom` of it must stay free. A simulated
-        rank has no NCCL buffers, so their memory is subtracted from `memory_gib`.
+        The probe may use `memory_gib`, but the share `headroom` of this memory must stay free. A
+        simulated rank has no NCCL buffers, so their memory is subtracted from `memory_gib`.
         """
         workload = self.workload
         if self.is_simulated(config) and self.device.kind != "cpu":

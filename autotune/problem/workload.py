@@ -313,7 +313,7 @@ class Workload:
         )
 
     def deals(self, config: TrainConfig) -> bool:
-        """Return whether the trainer sorts the rows of a step by length and divides them evenly.
+        """Return whether the trainer sorts a step's rows by length to give each GPU equal work.
 
         The result is false if sorting would change nothing. The result is also false for the
         padding `masked`, because trainers that use it do not sort rows, and if rows are grouped by

@@ -121,7 +121,7 @@ def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable
 
 
 def _importances(summary: StudySummary, start_response: StartResponse) -> Iterable[bytes]:
-    """Answer with the report's importances; the dashboard would show another measure."""
+    """Answer with the report's importances of knobs; the dashboard's own measure differs."""
     kind = CategoricalDistribution.__name__
     shares = [
         {"name": knob, "importance": one.share, "distribution": kind}
@@ -192,7 +192,8 @@ class LiveDashboard:
 class ReportStore:
     """The reports as an artifact store of Optuna, under random names that other pages cannot guess.
 
-    A report is rendered when it is opened. `out` is the study's directory, as the report shows it.
+    A report is rendered when it is opened. `out` is the path of the study's directory in the
+    report's commands.
     """
 
     def __init__(self, out: str) -> None:

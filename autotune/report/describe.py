@@ -55,7 +55,7 @@ SAME_GIB = 0.005  # two needs for memory that differ by less GiB are called the 
 class Number:
     """One number in the results of a candidate, such as its tokens/s.
 
-    `value` is None if the number is unknown, or if a ratio of two such numbers has no meaning.
+    `value` is None if the number is unknown, or if dividing two such numbers has no meaning.
     """
 
     group: str
@@ -170,8 +170,8 @@ def estimate_basis(how_sure: str, calibrated: str | None) -> str:
 def gpu_choices(plan: GpuPlan | Scaling, within_hours: float | None) -> list[str]:
     """Describe the cheapest and the fastest row of a plan.
 
-    With a deadline, also describe the cheapest row that meets it. If a row fits and its speed is
-    unknown, the text says that only rows with a known speed are compared.
+    With a deadline, also describe the cheapest row that meets it. If a row that fits has an unknown
+    speed, the text says that only rows with a known speed are compared.
     """
     rows = plan.trainable
     among = " of those with a known speed" if rows and plan.has_unknown_speed else ""

@@ -570,7 +570,7 @@ def _scaling_hover(info: Scaling, row: RankPlan) -> str:
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
-    """Plot the winner's speed after one knob was set to the baseline's value, for each knob.
+    """For each knob, plot the winner's speed with only this knob set to the baseline's value.
 
     The slowest configuration is on top. A configuration that does not fit has no bar.
     """
@@ -600,7 +600,8 @@ def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
 def micro_batch(report: ProfileReport) -> dict[str, Any] | None:
     """Plot the milliseconds of a profiled micro batch.
 
-    Each part of the model has a stacked bar by stage, and an idle GPU has a bar of its own.
+    Each part of the model has a bar that is stacked by stage, and the GPU's idle time has its own
+    bar.
     """
     work = report.profile.micro_work
     names = dict[Part | None, str]()

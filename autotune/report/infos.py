@@ -136,8 +136,8 @@ class LengthRow:
     """The effect of limiting rows to `seq_len` tokens.
 
     `examples_cut` is the share of examples that lose tokens, and `tokens_cut` the share of tokens
-    that are cut off. `fill` and `packed_fill` are the shares of a row without padding, for unpacked
-    and for packed rows.
+    that are cut off. `fill` is the share of an unpacked row's tokens that are not padding, and
+    `packed_fill` the same share of a packed row.
     """
 
     seq_len: int
@@ -285,14 +285,14 @@ def _compare(
 def costs(recipe: Recipe) -> tuple[CostProjection, ...]:
     """Return the run's cost for several numbers of examples, the smallest first.
 
-    The numbers are the user's and the usual ones of `by_examples`.
+    The numbers are the user's number of examples and the usual numbers in `by_examples`.
     """
     sizes = {cost.examples: cost for cost in (*recipe.by_examples, recipe.winner.cost)}
     return tuple(sizes[examples] for examples in sorted(sizes))
 
 
 def fingerprint(recipe: Recipe) -> dict[str, str]:
-    """Return the text of each field and each package of the fingerprint."""
+    """Return {name: text} for each field and each package version in the fingerprint."""
     data: dict[str, Any] = to_data(recipe.fingerprint)
     packages: dict[str, str] = data.pop("packages")
     return {name: value_text(value) for name, value in (data | packages).items()}

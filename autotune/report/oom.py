@@ -29,7 +29,7 @@ Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One use of memory, such as weights. `share` is its share of the sum of all terms."""
+    """One use of memory, such as weights. `share` is this term's share of the sum of all terms."""
 
     name: str
     gib: float
@@ -171,7 +171,7 @@ def oom_report(summary: StudySummary) -> OomReport:
 def distance(one: TrainConfig, other: TrainConfig) -> float:
     """Return the weighted number of knobs that differ.
 
-    An integer knob counts |log2 ratio|: one for each doubling.
+    An integer knob counts |log2(ratio of the two values)|, which is 1 for each doubling.
     """
     total = 0.0
     for name, (value, other_value) in _differences(one, other).items():

@@ -22,10 +22,10 @@ def confirm_finalists(trials: SharedTrials) -> None:
     The likely winner and the baseline come first, because the budget may be used up before the
     other finalists are measured. A measurement that would not fit into the remaining time is
     skipped. If an unconfirmed configuration's search measurement beats the confirmed results, that
-    configuration becomes the likely winner and is measured next. At most `limits.finalists`
-    configurations become the likely winner. A finalist that fails is replaced by the next best
-    configuration. A full run also evaluates and saves checkpoints, so the winner's confirmation
-    does both if time allows.
+    configuration becomes the likely winner and is measured next. One after another, at most
+    `limits.finalists` configurations become the likely winner. A finalist that fails is replaced by
+    the next best configuration. A full run also evaluates and saves checkpoints, so the winner's
+    confirmation does both if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]

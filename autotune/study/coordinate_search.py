@@ -143,7 +143,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try the variants of the best configuration and of the seeds that are compiled already.
+        """Of the compiled variants of the seeds and the best, try those whose code exists already.
 
         Returns whether the best configuration now has compiled layers.
         """

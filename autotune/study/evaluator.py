@@ -582,7 +582,7 @@ class Evaluator:
         return replace(result, disturbed=reason, evidence=evidence)
 
     def _spend(self, result: ProbeResult) -> float:
-        """Add a probe's seconds to the configuration's total and return them.
+        """Add a probe's seconds to the configuration's total, and return the probe's seconds.
 
         A new worker loads libraries and kernels in its first step; this takes up to half a minute
         if files are not cached. Later candidates do not have this cost. So, without compilation,

@@ -169,8 +169,8 @@ class SingleChange:
 class Faster:
     """A faster configuration with the same training result.
 
-    `times` is its speed divided by the run's speed. `command` is the shell command that measures
-    the configuration.
+    `times` is the faster configuration's speed divided by the run's speed. `command` is the shell
+    command that measures the configuration.
     """
 
     config: TrainConfig

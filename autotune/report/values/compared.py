@@ -97,7 +97,7 @@ class Buying:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
-    """One model, trained by one method: rows, recommendations, and the cost of other sizes."""
+    """The cards for one model and one method, with advice, and the cost of runs of other sizes."""
 
     model: str
     method: str

@@ -180,7 +180,7 @@ def purchases(group: Group, budget: PurchaseBudget) -> list[Bought]:
 def _purchase(
     group: Group, card: ComparedCard, purchase: Purchase, budget: PurchaseBudget
 ) -> Bought:
-    """Return a purchase of this card, compared with renting it and with the cheapest cards."""
+    """Return a purchase of this card, compared with renting this card or the cheapest card."""
     cost = card.cost
     assert cost is not None
     power_w = card.device.tdp_w or 0.0
