@@ -1,7 +1,7 @@
 """The packages that layers other than attention need for their fast kernels.
 
-Without its packages, transformers computes a gated delta net, a short convolution or a state space
-with operations of torch, which are much slower and hold more memory.
+Without these packages, transformers computes a gated delta net, a short convolution or a state
+space with operations of torch, which are much slower and hold more memory.
 """
 
 from collections.abc import Iterable

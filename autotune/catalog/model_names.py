@@ -49,7 +49,8 @@ class Match:
 def quantised_copy(name: str) -> tuple[str, str]:
     """Return the name of the model that a quantised checkpoint was made from, and its format.
 
-    The format is GPTQ, AWQ, NVFP4 or AQLM, with "-8bit" for 8 bits. It is "" for another name.
+    The format is GPTQ, AWQ, NVFP4 or AQLM, followed by "-8bit" if the weights have 8 bits. The
+    format is "" for any other name.
     """
     ending = _STORED.search(name)
     if ending is None:

@@ -171,7 +171,7 @@ class ModelSpec:
         return text_type(self.config)
 
     def lacks(self, attention: str) -> bool:
-        """Return whether transformers has no such attention implementation for the model."""
+        """Return whether transformers lacks this attention implementation for the model."""
         types = load_data("autotune.catalog", "data/attentions")["lacking"].get(attention, ())
         return self.config["model_type"] in types or self.text_type in types
 

@@ -126,7 +126,7 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """The commands of COMMANDS.
+    """The command line's group of commands, from the table COMMANDS.
 
     The file of a command is imported only when the command runs. The list of commands in --help
     needs only the help texts.
@@ -139,7 +139,7 @@ class LazyGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Return the command that the arguments name, after an import of the command's file."""
+        """Import the file of the command that the arguments name, and return the command."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             raise no_such_command(args[0], "autotune", self.commands)
         name, entry, rest = super().resolve_command(ctx, args)

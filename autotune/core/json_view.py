@@ -1,7 +1,7 @@
 """Converts a dataclass to JSON data, and derives a pydantic type that describes the data.
 
 So each JSON key is defined only once. A dataclass becomes an object with all of its fields, or with
-the keys in its `JSON` attribute. Each key in `JSON` has a path from the value to a field, a
+the keys in its `JSON` attribute. Each key in `JSON` has a path from the dataclass to a field, a
 property or a method without arguments ("task.model.name", "config.label()"). If a part of the path
 is None, the key's value is None. If `JSON` is a single path, the data at the end of the path
 replaces the whole object.

@@ -114,7 +114,7 @@ class KnobSpec:
 
     @property
     def default_stays(self) -> bool:
-        """Whether a knob at its default keeps this default for all values of the other knobs."""
+        """Whether a knob that has its default value keeps it, whatever values other knobs have."""
         always_possible = self.default not in (None, *self.impossible_with)
         return always_possible and self.inactive is None and not self.required
 

@@ -10,9 +10,9 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
     """Return the path endings of the modules that a value of the knob `lora_targets` selects.
 
     `model_type` is transformers' name of the model family. If adapters are on all linear layers
-    except the head, the result is None: PEFT finds these layers. If PEFT refuses adapters on some
-    layers of the family, the result lists the other layers. The result is empty if the family has
-    no layer of the selected kind.
+    except the head, the result is None, because PEFT finds these layers itself. If PEFT refuses
+    adapters on some layers of the family, the result lists the other layers. The result is empty if
+    the family has no layer of the selected kind.
     """
     if targets not in KNOBS["lora_targets"].choices:
         return targets.split(",")
@@ -29,5 +29,5 @@ def saved_modules(model_type: str, saved: str) -> list[str] | None:
 
 
 def has_own_names(model_type: str) -> bool:
-    """Return whether the table lists this type's module names instead of the usual ones."""
+    """Return whether lora_targets.yaml has module names for this type, not only the usual ones."""
     return model_type in load_data("autotune.core", "lora_targets")

@@ -150,7 +150,7 @@ class Nvml:
     def use_by_others(self, since_s: float, own: Collection[int]) -> float | None:
         """Return the mean share of the card's time that processes other than `own` used.
 
-        The mean covers the time since one sample before `since_s`, in seconds since 1970. The
+        The mean begins one sampling interval before `since_s`, which is in seconds since 1970. The
         result is None if the driver lists none of the processes in `own`, although they use the
         card: it then hides processes, or lists them under other ids.
         """

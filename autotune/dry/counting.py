@@ -466,7 +466,7 @@ def make_optimizer(
 ) -> Callable[[], None]:
     """A function that runs a step of the configured optimizer on the `trained` parameters.
 
-    Its first call makes the state, and each call makes the temporary tensors of a step.
+    Its first call makes the optimizer's state, and each call makes the temporary tensors of a step.
     """
     name = config.optimizer
     if name == "adamw_torch":

@@ -171,7 +171,7 @@ def _start() -> subprocess.Popen[str]:
 def library_versions() -> tuple[str, ...]:
     """The libraries that affect the count, each with its version, and packages of fast kernels.
 
-    The stand-ins for these kernels do not depend on the package's version.
+    These packages have no version here, because their stand-ins do not depend on it.
     """
     found = []
     for name in PACKAGES:
@@ -185,7 +185,7 @@ def library_versions() -> tuple[str, ...]:
 def _shipped_answer(request: ProbeRequest) -> Any:
     """The answer that the package ships, as data, or None.
 
-    Shipped counts are without fast kernels.
+    The shipped counts assume that no packages of fast kernels are installed.
     """
     if counted_packages(kernel_packages(request.model, request.text_type)):
         return None

@@ -61,7 +61,7 @@ def _load(packages: tuple[str, ...]) -> None:
 
 
 def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Answer one request; the kernels of these packages are counted by stand-ins."""
+    """Answer one request; stand-ins count the kernels of these packages."""
     try:
         _load(packages)
         if "describe" in message:

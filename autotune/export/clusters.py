@@ -330,7 +330,7 @@ def slug(name: str) -> str:
 
 
 def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
-    """Return the label of the card by GPU feature discovery, or None for another vendor.
+    """Return the card's label from NVIDIA's GPU feature discovery, or None for other vendors.
 
     The label is the driver's name of the card with dashes instead of blanks.
     """

@@ -2,7 +2,7 @@
 
 The step time on the device is the reference card's step time (`prediction/step_time`), converted to
 the device (`prediction/transfer`). Other users' measurements of the same method on the device
-correct the converted time. The CPU time to launch kernels assumes a typical host. A
+correct the converted time. The estimate of the CPU time to launch kernels assumes a typical host. A
 calibration replaces the assumptions about the card and the host by measurements.
 """
 

@@ -189,10 +189,10 @@ class FixSearch:
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
     ) -> CheckedRun | None:
-        """Return the run with the fewest changes of this rank whose state is FITS or in `accepted`.
+        """Return the run with the fewest changes of this rank that fits.
 
-        `length` is the changed sequence length, or {}. Of two runs with equally many changes, the
-        faster run wins.
+        A run fits if its state is FITS or in `accepted`. `length` is the changed sequence length,
+        or {}. Of two runs with equally many changes, the faster run wins.
         """
         results = []
         for place, (count, edits) in enumerate(_subsets(fixes, rank)):
@@ -205,9 +205,10 @@ class FixSearch:
         return min(results)[-1] if results else None
 
     def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
-        """Return the edited run with the largest micro batch whose state is FITS or in `accepted`.
+        """Return the edited run with the largest micro batch that fits.
 
-        The global batch stays the same. Returns None if no micro batch has such a state.
+        A run fits if its state is FITS or in `accepted`. The global batch stays the same. Returns
+        None if no micro batch fits.
         """
         run = self._parse(edits)
         if run is None:

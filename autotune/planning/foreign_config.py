@@ -3,7 +3,7 @@
 The reader executes no part of the file, and does not look up the model or the dataset. A missing
 key takes the tool's own default, from the sources of TRL 1.16, Axolotl 0.19 and LLaMA-Factory
 0.9.5. If memory or speed depends on a setting that no knob expresses, the result has a note about
-the setting. A run for an objective without a probe is refused.
+the setting. A run is refused if probes do not support its objective.
 """
 
 import json
@@ -432,9 +432,10 @@ def _knobs(file: File, tool: str, objective: Objective) -> dict[str, Any]:
 
 
 def _stored_quantization(file: File, tool: str) -> dict[str, Any]:
-    """Return the knobs of a checkpoint that is quantised by GPTQ or AWQ, in 4 bits if not in 8.
+    """Return the knobs for a checkpoint that GPTQ or AWQ quantised to 8 or 4 bits.
 
-    bitsandbytes needs about the same memory for the same number of bits.
+    The result is bitsandbytes' quantisation with the same number of bits, which needs about the
+    same memory.
     """
     _, storage = quantised_copy(file.text(key_of(tool, "model")))
     if not storage and file.flag("gptq"):

@@ -161,7 +161,10 @@ class Learner:
     """
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
-        """`arguments` are an exported folder and its script's options. `with` starts a process."""
+        """`arguments` are an exported folder and its script's options.
+
+        A `with` statement starts the process.
+        """
         self._arguments = arguments
         self._log = log
         self._should_stop = should_stop
