@@ -319,9 +319,9 @@ class Selection:
         return likely.config if is_new and not likely.equals(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
-        """Return the reference with which this configuration's losses cannot be compared yet.
+        """Return this configuration's reference if it still has to be measured, or None.
 
-        The reference must be measured first. Return None if nothing must be measured.
+        The losses of the two configurations are compared.
         """
         reference = self._reference_of(config)
         return None if reference is None or reference.digest in self.references else reference

@@ -85,8 +85,8 @@ class Session:
 
     `folder` holds logs, and results that wait for the database. Probes end when the user asks to
     stop, or at `until` in seconds of time.monotonic(). `num_gpus` GPUs take part in each probe.
-    `reached` says that this process has reached the database before, so that even the session's
-    first connection waits through an outage.
+    `reached` says that this process has reached the database before. Then even the session's first
+    connection is retried during an outage.
     """
 
     def __init__(
@@ -199,12 +199,12 @@ class Session:
 
 
 def _explain_study_name(study: str) -> str:
-    """Return the name under which the probes that explain a study are stored."""
+    """Return the name under which `explain` stores its probes of a study."""
     return f"{study}, explained"
 
 
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
-    """The memory of a probe by formula; a simulated rank uses no memory for NCCL."""
+    """Predict a probe's memory by formula; a simulated rank uses no memory for NCCL."""
     objective = task.workload.objective
     breakdown = memory_of(
         task.model, task.workload.with_mask(config), micro_steps, objective=objective
@@ -219,9 +219,9 @@ def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreak
 class Leader:
     """The process that leads a study: it sets up, searches, confirms and keeps the record.
 
-    `on_resumed` gets the trials of earlier sessions once, `on_trial` gets each new trial at its
-    end. `failure` holds an error that ended the search early. The caller raises it once the results
-    so far are written.
+    `on_resumed` is called once, with the trials of earlier sessions. `on_trial` is called with each
+    new trial when it ends. `failure` holds an error that ended the search early. The caller raises
+    it once the results so far are written.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Leader:
     def search(self) -> None:
         """Search for the fastest configurations and measure them again at full depth.
 
-        If no configuration fits, the study stores the attempts.
+        If no configuration fits, the study still stores what was tried.
 
         Raises:
             UsageError: another process leads the study, or a resumed study has other options.
@@ -337,9 +337,9 @@ class Leader:
         self._lead(setup.task, evaluator, feasible.tried)
 
     def _fit_setup(self) -> tuple[Setup, ModelShape | None]:
-        """Restrict the setup to values that suit the model's layers; return it with their shape.
+        """Restrict the setup to knob values that suit the model's layers.
 
-        Raises UsageError.
+        Return the setup, and the shape of the layers. Raises UsageError.
         """
         setup = self.plan.setup
         # All sessions use the same conversion to the target GPU, so that their speeds are
@@ -445,7 +445,7 @@ class Leader:
                 self.update()
 
     def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:
-        """Compile the formula seeds and the baseline in advance, if that saves time."""
+        """Begin to compile the code of the search's first configurations, if that saves time."""
         spec = self.plan.spec
         single_worker = spec.workers == 1 and spec.ray is None
         number = (
@@ -462,7 +462,10 @@ class Leader:
             self._ahead.compile_next(shallow_requests(evaluator, likely))
 
     def _look_ahead(self, trials: SharedTrials) -> None:
-        """At each trial, request compilation of likely next configurations; track compiled code."""
+        """Make each trial request the compilation of likely next configurations.
+
+        Keep a record of the compiled code.
+        """
         ahead = self._ahead
         trying = trials.on_begin
         keys = dict[int, str]()
@@ -499,7 +502,10 @@ class Leader:
             )
 
     def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
-        """Decompose the speed-up with truncated models if possible, in the time that is left."""
+        """Measure how much each knob contributes to the speed-up, in the time that is left.
+
+        The probes use models with fewer layers if possible.
+        """
         trials = self.trials
         recipe = trials.selection.recipe(self._fingerprint)
         if recipe is None or recipe.baseline is None or recipe.speedup is None:
@@ -730,7 +736,7 @@ def _watched_rows(
 ) -> Callable[[], list[StoredProbe]]:
     """Check that this node is like the others, and return a function that reads new results.
 
-    The function repeats the check whenever it is due.
+    Before it reads, the function repeats the check if the last check was 10 minutes ago.
     """
     node = NodeMonitor(
         session.prober,

@@ -87,12 +87,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The winner and the facts behind it.
+    """The winner of a study, and the facts that reports and exporters need about it.
 
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
-    `learning` has the learning rates that were tried for the winner. `unsteady` says why the
-    measurements of winner and baseline are too unsteady for a speed-up; it is None if they are not.
-    `alone` says that no other configuration than the winner was tried.
+    `learning` has the learning rates that were tried for the winner. `unsteady` is the reason why
+    the measurements are too unsteady to state a speed-up, or None. `alone` says that no other
+    configuration than the winner was tried.
     """
 
     study: str
@@ -142,7 +142,7 @@ class Recipe:
 
     @property
     def shape(self) -> RunShape:
-        """The division of the full run's examples into steps."""
+        """How the full run divides the examples into steps."""
         return self.workload.run_shape(self.config)
 
     @property
@@ -154,7 +154,8 @@ class Recipe:
     def speedup(self) -> float | None:
         """The winner's useful tokens/s, divided by the baseline's.
 
-        It is None without a baseline, on an unsteady machine, and if nothing else was tried.
+        It is None without a baseline, if the measurements are unsteady, and if only the winner was
+        tried.
         """
         if self.baseline is None or self.unsteady is not None or self.alone:
             return None
@@ -171,14 +172,14 @@ class Recipe:
 
     @property
     def speedup_evidence(self) -> Evidence:
-        """The evidence for the speed-up: the weaker of the winner's and the baseline's."""
+        """The evidence for the speed-up: the weaker evidence of winner and baseline."""
         if self.unsteady is not None:
             return Evidence.DISTURBED
         return weakest(*(one.evidence for one in (self.winner, self.baseline) if one))
 
     @property
     def differs(self) -> bool:
-        """Whether winner and baseline differ in speed by more than the error."""
+        """Whether the speeds of winner and baseline differ by more than the measurement error."""
         low, high = self.speedup_interval or (1.0, 1.0)
         return not low <= 1.0 <= high
 
@@ -243,7 +244,7 @@ class Quality:
         )
 
     def pareto_front(self) -> tuple[Learned, ...]:
-        """Return the Pareto front of loss and time, the fastest first."""
+        """Return the Pareto front of the finalists' loss and run time, the fastest first."""
         front = list[Learned]()
         lowest = math.inf
         for learned in sorted(self.ranked(), key=lambda learned: learned.full_run_hours):
@@ -310,7 +311,7 @@ class Verification:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The useful tokens/s for steps with the predicted number of tokens.
+        """The run's useful tokens/s, if each step had the predicted number of tokens.
 
         The real number of tokens in a step depends on the data.
         """
@@ -334,7 +335,7 @@ class Verification:
 
     @property
     def memory_growth_gib(self) -> tuple[float, float] | None:
-        """The peaks in the second and last quarter of a soak, if memory grew between them."""
+        """The peaks in the second and the last quarter of a soak; None if memory did not grow."""
         if not self.soak or len(self.peaks_gib) != 4:
             return None
         _, before, _, after = self.peaks_gib
@@ -385,11 +386,11 @@ class Projections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """The results of a study. `recipe` is None if no trial succeeded.
+    """The results of a study, as reports and exporters read them.
 
-    `wall_seconds` covers all sessions. `probes` has all stored results in order. A result that
-    needed no probe has no seconds. `cards` and `scaling` project the winner's run to other cards
-    and other numbers of GPUs.
+    `recipe` is None if no trial succeeded. `wall_seconds` covers all sessions. `probes` has all
+    stored results in order. A result that was computed without a probe has no seconds. `cards` and
+    `scaling` project the winner's run to other cards and other numbers of GPUs.
     """
 
     JSON: ClassVar = keys(
@@ -437,7 +438,7 @@ class StudySummary:
 
     @property
     def cells(self) -> tuple[Candidate, ...]:
-        """The best candidate for each combination of values that reports list separately."""
+        """The best candidate of each result cell (see `Selection`)."""
         return self.recipe.cells if self.recipe else ()
 
     @property

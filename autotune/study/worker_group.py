@@ -141,11 +141,11 @@ def ray_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """While the block runs, run a worker on each GPU in a Ray cluster that has this GPU's type.
+    """While the block runs, run a worker on each GPU of a Ray cluster that is of this GPU's type.
 
-    This GPU, which the leader uses, gets no worker. Ray only places the workers: an actor holds a
-    GPU and starts `autotune worker` as a process that ends with the actor. Without an address there
-    are no workers. The workers end in the same way as in `local_workers`.
+    The GPU that the leader uses gets no worker. Ray only places the workers: an actor holds a GPU
+    and starts `autotune worker` as a process that ends with the actor. Without an address there are
+    no workers. The workers end in the same way as in `local_workers`.
 
     Raises:
         EnvironmentProblem: there is no such cluster, or it has no device to probe on.
@@ -192,7 +192,10 @@ def ray_workers(
 
 
 def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> list[Any]:
-    """Create an actor for each worker. Raises EnvironmentProblem if no node can have a worker."""
+    """Create an actor for each worker.
+
+    Raises EnvironmentProblem if no node has a device for a worker.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

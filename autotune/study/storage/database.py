@@ -77,9 +77,10 @@ NETWORK_FILE_SYSTEMS = {
 class Outages:
     """Makes a session wait for an unreachable server, with a retry every second.
 
-    The wait lasts at most `seconds`. Only the thread that created this object waits. `say` reports
-    the outage and its end, and `should_stop` ends the wait. With `reached`, the session waits even
-    for its first connection. The session never waits for SQLite files.
+    The wait lasts at most `seconds`. Only the thread that created this object waits; in other
+    threads, operations fail at once. `say` reports the outage and its end, and `should_stop` ends
+    the wait. With `reached`, the session waits even for its first connection. The session never
+    waits for SQLite files.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class HasOutages(Protocol):
 def retry_on_outage(
     operation: Callable[Concatenate[Owner, P], T],
 ) -> Callable[Concatenate[Owner, P], T]:
-    """Decorate an idempotent method to run again if its connection broke and `outages.waits()`."""
+    """Decorate a method that is run again if its connection broke and `outages.waits()`.
+
+    The method must be idempotent.
+    """
 
     @wraps(operation)
     def run(self: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -246,8 +250,8 @@ def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
     """Return the options of `create_engine`.
 
     SQLite waits up to 60 s while another process locks the file. A server's pooled connection is
-    checked before use. PostgreSQL's client gets timeouts for a vanished host, unless the URL sets
-    them. With `pooled` set to False, a connection closes after its use.
+    checked before use. PostgreSQL's client gets timeouts for a host that no longer answers, unless
+    the URL sets them. With `pooled` set to False, a connection closes after its use.
     """
     parsed = _parsed(url)
     options: dict[str, Any] = {} if pooled else {"poolclass": sa.NullPool}
@@ -277,7 +281,7 @@ def one_at_a_time(engine: sa.Engine) -> None:
 
 
 def network_drive(url: str) -> str | None:
-    """The kind of network file system of an SQLite file, or None for local disks and servers."""
+    """The type of an SQLite file's network file system; None for local disks and servers."""
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None

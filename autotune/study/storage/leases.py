@@ -51,8 +51,8 @@ _leases = sa.Table(
 class Worker:
     """A process that works on a study.
 
-    A pid is unique only within one boot of a machine and one process namespace; `realm` names the
-    two.
+    A pid is unique only within one boot of a machine and one process namespace; `realm` identifies
+    the boot and the namespace.
     """
 
     host: str
@@ -78,7 +78,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """The worker's name, unique among all machines and times."""
+        """The worker's name. No other worker on any machine has had or will have this name."""
         return f"{self.host}:{self.pid}:{self.started}"
 
     def lives_here(self) -> bool | None:
@@ -153,7 +153,7 @@ class Leases:
 
     @retry_on_outage
     def _holds(self, config: str, trial: int) -> bool:
-        """Whether this worker has this lease already.
+        """Whether this worker holds this lease.
 
         If the connection broke after the database stored the lease, `take` runs again and finds the
         row.
@@ -172,7 +172,7 @@ class Leases:
 
     @retry_on_outage
     def count_ahead(self, config: str) -> int:
-        """Count the unfinished configurations that were taken before this one."""
+        """Count the existing leases that were taken before this configuration's lease."""
         of_study = _leases.c.study == self._study
         own = sa.select(_leases.c.id).where(of_study, _leases.c.config == config).scalar_subquery()
         query = sa.select(sa.func.count()).select_from(_leases).where(of_study, _leases.c.id < own)
@@ -181,7 +181,7 @@ class Leases:
 
     @retry_on_outage
     def leased_digests(self) -> set[str]:
-        """The digests of the configurations that any worker has taken."""
+        """The digests of the configurations that any worker has leased."""
         with self._database.begin() as connection:
             return set(
                 connection.execute(
@@ -292,7 +292,7 @@ class Leases:
 
 
 class SingleWorker:
-    """The replacement of Leases in a session without other workers; it never holds a lease."""
+    """Replaces Leases in a session without other workers; it needs no leases."""
 
     name = ""
 
@@ -332,7 +332,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def _realm() -> str:
-    """Name this boot of the machine and this process namespace; a pid is unique within the two."""
+    """Return a name for this boot of the machine and this process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

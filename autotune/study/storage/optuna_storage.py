@@ -15,7 +15,7 @@ _compatible: set[str] = set()  # URLs of databases whose tables suit this versio
 
 
 def optuna_storage(url: str) -> RDBStorage:
-    """Open Optuna's storage on this database. The caller disposes of its engine.
+    """Open Optuna's storage on this database. The caller must dispose of the storage's engine.
 
     Optuna's check of the tables is slow, because it reads all migrations. So the check happens once
     per process and database.

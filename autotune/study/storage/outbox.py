@@ -1,4 +1,4 @@
-"""A file of rows that wait until their database can be reached.
+"""A file of database rows that could not be written yet, because the database was unreachable.
 
 Each row is one line of the file. The file is removed once the database contains its rows.
 """
@@ -17,7 +17,7 @@ from autotune.core.files import sync_directory, write_errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outbox:
-    """One file of rows as lines of JSON. Several processes may share it."""
+    """One file of waiting rows, as lines of JSON. Several processes may share it."""
 
     path: Path
 
@@ -37,7 +37,7 @@ class Outbox:
 
     @contextmanager
     def drain(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield all waiting rows, and delete them if the block ends without an error.
+        """Yield all waiting rows, and delete them if the `with` block ends without an error.
 
         Raises StorageError.
         """

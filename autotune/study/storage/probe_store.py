@@ -1,7 +1,8 @@
-"""The table of probe results, next to Optuna's. Rows are found by request and fingerprint.
+"""The table of probe results, in the same database as Optuna's tables.
 
-Rows are added, never changed. A result that cannot be written waits in an outbox file, because it
-cost GPU time.
+A result is found by its probe request and its fingerprint (the device and the packages). Rows are
+added, never changed. A result that cannot be written waits in a file (`outbox`), because a result
+costs GPU time.
 """
 
 import json
@@ -145,10 +146,10 @@ class ProbeStore:
         *,
         studies: Sequence[str] = (),
     ) -> ProbeResult | None:
-        """Return the newest stored answer to a request, by default from any study of the database.
+        """Return the newest stored result of this request and fingerprint.
 
-        If `studies` is given, only their results count. The fingerprint must be the same. A result
-        whose times other processes disturbed does not count as an answer.
+        By default, the result may come from any study of the database; if `studies` is given, only
+        from these studies. Results whose times other processes disturbed are left out.
         """
         query = (
             sa.select(_probes.c.result)
@@ -175,7 +176,7 @@ class ProbeStore:
 
     @retry_on_outage
     def new_rows(self, study: str) -> list[StoredProbe]:
-        """Return the rows of a study from other processes that this process has not read yet."""
+        """Return the rows that other processes have added to a study since the last call."""
         which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
         query = sa.select(_probes.c.id).where(which)
         with self._database.connect() as connection:
@@ -189,7 +190,7 @@ class ProbeStore:
             connection.execute(_probes.delete().where(_probes.c.study == study))
 
     def probes_of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
-        """Return every row of a model under this fingerprint, in the order of writing.
+        """Return every row with this model and this fingerprint, in the order of writing.
 
         The rows may belong to any study.
         """

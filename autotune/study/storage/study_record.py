@@ -38,9 +38,9 @@ class StudyPhase(StrEnum):
 class Limits:
     """The limits of a search.
 
-    `trials` is the most trials in all sessions together, or None without a maximum. The search
-    stops after `patience` trials without an improvement. The confirmation measures about
-    `finalists` configurations in up to `rounds` rounds.
+    `trials` is the maximum number of trials in all sessions together, or None. The search stops
+    after `patience` trials without an improvement. The confirmation measures about `finalists`
+    configurations in up to `rounds` rounds.
     """
 
     budget_s: float
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTerms:
-    """The terms of all probes of a study: memory limit in GiB, fraction kept free, and seed."""
+    """What all probes of a study share: memory limit in GiB, fraction kept free, and seed."""
 
     memory_gib: float
     headroom: float
@@ -131,9 +131,9 @@ class StudyRecord:
         }
 
     def require_same(self, now: "StudyRecord") -> None:
-        """Raise UsageError if `now` would continue this study differently.
+        """Raise UsageError if `now` differs in a value that must stay the same.
 
-        The error names the difference.
+        The error names the value that differs.
         """
         current = to_data(now.identity())
         for key, value in to_data(self.identity()).items():
