@@ -24,8 +24,8 @@ def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Make the folders of compiled code, and return the environment variables that name them.
 
     If `environment` already names a folder, that folder is used. Raises PermissionError, with the
-    remedy, if another user owns a folder or can write to it. A folder that cannot be made raises no
-    error here: a later compilation will fail.
+    remedy, if another user owns a folder or can write to it. If a folder cannot be made, no error
+    is raised here, but a later compilation fails.
     """
     if sys.platform == "win32":  # on Windows, each user has a separate temporary directory
         return {}

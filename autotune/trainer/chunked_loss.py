@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """Replaces the output of a model's layers, and has only the hidden states.
+    """Replaces the output of a model's layers. It holds only the hidden states.
 
     Other outputs are None.
     """
@@ -106,10 +106,10 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
 
 
 def _target_positions(targets: torch.Tensor) -> torch.Tensor:
-    """Return the positions that have a target.
+    """Return the positions that have a target, a token to be predicted.
 
-    In a CUDA graph, all positions are returned, because the host cannot read how many have a
-    target.
+    While a CUDA graph is captured, return all positions, because the host cannot read how many have
+    a target.
     """
     if is_capturing():
         return torch.arange(len(targets), device=targets.device)

@@ -32,8 +32,8 @@ class Clock(TrainerCallback):
 
     On a GPU, CUDA events measure the step, so that the host does not wait.
 
-    SIGINT, SIGTERM and SIGHUP stop the run after the current step, or two steps later on several
-    GPUs. A second signal, more than AGAIN_S seconds after the first, ends the process at once.
+    SIGINT, SIGTERM and SIGHUP stop the run after the current step; on several GPUs, two steps
+    later. A second signal, more than AGAIN_S seconds after the first, ends the process at once.
     """
 
     def __init__(self, saves: bool, progress: str | None = None) -> None:
@@ -95,7 +95,7 @@ class Clock(TrainerCallback):
             self._tokens[-1] += inputs["input_ids"].numel()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin a step, which ends the step before it."""
+        """Record the start of a step, which is also the end of the previous step."""
         self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -126,7 +126,7 @@ class Clock(TrainerCallback):
         self._ends.append(None)
 
     def _event(self, now: float) -> Any:
-        """Return an event after all work issued to the GPU so far; on a CPU, return `now`."""
+        """Return a CUDA event that follows all work issued so far; on a CPU, return `now`."""
         if not torch.cuda.is_available():
             return now
         event = torch.cuda.Event(enable_timing=True)
@@ -186,11 +186,11 @@ class Clock(TrainerCallback):
             self._progress.write(json.dumps(line) + "\n")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the time of an evaluation between two steps."""
+        """Add the time of an evaluation to the pause between two steps."""
         self._pause()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count the time of a checkpoint."""
+        """Add the time of saving a checkpoint to the pause between two steps."""
         self._pause()
 
     def _pause(self) -> None:
@@ -210,12 +210,13 @@ class Clock(TrainerCallback):
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)
 
     def measurements(self) -> dict[str, Any]:
-        """Return the mean seconds and padded tokens of a step, and the memory peaks in GiB.
+        """Return the mean seconds and the mean tokens of a step, and the memory peaks in GiB.
 
-        `peak_reserved_gib` is the run's peak of reserved memory. `peaks_gib` has the peak of
-        allocated memory in each quarter of the run. The means leave out the first step, steps that
-        compile code, and the time of evaluations and saves. The peaks include evaluations and
-        saves. A value is None if it was not measured, for example reserved memory on a CPU.
+        The tokens include padding. `peak_reserved_gib` is the run's peak of reserved memory.
+        `peaks_gib` has the peak of allocated memory in each quarter of the run. The means leave out
+        the first step, steps that compile code, and the time of evaluations and saves. The peaks
+        include evaluations and saves. A value is None if it was not measured, for example reserved
+        memory on a CPU.
         """
         self._synchronize()
 

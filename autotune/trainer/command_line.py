@@ -184,5 +184,5 @@ def last_checkpoint(folder: str) -> str | None:
 
 
 def checkpoint_step(checkpoint: str) -> int:
-    """Return the optimizer step in a checkpoint's name."""
+    """Return the number of the optimizer step, which is part of a checkpoint's name."""
     return int(checkpoint.rpartition("-")[2])

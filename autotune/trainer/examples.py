@@ -1,6 +1,6 @@
 """Turns the rows of a dataset into tokens, and marks the tokens to train on.
 
-A token that the model only reads is stored as its complement, -1 - token.
+A token that is not trained on is stored as -1 - token.
 """
 
 import inspect
@@ -120,7 +120,7 @@ class Encoder:
             yield from self._encode_batch(batch)
 
     def describe_notes(self, number: int) -> list[str]:
-        """Return the notes for the user, each with its number of examples out of `number`."""
+        """Return the notes for the user. Each says how many of `number` examples it concerns."""
         return describe(self.notes, number)
 
     def _encode_batch(self, batch: list[Located]) -> list[list[int]]:
@@ -174,8 +174,8 @@ class Encoder:
         """Whether the template gets the content of messages as lists of parts, not as strings.
 
         Templates of image models often leave out or refuse content that is a plain string, even in
-        rows without images. A template that marks the assistant's text gets strings without a test,
-        because transformers loses the mark of a text that begins with a space.
+        rows without images. A template that marks the assistant's text always gets strings, because
+        transformers loses the mark of a text that begins with a space.
         """
         if self.parts or not self._template or self._is_marked:
             return self.parts
@@ -190,7 +190,7 @@ class Encoder:
         return not keeps(MARK) and keeps([{"type": "text", "text": MARK}])
 
     def _check_text(self, form: Chat, text: str) -> None:
-        """Note thoughts and tools that a template leaves out.
+        """Add notes for the user on thoughts and tools that a template leaves out.
 
         Raises BadExample if the template leaves out any other text.
         """
@@ -327,7 +327,7 @@ class Encoder:
         return list(chosen)
 
     def _note_stop(self, last: Message, text: str, ranges: Ranges) -> None:
-        """Note an answer without an end token: a model that trains on it does not learn to stop."""
+        """Add a note if the last answer has no end token: the model then does not learn to stop."""
         if last["role"] != "assistant" or not ranges or ranges[-1][1] != len(text):
             return
         contents = [content for kind, content in texts_of(last) if kind == "text"]
@@ -346,9 +346,9 @@ class Encoder:
         return text
 
     def _variables(self, form: Chat) -> dict[str, Any]:
-        """Return a row's variables for the template.
+        """Return the variables that a row gives to the chat template.
 
-        Names of the tokenizer's own arguments are left out.
+        Variables with the name of an argument of the tokenizer are left out.
 
         A row must not set arguments of the tokenizer: one of these arguments replaces the chat
         template.
@@ -444,7 +444,7 @@ class Encoder:
 
 
 def note_unread(notes: Counter[str], form: Plain | Chat, text: str) -> None:
-    """Count empty answers, and the columns and keys whose text does not reach the model."""
+    """Count empty answers, and columns and keys whose text is missing in the rendered text."""
     found = [UNREAD.format(name) for name in find_unread(form, text)]
     if has_empty_answer(form):
         found.append(EMPTY)
@@ -454,7 +454,7 @@ def note_unread(notes: Counter[str], form: Plain | Chat, text: str) -> None:
 
 
 def describe(notes: Counter[str], number: int) -> list[str]:
-    """Return the notes on `number` examples, each with the number of examples that it concerns."""
+    """Return the notes in words. Each says how many of the `number` examples it concerns."""
     return [f"{note} ({count:,} of {number:,} examples)" for note, count in notes.items()]
 
 
@@ -479,7 +479,10 @@ def _refusal(error: Exception) -> str:
 
 
 def _with_marks(message: Message) -> Message:
-    """Return a message with MARK in place of each text, or as its content if it has no text."""
+    """Return a message with MARK in place of each of its texts.
+
+    If it has no text, MARK becomes its content.
+    """
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
         return message | {"content": MARK}

@@ -45,8 +45,8 @@ class Float8Linear(nn.Linear):
     The layer stores one copy of the weight, half as large as in 16 bits. Tensor cores read the
     second factor column by column, and the transpose of `weight_fp8` has this layout. The backward
     pass needs `weight_fp8` itself column by column, so each backward product copies the weight,
-    which moves two bytes for each value. A stored second copy would take all the memory that 8 bits
-    save.
+    which moves two bytes for each value. Storing a second copy instead would take all the memory
+    that 8 bits save.
     """
 
     weight_fp8: nn.Parameter

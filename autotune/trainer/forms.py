@@ -66,7 +66,7 @@ Change = Callable[[str, str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Text to train on, after an optional prompt. `unread` has the row's other columns."""
+    """Text to train on, after an optional prompt. `unread` has the row's unused columns."""
 
     prompt: str | None = None
     completion: str
@@ -78,7 +78,7 @@ class Chat:
     """Messages for the tokenizer's chat template.
 
     `completion` is the index of the first message of the answer; earlier messages are the prompt.
-    `unread` has the row's other columns.
+    `unread` has the row's columns that are not used.
     """
 
     messages: list[Message]
@@ -116,7 +116,7 @@ def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
 def _parse_columns(
     columns: dict[str, Any], *, has_template: bool
 ) -> tuple[Plain | Chat, tuple[str, ...]] | None:
-    """Return the form of a row and the columns that it reads, or None if the form is unknown."""
+    """Return the form of a row and the columns of this form, or None if the form is unknown."""
     beside = {
         "tools": _parse_tools(columns.get("tools")),
         "options": _check(dict, columns.get("chat_template_kwargs", {}), "chat_template_kwargs"),
@@ -390,7 +390,7 @@ def _map_strings(value: Any, change: Change) -> Any:
 
 
 def texts_of(message: Message) -> list[tuple[str, str]]:
-    """Return each text of a message that is not blank, with its kind."""
+    """Return each text of a message with its kind. Blank texts are left out."""
     found: list[tuple[str, str]] = []
 
     def keep(kind: str, text: str) -> str:

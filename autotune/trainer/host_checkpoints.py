@@ -169,7 +169,7 @@ class _HostTensor:
             part.copy_(block[: part.numel()], non_blocking=True)
 
     def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each part of a tensor, as bytes, with its block."""
+        """Yield each part of a tensor (as bytes) with the host block that holds it."""
         if not self.blocks:
             return
         data = tensor.view(-1).view(torch.uint8)

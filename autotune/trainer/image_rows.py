@@ -30,7 +30,10 @@ TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")
 
 
 def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
-    """Return random examples for the whole run, with the measured lengths and image sizes."""
+    """Return random examples with images for the whole run.
+
+    Their lengths and the sizes of their images are those of the rows in the settings.
+    """
     measured = [
         (length, [SimpleNamespace(**picture) for picture in pictures])
         for length, pictures in zip(settings.lengths, settings.images, strict=True)

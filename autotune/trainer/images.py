@@ -59,7 +59,7 @@ def random_example(
 def random_values(
     pictures: Sequence[Any], model_type: str, generator: torch.Generator | None
 ) -> Tensors:
-    """Return random values for a row's pictures, in fp32 and with full masks as in a real run."""
+    """Return random values in fp32 for a row's pictures. Masks hide no pixel, as in a real run."""
     if not pictures:
         return {}
     values = torch.cat([torch.randn(picture.pixels, generator=generator) for picture in pictures])

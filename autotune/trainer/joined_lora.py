@@ -1,8 +1,8 @@
 """Adds LoRA's low-rank terms inside the frozen base's large products, in compiled PEFT layers.
 
-PEFT computes `y = x W' + s (x A') B'` in three products, and reads and writes all of y again for
-the sum. PEFT's backward pass does the same with the gradient of x. In this module, both sums are
-part of the large product, whose inner dimension is slightly longer.
+PEFT computes `y = x W' + s (x A') B'` (' transposes) in three products, and reads and writes all of
+y again for the sum. PEFT's backward pass does the same with the gradient of x. In this module, both
+sums are part of the large product, whose inner dimension is slightly longer.
 
     Forward:    y  = [x | h] [W | sB]'      with h  = x A'.
     Backward:   dx = [dy | dh] [W ; A]      with dh = dy sB.
@@ -169,7 +169,7 @@ class _Group:
         module.__dict__["joined"] = self
 
     def refresh(self) -> None:
-        """Copy sB and A into the matrices that the products read."""
+        """Copy sB and A into the wide matrix, and sB into `b`."""
         fan_out, rank = self.b.shape
         fan_in = self.a.shape[1]
         columns = _spans([self.rank] * len(self.sizes))
@@ -267,7 +267,10 @@ def _part_class(kind: Any) -> Any:
 @functools.cache
 def _member_class(kind: Any) -> Any:
     class Member(kind):
-        """A linear layer with a group's input. `place` is its index, or None without an adapter."""
+        """A linear layer with a group's input.
+
+        Its `place` is its index in the group, or None if it has no adapter.
+        """
 
         def forward(self, inputs: "_GroupInput | torch.Tensor") -> Any:
             if isinstance(inputs, _GroupInput):
@@ -282,7 +285,7 @@ def _member_class(kind: Any) -> Any:
 @functools.cache
 def _lone_class(kind: Any) -> Any:
     class Lone(kind):
-        """A linear layer with an adapter that is the only member of its group."""
+        """The only member of a group: a linear layer with an adapter."""
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return _compute(self.joined, inputs)[0]
@@ -367,8 +370,8 @@ def _products(
 
     `begin` and `end` are the member's rows of `wide`. Each member has a separate operation for two
     reasons. One tensor of all outputs would stay in memory as long as any part of it is saved, and
-    attention saves its values. If one operation had several outputs, the compiler would assume that
-    recomputing one of them is free.
+    attention saves its values for the backward pass. If one operation had several outputs, the
+    compiler would assume that recomputing one of them is free.
     """
     fan_in = padded.shape[1] - _padding(hidden.shape[1])
     padded[:, fan_in : fan_in + hidden.shape[1]].copy_(hidden)

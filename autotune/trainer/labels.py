@@ -61,10 +61,11 @@ def collate_labels(
 def label_loss(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Compute the loss as a Trainer's `compute_loss_func` does.
+    """Compute the loss; a Trainer uses this function as its `compute_loss_func`.
 
     The loss is the sum over the rows, divided by the number of labels in the whole step. The loss
-    of transformers is the mean of each micro batch, and the Trainer would add these means.
+    function of transformers returns the mean of each micro batch, and the Trainer would add up
+    these means.
     """
     total = cross_entropy(outputs.logits.float(), labels, reduction="sum")
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)

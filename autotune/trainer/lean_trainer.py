@@ -33,7 +33,7 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
     """Return the arguments of TrainingArguments that affect speed and memory.
 
     The probe and the full run share these arguments. `settings` are the RunSettings of a script, or
-    the configuration of a probe, which has the same names.
+    the configuration of a probe, whose fields have the same names.
     """
     return {
         "per_device_train_batch_size": settings.micro_batch_size,
@@ -97,9 +97,7 @@ def sharing_arguments(
 def _copies(settings: Any) -> dict[str, Any]:
     """Return the argument that splits the ranks into groups.
 
-    Each group holds all shards of the model.
-
-    A single group needs no argument.
+    The ranks of a group together hold all shards of the model. A single group needs no argument.
     """
     if settings.copies == 1:
         return {}
@@ -141,7 +139,7 @@ class _ReleaseFirstBuckets(TrainerCallback):
 
 
 class _BalancedSampler(Sampler[int]):
-    """Draws the same rows for each step as accelerate's sampler, and arranges them with `order`.
+    """Draws the rows of each step like accelerate's sampler, and then arranges them with `order`.
 
     `order` gets the lengths of a step's rows, and returns the rows' indices in the new order. An
     incomplete step at the end of an epoch keeps its random order.
@@ -185,7 +183,8 @@ class LeanTrainer(Trainer):
     `row_lengths` are the numbers of tokens of the rows to train on. With `row_lengths`, rows of
     similar length share a micro batch. With `dealt`, rows are grouped only with rows of the same
     optimizer step. For `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see
-    `graphs`. The `joined` layers copy their adapters again after each step of the optimizer.
+    `graphs`. After each step of the optimizer, the `joined` layers copy their adapters' weights
+    again.
     """
 
     def __init__(
@@ -254,7 +253,7 @@ class LeanTrainer(Trainer):
         return self.graphs.run(self._prepare_inputs(inputs) | items)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a sampler that groups rows by length if `row_lengths` is given."""
+        """Return the sampler of the rows. If `row_lengths` is given, it groups rows by length."""
         if self.row_lengths is None:
             return super()._get_train_sampler(*args, **kwargs)
         size = self.args.train_batch_size
@@ -350,8 +349,8 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
 def budget_options(activation_budget: float) -> dict[str, Any]:
     """Return torch's settings that make the partitioner keep this fraction of the activations.
 
-    Without the second setting, the partitioner treats operations from outside torch, for example
-    joined adapters, as cheap element-wise operations.
+    Without `is_non_builtin_to_include`, the partitioner treats operations from outside torch, for
+    example joined adapters, as cheap element-wise operations.
     """
     return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
 

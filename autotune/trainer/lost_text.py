@@ -101,7 +101,7 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
 
 
 def find_unread(form: Plain | Chat, text: str) -> list[str]:
-    """Return the unknown columns and keys of messages whose text is not in the rendered example.
+    """Name the unknown columns, and the unknown keys of messages, whose text the template left out.
 
     `text` is the rendered example.
     """
@@ -117,7 +117,7 @@ def find_unread(form: Plain | Chat, text: str) -> list[str]:
 
 
 def _is_lost(name: str, value: Any, text: str) -> bool:
-    """Return whether a value has text that is not in the rendered `text`.
+    """Return whether the value of a column or key has text that is not in the rendered `text`.
 
     A single word in a column such as `source` counts as a name, not as text.
     """

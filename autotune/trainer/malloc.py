@@ -15,10 +15,10 @@ LARGEST_THRESHOLD = 2**25
 
 
 def set_release_threshold(threshold: int) -> None:
-    """Let malloc keep freed blocks below `threshold` bytes, and up to twice that at the heap's end.
+    """Let malloc keep freed blocks of less than `threshold` bytes for later allocations.
 
-    Larger blocks and a larger free end of the heap return to the kernel. With a C library other
-    than glibc, this function does nothing.
+    Larger blocks return to the kernel. So does free memory at the end of the heap, if it is more
+    than twice the threshold. With a C library other than glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

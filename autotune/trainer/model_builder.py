@@ -117,7 +117,7 @@ def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
     """Load the base into host memory in the first rank, and without values in other ranks.
 
     accelerate sends the other ranks their shards (see `sharing_arguments`). transformers reads the
-    two environment variables; without them, it would load the model in all ranks.
+    two environment variables that are set here; without them, it would load the model in all ranks.
     """
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     return load(source, settings, torch.device("cpu"))
@@ -341,7 +341,7 @@ def _exclude_from_ddp(model: nn.Module) -> None:
 
 
 def find_head(model: PreTrainedModel) -> nn.Module | None:
-    """Return the output head, over the vocabulary or over labels, or None."""
+    """Return the output head, which predicts tokens or labels, or None if there is none."""
     head: nn.Module | None = model.get_output_embeddings()
     linear = (module for module in model.children() if isinstance(module, nn.Linear))
     return head or next(linear, None)
@@ -370,7 +370,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _base_of(model: nn.Module) -> PreTrainedModel | None:
-    """Return the model of transformers, which PEFT may have wrapped, if there is one."""
+    """Return the transformers model, even if PEFT has wrapped it; None if there is none."""
     found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return next(found, None)
 

@@ -28,7 +28,7 @@ SHOWN = 8  # the number of digits of a digest that a message shows
 
 
 class Origin(TrainerCallback, ExportableState):
-    """Makes the Trainer store the facts in the trainer_state.json of each checkpoint."""
+    """Makes the Trainer store a run's origin in the trainer_state.json of each checkpoint."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         """`facts` is the result of `describe`."""
@@ -40,7 +40,7 @@ class Origin(TrainerCallback, ExportableState):
 
 
 def describe(settings: RunSettings, options: Options) -> dict[str, Any]:
-    """Return the settings, and a name and a digest for each of dataset, tokenizer and model.
+    """Return the settings, and the names and digests of the dataset, the tokenizer and the model.
 
     Raises BadDataset if the dataset has no files.
     """

@@ -38,7 +38,7 @@ def register_attentions() -> None:
 
 
 def attend_windows_at_once(model: nn.Module) -> None:
-    """Compute all windows of a micro batch in one kernel, in vision towers like Qwen2.5-VL's."""
+    """Make vision towers like Qwen2.5-VL's compute all windows of a micro batch in one kernel."""
     for tower in model.modules():
         if hasattr(tower, "fullatt_block_indexes"):
             tower.config._attn_implementation = varlen.WINDOWS
@@ -56,10 +56,12 @@ def choose_attention(*, any_length: bool, flash: bool = True) -> None:
 
 
 def load_attention(model: Any, device: torch.device) -> None:
-    """Compute attention once for masked rows of each alignment, so that cuDNN builds its kernels.
+    """Make cuDNN build its kernels for attention with a mask, before the first step.
 
-    cuDNN builds a kernel when the kernel is first used. On an H100, the build takes up to 4 s, and
-    would slow one of the steps. A model without attention heads is skipped.
+    This function computes attention for one row length of each alignment (the largest of the
+    ALIGNMENTS that divides the length). cuDNN builds a kernel when the kernel is first used. On an
+    H100, the build takes up to 4 s, and would otherwise slow one of the steps. A model without
+    attention heads is skipped.
     """
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)

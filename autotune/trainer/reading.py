@@ -89,7 +89,7 @@ def is_on_hub(path: Path) -> bool:
 
 
 def _check_file(path: Path, split: str | None) -> Path:
-    """Return the path of a dataset in a single file."""
+    """Return `path` if it is a file of a known format."""
     if not path.is_file():
         raise BadDataset(f"there is no file {path}")
     if path.suffix.lower() not in READERS:

@@ -79,7 +79,7 @@ def num_targets(example: torch.Tensor) -> int:
 
 
 def mask_prompt(example: torch.Tensor, trained_share: float) -> torch.Tensor:
-    """Mask an example's first tokens, so that the last tokens are trained on.
+    """Mask an example's first tokens, so that only the other tokens are trained on.
 
     The fraction `trained_share` of the tokens is trained on, but at least one token, because an
     example without trained tokens has no loss.
@@ -93,8 +93,8 @@ def split(
 ) -> tuple[Sequence[torch.Tensor], "Rows"]:
     """Return the examples to train on, and the last `held_out` examples as rows.
 
-    The examples are truncated to `seq_len` tokens, and the rows to `held_out_tokens`. Examples
-    without a token to train on are left out, because their loss is not a number.
+    Examples to train on are truncated to `seq_len` tokens, and held-out rows to `held_out_tokens`.
+    Examples without a token to train on are left out, because their loss is not a number.
     """
     num_trained = len(examples) - held_out
     if held_out < 0 or num_trained < 1 or (held_out and held_out_tokens < 2):

@@ -220,9 +220,9 @@ def prepare_environment(settings: RunSettings) -> None:
 def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
     """Return the settings of DeepSpeed for a stage of ZeRO, in the form of its file.
 
-    The Trainer replaces each "auto" with its own value. The default of ZeRO's third stage keeps up
-    to 1e9 gathered parameters, which covers a small model completely. With these settings, only the
-    next layer, of `layer_params` parameters, is gathered while a layer computes.
+    The Trainer replaces each "auto" with its own value. By default, ZeRO's third stage keeps up to
+    1e9 gathered parameters, so a small model would stay gathered completely. With these settings,
+    only the next layer, of `layer_params` parameters, is gathered while a layer computes.
     """
     zero: dict[str, Any] = {
         "stage": stage,

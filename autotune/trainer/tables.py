@@ -49,7 +49,7 @@ def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Growth:
-    """Compares the memory that a file's rows take with the size of the file."""
+    """Checks that a file's rows do not take much more memory than the size of the file."""
 
     def __init__(self, path: Path) -> None:
         self._file_bytes = path.stat().st_size

@@ -21,11 +21,11 @@ TILE_TOKENS = 4096
 
 
 def tile_layers(model: nn.Module, layers: list[nn.Module]) -> None:
-    """Compute the token-wise modules of the decoder layers, and the norms after them, over tiles.
+    """Make the token-wise modules of the decoder layers compute in tiles of tokens.
 
-    Adapters must be present already. Raises ValueError for a layer without attention and MLP under
-    the usual names. Raises ValueError for a layer with dropout too, because a recomputed tile would
-    drop other values.
+    The norms after the last layer compute in tiles too. Adapters must be present already. Raises
+    ValueError for a layer without attention and MLP under the usual names. Raises ValueError for a
+    layer with dropout too, because the recomputation of a tile would drop different values.
     """
     for layer in layers:
         if not is_plain(layer):
@@ -57,7 +57,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def _owns(module: nn.Module, layers: list[nn.Module]) -> bool:
-    """Return whether a child of this module is the list of the layers."""
+    """Return whether one of this module's children is the list of decoder layers."""
     return any(layer is layers[0] for child in module.children() for layer in child.children())
 
 
@@ -133,7 +133,10 @@ class _Tiles(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, tile: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of the tile, if the tile requires them, and of the weights."""
+    """Return the gradients of the weights.
+
+    If the tile requires a gradient, its gradient comes first.
+    """
     with torch.enable_grad(), ctx.autocast():
         made = ctx.compute(tile)
     sources = [tile] if tile.requires_grad else []

@@ -22,10 +22,10 @@ def _end(number: int, frame: Any) -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError if the block takes more processor time. Do not nest blocks.
+    """Raise TimeoutError if the `with` block takes more than `seconds` of processor time.
 
-    The limit needs a timer that only the main thread has, and that Windows lacks. In other threads
-    and on Windows, the time is not limited.
+    Do not nest blocks. The limit needs a timer that only the main thread has, and that Windows
+    lacks. In other threads and on Windows, the time is not limited.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield

@@ -235,7 +235,7 @@ def train(
 
 
 def compile_model(base: PreTrainedModel, layers: list[nn.Module], settings: RunSettings) -> None:
-    """Compile the decoder layers of the base, for all shapes of the run."""
+    """Compile the decoder layers of the base, separately for each shape of the run's batches."""
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     if settings.model_settings.lora_rank is not None:
         model_builder.require_input_gradients(base)
@@ -502,7 +502,7 @@ def summary(
     trained: Sequence[torch.Tensor],
     num_rows: int,
 ) -> dict[str, Any]:
-    """Return the clock's measurements, the number of steps, and tokens per second without padding.
+    """Return the clock's measurements, the number of steps, and the tokens/s without padding.
 
     `trained_share` is the fraction of the tokens that was trained on. Padding does not count.
     """

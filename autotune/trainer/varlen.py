@@ -28,10 +28,10 @@ Tensors = tuple[torch.Tensor, ...]
 class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
-    Padding is a separate example. `ends` (tokens of all rows + 1, int32) begins with 0 and the end
-    of each example. The last end fills all further entries, so the shape of `ends` does not depend
-    on the number of examples. `counts` (2 values, on the host) are the number of examples and the
-    tokens of the longest example.
+    Padding is a separate example. `ends` (int32) has one entry more than the rows have tokens. It
+    begins with 0 and the end of each example. The last end fills all further entries, so the shape
+    of `ends` does not depend on the number of examples. `counts` (2 values, on the host) are the
+    number of examples and the tokens of the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ def attend(
     """Compute attention with transformers' interface; return rows x length x heads x size.
 
     Queries, keys and values are rows x heads x length x size; keys and values may have fewer heads.
-    Raises ValueError for rows without segments, and for options beyond a causal softmax, for
+    Raises ValueError for rows without segments, and for options that change the causal softmax, for
     example a soft cap.
     """
     if segments is None or attention_mask is not None:
@@ -112,10 +112,10 @@ def attend_windows(
     """Compute attention within each window; return 1 x length x heads x size.
 
     Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
-    holds the ends of the windows. One kernel computes all windows. By default transformers computes
-    the windows one after another, and waits in each layer for their lengths from the device. If
-    FlashAttention does not support the inputs, this function also computes the windows one after
-    another.
+    holds the ends of the windows. One kernel computes all windows. Without this function,
+    transformers computes the windows one after another. In each layer, it waits until the device
+    has sent their lengths. If FlashAttention does not support the inputs, this function also
+    computes the windows one after another.
     """
     if _supports_flash(query):
         counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])
@@ -181,9 +181,9 @@ def _attend_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention within each segment, and the log-sum-exp of its scores (heads x tokens).
 
-    Inputs and values are tokens x heads x size. A token attends to `window` tokens before it, or to
-    all earlier tokens if `window` is -1. Without `causal`, a token also attends to the tokens after
-    it.
+    Inputs and outputs are tokens x heads x size. A token attends to `window` tokens before it, or
+    to all earlier tokens if `window` is -1. Without `causal`, a token also attends to the tokens
+    after it.
     """
     number, longest = counts.tolist()
     ends = ends[: number + 1]
