@@ -154,7 +154,8 @@ def render(leader: "Leader") -> StudySummary:
 def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
     """Train the finalists on the dataset if --quality asks for it.
 
-    Their losses become part of the answer. A failure is reported, and the answer stays unchanged.
+    The finalists' losses become part of the answer. A failure is reported, and the answer stays
+    unchanged.
     """
     from autotune.export.run.quality import compare
 

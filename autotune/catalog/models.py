@@ -219,9 +219,9 @@ def resolve_model(name: str) -> ModelSpec:
     """Return the model for a catalogue name or alias, a local directory, or a Hub id.
 
     Upper and lower case are equal. A directory needs a config.json. If the name in a Hub id matches
-    a row of the catalogue (`model_names`), the result has the row's shape and the Hub id as its
-    name, without a request to the Hub. A run loads the weights from the Hub under this id. Raises
-    UsageError for other names, and for an unusable config.
+    a row of the catalogue (`model_names`), no request is sent to the Hub. The result then has the
+    row's shape, and the Hub id as its name. A run loads the weights from the Hub under this id.
+    Raises UsageError for other names, and for an unusable config.
     """
     known = _names().exact
     if name.lower() in known:
@@ -335,8 +335,8 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
 def reach_hub(name: str, *files: str) -> None:
     """Fail at once if the Hub cannot be reached, unless one of a model's files is in the cache.
 
-    Without this check, each download of huggingface_hub retries for 23 s. A file that is missing on
-    the Hub is no failure here.
+    Without this check, each download of huggingface_hub retries for 23 s. A file that the Hub lacks
+    causes no error here.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError

@@ -91,8 +91,8 @@ def _patches(
 ) -> Picture:
     """Cut an image into patches, for Qwen2.5-VL.
 
-    The image is scaled so that each side is a multiple of a merged patch's side, and the number of
-    pixels is within the limits.
+    The image is scaled so that each side is a multiple of the side of a merged patch, and the
+    number of pixels is within the limits.
     """
     vision = config["vision_config"]
     patch = vision.get("patch_size", 14)
@@ -129,8 +129,8 @@ def _square(
 ) -> Picture:
     """Scale an image to a square of fixed size, for Gemma 3.
 
-    Before the image's tokens are a line break and a marker, and after them a marker and a line
-    break. These are four more tokens.
+    Four more tokens surround the image's tokens: a line break and a marker before them, and a
+    marker and a line break after them.
     """
     if processor.get("do_pan_and_scan"):
         raise UsageError(

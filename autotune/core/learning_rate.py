@@ -1,8 +1,8 @@
 """Usual learning rates, for users who lack the weights or examples that `autotune learn` needs.
 
 The learning rates apply to any LoRA rank. The output of an adapter is multiplied by a constant
-divided by the rank (`TrainConfig.lora_alpha`), and the best learning rate then hardly depends on
-the rank (Schulman et al., LoRA Without Regret, 2025).
+divided by the rank (`TrainConfig.lora_alpha`). The best learning rate then hardly depends on the
+rank (Schulman et al., LoRA Without Regret, 2025).
 """
 
 from autotune.core.objective import Objective

@@ -29,5 +29,5 @@ def saved_modules(model_type: str, saved: str) -> list[str] | None:
 
 
 def has_own_names(model_type: str) -> bool:
-    """Return whether lora_targets.yaml has module names for this type, not only the usual ones."""
+    """Return whether lora_targets.yaml has a row of module names for this model type."""
     return model_type in load_data("autotune.core", "lora_targets")

@@ -475,8 +475,8 @@ class Measurement:
         kernels: The kernel times of a micro batch, from truncated models, or None.
         time_error: The relative error of extrapolated times; 0 for measured times.
         warm_s: The time of the steps before the timed steps, without loading and compilation.
-        new_length_s: The extra time of a process's first micro batch of a length, because libraries
-            then plan their kernels; unknown if it was not measured.
+        new_length_s: The extra time of a micro batch whose length is new in the process, because
+            libraries then plan their kernels; unknown if it was not measured.
         row_length: The tokens of the longest rows, including padding.
         evaluation_s: The mean time of a micro batch in an evaluation; unknown if it was not
             measured.

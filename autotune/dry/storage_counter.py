@@ -327,7 +327,7 @@ def _drop_dtypes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Count Python's and torch's references to the first argument, and those to its storage."""
+    """Count Python's and torch's references to the first argument, and to its storage."""
     storage_references: int = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
     return sys.getrefcount(args[0]), args[0]._use_count(), storage_references
 

@@ -167,7 +167,8 @@ class FixSearch:
 
         The order of preference: the least change of the training's result, then the fewest changes,
         then the fastest run. If the run does not fit and no set is certain to fit, the result is a
-        set that may fit, because its need differs from the limit by less than the formula's error.
+        set that may fit. With such a set, the memory that the run needs differs from the limit by
+        less than the formula's error.
         """
         fixes = list(fixes_of(self.checked.run))
         for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
