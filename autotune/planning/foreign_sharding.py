@@ -174,7 +174,8 @@ def _splits(table: Mapping[str, Any]) -> list[str]:
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
     """Return the numbers of parameters that DeepSpeed keeps gathered and of gradients sent at once.
 
-    The numbers come from DeepSpeed's own file, or from the defaults of DeepSpeed and the Trainer.
+    The numbers come from the DeepSpeed file that the run names, or from the defaults of DeepSpeed
+    and the Trainer.
     """
     zero = _zero_settings(run.values)
     live = _count(zero.get("stage3_max_live_parameters"))
@@ -185,7 +186,7 @@ def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
 
 
 def _zero_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ZeRO in DeepSpeed's own file, or {} if no such file was read."""
+    """Return the ZeRO settings of the DeepSpeed file that the run names, or {} if none was read."""
     deepspeed = values.get("deepspeed")
     settings = deepspeed.get("zero_optimization") if isinstance(deepspeed, dict) else None
     return settings if isinstance(settings, dict) else {}

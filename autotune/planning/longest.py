@@ -137,7 +137,11 @@ class Longest:
         return None if memory is None else memory.peak_reserved_gib
 
     def predict(self, method: str) -> LongestRow:
-        """Predict the longest row from two counts, and check it by a third count, without a GPU."""
+        """Predict the longest row without a GPU.
+
+        The memory counted at two row lengths predicts the length. A third count checks the
+        prediction.
+        """
         config = self.config(method, STEP)
         upper = min(self.bounds(method).values(), default=2**24)
         pairs = [pair for pair in COUNTED_AT if pair[0] <= upper] or COUNTED_AT[-1:]
@@ -313,8 +317,8 @@ def verify(
 
     First, a probe of a few layers corrects the predicted length. A few layers suffice, because the
     inputs of all other layers are in the host's memory. Then at most `most` probes run the whole
-    model, the first one at the corrected length. `memory_gib` is the card's memory, or the user's
-    cap on it.
+    model, the first one at the corrected length. `memory_gib` is the card's memory, or less if the
+    user limits it.
     """
     method = predicted.method
     tokens = predicted.tokens

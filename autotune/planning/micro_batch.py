@@ -125,7 +125,7 @@ def host_needs(
 
     Training consumes `examples_per_s` examples per second. `disk_mb_s` is the disk's rate, and
     `tokenised_per_s` the rate of tokenisation in examples per second; both were measured on this
-    machine. `count` gives the needs for host memory and disk; without it, both are left out.
+    machine. Without `count`, the needs for host memory and disk are left out.
     """
     separate_process = config.loader_workers > 0
     rows_per_s = profile.rows / profile.micro_s

@@ -277,10 +277,10 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 
 
 def _similar_config(config: TrainConfig) -> TrainConfig:
-    """Return a default configuration with the run's knobs that decide whether a formula covers it.
+    """Return the default configuration with those of the run's values that a formula must cover.
 
-    The other knobs keep their defaults, because the estimate replaces their values by similar
-    values if no formula covers them.
+    All other knobs keep their defaults: if no formula covers the run's value of such a knob, the
+    estimate uses a similar value.
     """
     return TrainConfig(
         method=config.method, precision=config.precision, lora_targets=config.lora_targets

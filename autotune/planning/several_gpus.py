@@ -123,7 +123,7 @@ def plan_gpus(
     """Plan the task for each number of GPUs in `numbers`, with each sharding strategy.
 
     The numbers of GPUs are per host. `hosts` maps each number of hosts to the GB/s of the link
-    between them. `of_ranks` maps those knobs in OF_RANKS that the user pinned to their values.
+    between the hosts. `of_ranks` maps those knobs in OF_RANKS that the user pinned to their values.
 
     Raises UsageError if no formula covers the model or the configuration.
     """

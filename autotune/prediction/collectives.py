@@ -76,10 +76,10 @@ class RankStepTime:
 def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
     """Return the bytes that a rank sends in a step.
 
-    The result is None for one GPU, and for a model or trained modules without a formula. The result
-    is also None if the model is offloaded to the host, because offloading sends more bytes. On N
-    GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an all-reduce
-    sends twice this number.
+    The result is None for one GPU, and if no formula covers the model or its trained modules. The
+    result is also None if the model is offloaded to the host, because offloading sends more bytes.
+    On N GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an
+    all-reduce sends twice this number.
     """
     sizes = Sizes.of(model)
     if (

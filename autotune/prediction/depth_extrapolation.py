@@ -89,7 +89,8 @@ class Extrapolation:
         """Multiply the times by the median of `ratios`.
 
         Each ratio is a whole model's measured time divided by its predicted time. With at least
-        ENOUGH_RATIOS ratios, their spread replaces the assumed error if it is smaller.
+        ENOUGH_RATIOS ratios, the spread of the ratios replaces the assumed error if the spread is
+        smaller.
         """
         predicted = self.measurement
         ratio = statistics.median(ratios)
@@ -140,14 +141,14 @@ class Extrapolation:
 def depths(
     shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = False
 ) -> tuple[int, int] | None:
-    """Return the two numbers of layers to probe, or None if the model has no two such numbers.
+    """Return the two numbers of layers to probe, or None if there are no two suitable numbers.
 
     The removed layers are whole periods of the layer pattern. Any two depths are enough to
     extrapolate the memory, unless the model is `sharded`. A sharded model gathers the layers before
     and after the current layer, so a probe of it needs at least four layers. To extrapolate times,
     the two depths must be far apart, because the slope's error is multiplied by the number of
     removed layers. If the model has a vision tower, the deeper probe gets the largest possible
-    number of layers, because the tower is never truncated and its time varies with the host.
+    number of layers. The tower is never truncated, and its time varies with the host.
     """
     possible = _possible_depths(shape, checkpoint_every)
     shallow = next(

@@ -2,9 +2,9 @@
 
 `estimate` is the only function that computes all three, for any number of GPUs and hosts. The
 function uses a formula if one covers the configuration. Otherwise it uses the count of a dry probe,
-if the caller passes a counter (this package cannot import `dry`). A caller that read another tool's
-file passes its own memory and step time, and a caller that measured the run passes the measured
-values.
+if the caller passes a function that counts. (This package cannot import the package `dry`.) For a
+run of another tool's file, the caller itself computes the memory and the step time. For a measured
+run, the caller passes the measured values.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class Evaluation:
         return smaller and not self.kept_tokens and config.cuda_graphs == "none"
 
     def with_kept(self, batch: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory `batch` of an evaluation, plus the predictions kept for metrics."""
+        """Return the memory of an evaluation batch, plus the predictions kept for metrics."""
         kept_gib = gib(KEPT_BYTES * self.kept_tokens)
         return replace(batch, activations=batch.activations + kept_gib)
 
@@ -250,7 +250,7 @@ def memory_of(
     buffers: DeepSpeedBuffers = EXPORTED,
     count: Counter | None = None,
 ) -> MemoryBreakdown | None:
-    """Return the memory of each GPU at the peak of a step, by formula or counted.
+    """Return the memory of each GPU at the peak of a step, by formula or from a dry probe's count.
 
     If `micro_steps` is EVALUATES, the result is the peak of an evaluation. The result is None if
     neither a formula nor a count covers the configuration. `parallelism` replaces the parallelism

@@ -224,10 +224,11 @@ def memory_breakdown(
 
 
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
-    """Return the configuration as the objective's trainer runs it, with a micro batch in rows.
+    """Return the configuration as the objective's trainer runs it.
 
-    The loss becomes the loss of the objective. The precision becomes bf16 for adapters on a
-    quantised base, because TRL trains these adapters in 16 bits.
+    The micro batch size counts rows instead of examples. The loss becomes the loss of the
+    objective. The precision becomes bf16 for adapters on a quantised base, because TRL trains these
+    adapters in 16 bits.
     """
     if objective is Objective.SFT:
         return config
@@ -461,8 +462,9 @@ def evaluation_moments(
 ) -> dict[str, tuple[float, float, float]]:
     """Return the bytes of (gradients, activations, logits) at each possible peak of an evaluation.
 
-    An evaluation has no gradients, and its layers keep no activations. The factors below are from
-    dry probes: the number of tensors that are alive at once in an uncompiled layer of transformers.
+    An evaluation has no gradients, and its layers keep no activations. The factors in this function
+    are the numbers of tensors that are alive at once in an uncompiled layer of transformers. Dry
+    probes counted these tensors.
     """
     tokens = config.tokens
     hidden = base_bytes * sizes.hidden
@@ -555,7 +557,10 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
 def _optimizer_state(
     sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
 ) -> float:
-    """Return the bytes of optimizer state. For embeddings, bitsandbytes keeps 32 bits."""
+    """Return the bytes of optimizer state.
+
+    bitsandbytes keeps the state of embeddings in 32 bits.
+    """
     moments = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(config.optimizer)
     if moments is None:
         return 0.0 if config.optimizer == "adafactor" else 2 * trained_bytes
@@ -664,9 +669,9 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the extra bytes per token if one product computes the base and its adapters.
 
-    The products of the input and A are stored in extra columns of the base's input. The attention's
-    output has no extra columns, so it is copied into a wider tensor, and the copy is kept. Under
-    autocast, such a copy exists anyway.
+    The products of the input and the adapters' A matrices are stored in extra columns of the base's
+    input. The attention's output has no extra columns, so it is copied into a wider tensor, and the
+    copy is kept. Under autocast, such a copy exists anyway.
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)

@@ -165,7 +165,10 @@ def _link_error(
 def _rank_traffic(
     task: Task, config: TrainConfig, measurement: Measurement
 ) -> tuple[Traffic, float]:
-    """Return a rank's traffic in a step and its link's GB/s. Raises ValueError without a link."""
+    """Return a rank's traffic in a step and its link's GB/s.
+
+    Raises ValueError if the link's bandwidth is unknown.
+    """
     parallelism = Parallelism.of(config)
     sent = traffic(task.model, config, parallelism)
     link = task.link_gb_s(parallelism)

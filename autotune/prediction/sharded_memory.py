@@ -128,7 +128,7 @@ def rank_breakdown(
     micro_steps: int = 2,
     buffers: DeepSpeedBuffers = EXPORTED,
 ) -> MemoryBreakdown | None:
-    """Return the memory of one rank at the peak of a step, in GiB, or None without a formula.
+    """Return the GiB that one rank needs at the peak of a step, or None if no formula covers it.
 
     `micro_steps` is the number of micro batches in a step of each GPU. With 1, no gradients are
     kept for a later micro batch. Raises ValueError if the strategy cannot train the configuration.

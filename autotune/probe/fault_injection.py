@@ -57,19 +57,19 @@ def _inject(fault: str) -> None:
 
 
 def strike(log: str, phase: Phase, rank: int = 0) -> None:
-    """Inject the faults that are requested for this phase and rank of the probe with this log."""
+    """Inject the faults requested for this phase and rank of the probe that writes `log`."""
     for fault, fault_phase in _requested(log, rank):
         if phase is fault_phase:
             _inject(fault)
 
 
 def throttles(log: str) -> bool:
-    """Whether the sensors should report heat during the probe with this log."""
+    """Whether the sensors should report heat during the probe that writes `log`."""
     return any(fault == THROTTLE for fault, _ in _requested(log))
 
 
 def _requested(log: str, rank: int = 0) -> list[tuple[str, Phase]]:
-    """The faults, with their phases, that are requested for a rank of the probe with this log."""
+    """The requested faults, with their phases, for a rank of the probe that writes `log`."""
     requested = []
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
         match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?(?:#([0-9]+))?", entry)

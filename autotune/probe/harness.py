@@ -326,7 +326,10 @@ class Probe:
         return measurement
 
     def _check_losses(self) -> list[float]:
-        """The recorded losses. Raises BadLoss if one is unusable, unless the rank is simulated."""
+        """The recorded losses.
+
+        Raises BadLoss if a loss is unusable, unless the rank is simulated.
+        """
         losses = [float(loss) for loss in self.recorder.losses]
         usable = all(math.isfinite(loss) and loss != 0.0 for loss in losses)
         if not usable and not self.request.simulates_rank:
@@ -491,7 +494,10 @@ class Probe:
         return [self.base.get_decoder().register_forward_pre_hook(begin_layers, with_kwargs=True)]
 
     def _check_autocast(self, *_: Any) -> None:
-        """Raise WrongPrecision if an earlier probe of this process left autocast on or off."""
+        """Raise WrongPrecision if autocast is on or off against the request.
+
+        An earlier probe of this process may have left autocast in the wrong state.
+        """
         # A sharded model casts its weights and does not use autocast.
         shards = self.request.parallelism.shards
         wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
@@ -507,7 +513,7 @@ class Probe:
         return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def _weights_gib(self) -> float:
-        """The GiB of the base's weights, the joined layers, and a separate reference model."""
+        """The GiB of all weights: the base, what joined adapters add, and a reference model."""
         joined = self.resident.joined
         joined_gib = 0.0 if joined is None else gib(joined.extra_bytes())
         reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)
@@ -558,7 +564,7 @@ class Probe:
     # --- the Trainer
 
     def _make_trainer(self, scratch: str, num_steps: int | None = None) -> Any:
-        """The Trainer for `num_steps`, by default the largest number that may be recorded."""
+        """The Trainer for `num_steps` steps, by default as many steps as may be recorded."""
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         if not num_steps:

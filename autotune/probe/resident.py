@@ -39,9 +39,9 @@ CONTEXT_GIB = 0.9  # approximate memory of a process's CUDA context
 class ResidentModel:
     """A base model on the device, and adapters that the next probe with the same settings reuses.
 
-    The model can serve requests of its own `family` (`family_of`) and its own depth. `model_gib` is
-    the size of the base's weights and buffers. `base_gib` is the device memory that building the
-    base took. `joined` is set only during a probe with joined adapters.
+    The model can serve requests with the same `family` (`family_of`) and the same number of layers.
+    `model_gib` is the size of the base's weights and buffers. `base_gib` is the device memory that
+    building the base took. `joined` is set only during a probe with joined adapters.
     """
 
     family: tuple[Any, ...]
@@ -70,7 +70,7 @@ class ResidentModel:
 def family_of(request: ProbeRequest) -> tuple[Any, ...]:
     """The properties that requests must have in common to share a base model, besides the depth.
 
-    Full fine-tuning changes the base, so the worker never reuses a base after it.
+    Full fine-tuning changes the base, so the worker never reuses a base after full fine-tuning.
     """
     config = request.config
     return (

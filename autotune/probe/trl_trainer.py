@@ -118,7 +118,7 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
 def num_tokens(example: dict[str, Any]) -> int:
     """The number of tokens in an example of any TRL trainer.
 
-    A pair counts as its prompt and longer answer.
+    For a pair, the prompt and the longer answer count.
     """
     answers = [
         example[name]

@@ -236,7 +236,7 @@ class Worker:
     def collectives(self, address: RankAddress, num_ranks: int) -> tuple[CollectiveRates, ...]:
         """The data rates between the devices.
 
-        All ranks call this together. Releases all cached models.
+        All ranks must call this method, and wait for each other in it. Releases all cached models.
         """
         from autotune.probe.collective_rates import measure_collectives
 

@@ -149,8 +149,8 @@ def receive_first(
 ) -> tuple[int, dict[str, Any] | None] | None:
     """Wait for the first message of any worker, or return None if the phase exceeds its deadline.
 
-    Returns the index of the worker and its message, which is None after the worker's end. Raises
-    Cancelled if `should_stop` returned True.
+    Returns the index of the worker and its message. The message is None if the worker has ended.
+    Raises Cancelled if `should_stop` returned True.
     """
     with selectors.DefaultSelector() as selector:
         for place, worker in enumerate(workers):

@@ -67,7 +67,7 @@ class Floors:
 
 @dataclass(slots=True)
 class Narrowing:
-    """A search space while rules remove values from it, and the removals so far.
+    """A search space from which rules remove values, and the removals so far.
 
     `reserve` is the space to search if no configuration of `space` fits. Impossible values are
     removed from both spaces. Values that only a floor forbids are removed from `space`, but may
