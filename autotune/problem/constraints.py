@@ -53,8 +53,8 @@ class Floors:
 
     Each `allow_...` is the user's consent to values that are otherwise removed. Some of these
     values are also tried without consent, if no other configuration fits. If `min_rank` or
-    `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless it would leave the space
-    without a value.
+    `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless this limit would leave the
+    space without a value.
     """
 
     min_rank: int | None = None
@@ -70,8 +70,8 @@ class Narrowing:
     """A search space from which rules remove values, and the removals so far.
 
     `reserve` is the space to search if no configuration of `space` fits. Impossible values are
-    removed from both spaces. Values that only a floor forbids are removed from `space`, but may
-    stay in `reserve`. `removals` has only the removals from `space`.
+    removed from both spaces. Values that only a quality limit (a floor) forbids are removed from
+    `space`, but may stay in `reserve`. `removals` has only the removals from `space`.
     """
 
     space: SearchSpace
@@ -197,7 +197,7 @@ def _narrow_tiling(narrowing: Narrowing) -> None:
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
-    """Remove a knob's value if the space lacks another knob's value that it needs."""
+    """Remove a knob's value that needs a value of another knob which the space lacks."""
     for other, wanted in KNOBS[name].active_when.items():
         values = wanted if isinstance(wanted, list) else [wanted]
         if not set(values) & set(narrowing.space.choices(other)):
@@ -206,7 +206,7 @@ def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
 
 
 def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
-    """Remove micro batch sizes and GPU counts that divide the global batch in no combination."""
+    """Remove micro batch sizes and GPU counts whose products never divide the global batch."""
     numbers = narrowing.space.choices("num_gpus")
     sizes = narrowing.space.choices("micro_batch_size")
     fewest = min(numbers)
@@ -377,7 +377,7 @@ def narrow_to_trl(
 ) -> None:
     """Remove values that TRL's trainers do not support.
 
-    If `installed`, values that this machine's packages do not support are removed too, and
+    If `installed` is true, values that this machine's packages do not support are removed too, and
     EnvironmentProblem is raised if TRL is missing.
     """
     if installed:

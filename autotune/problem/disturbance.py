@@ -28,7 +28,7 @@ def disturbance(
     cores: int,
     environment: Mapping[str, str] = os.environ,
 ) -> str | None:
-    """Return how other work disturbed the timed steps, or None if nothing shows other work.
+    """Return how other work disturbed the timed steps, or None if it did not.
 
     A probe on a CPU needs all `cores`, so any other work disturbs it. The host of a GPU is
     disturbed only if nearly all cores are in use.

@@ -95,7 +95,7 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
-    """Return a row with only the text of messages whose contents are lists of parts.
+    """Return the row without the images in its messages, whose contents are lists of parts.
 
     If `whole` is false, the text ends before the last image.
     """

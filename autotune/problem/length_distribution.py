@@ -60,7 +60,7 @@ class Lengths:
 
     @classmethod
     def constant(cls, tokens: int, source: Source = "given") -> "Lengths":
-        """Return a distribution with one length. Raises ValueError below 1."""
+        """Return a distribution with one length. Raises ValueError for a length below 1."""
         return cls(counts=((tokens, 1),), source=source)
 
     @classmethod

@@ -230,7 +230,7 @@ def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def buckets(draw: Draw) -> tuple[int, ...]:
-    """Return the buckets, ascending: the few lengths that need the least padding."""
+    """Return the buckets in ascending order: the few padded lengths with the least padding."""
     bins = _binned(batch_maxima(draw))
 
     def cost(part: Maxima) -> float:
@@ -340,7 +340,7 @@ def _binned(maxima: Maxima) -> Maxima:
 def _partitions(
     bins: Maxima, most: int, cost: Callable[[Maxima], float]
 ) -> Iterator[tuple[float, list[Maxima]]]:
-    """Yield the cost and the parts of the cheapest division of `bins` into 1, 2, ... parts."""
+    """For 1, 2, ... parts, yield the cheapest division of `bins`: its cost and its parts."""
     costs = {
         (begin, end): cost(bins[begin:end])
         for begin, end in itertools.combinations(range(len(bins) + 1), 2)

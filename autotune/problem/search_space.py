@@ -349,7 +349,7 @@ class SearchSpace:
         return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
     def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:
-        """Return {knob: value} for the knobs with an effect; `value_of` chooses each in turn."""
+        """Return {knob: value} for the knobs with an effect; `value_of` chooses the values."""
         chosen: dict[str, Any] = {}
         for knob in self.knobs:
             if knob.is_active(chosen):

@@ -381,7 +381,7 @@ class StudySpec:
 
     @property
     def trained_by(self) -> str:
-        """The trainer, by default the first one of the objective."""
+        """The trainer; the default is the objective's first trainer."""
         trainers = Objective(self.objective).trainers
         if self.trainer not in (None, *trainers):
             raise InvalidSpec(f"{self.objective} is trained by {trainers[0]}: leave trainer out")
@@ -430,7 +430,7 @@ def _refuse(objective: Any, loss_on: str | None) -> None:
 
 
 def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:
-    """Raise InvalidSpec for duplicate names of configurations and an unprintable source."""
+    """Raise InvalidSpec for duplicate names of configurations, and for an unprintable source."""
     if source is not None and not source.isprintable():
         raise InvalidSpec(f"source cannot be {source!r}")
     names = [config.name for config in configs]

@@ -173,7 +173,7 @@ class Task:
     def model_key(self) -> str:
         """A key of the model, the trainer and the objective.
 
-        Results of probes about memory, and results of truncated probes (with few layers), are valid
+        Memory results of probes, and all results of truncated probes (with few layers), are valid
         for all studies with the same key.
         """
         if self.workload.objective is not Objective.SFT:

@@ -173,7 +173,7 @@ class Workload:
         return examples / sum(group.number for group in rows)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """Pack all trained examples into rows; lengths are repeated if there are too few."""
+        """Pack all trained examples into rows; if fewer lengths are known, they are repeated."""
         return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
     def run_shape(

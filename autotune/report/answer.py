@@ -141,7 +141,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
 
 
 def _largest_models(result: Trainable) -> Iterator[str]:
-    """Name the largest model that surely fits, for each method.
+    """For each method, name the largest model that certainly fits.
 
     A model that fits only with a setting that changes learning does not count.
     """

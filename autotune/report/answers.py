@@ -237,7 +237,7 @@ def study_answer(recipe: Recipe) -> Answer:
 
 
 def _study_cost(recipe: Recipe, number: dict[str, str]) -> str:
-    """Describe cost and time, each with its interval, the workload and the price of an hour."""
+    """Describe cost and time with their intervals, the workload, and the price of an hour."""
     cost = recipe.winner.cost
     run = f"{number['time']} ({describe.hours_range(cost)}), {describe.workload(recipe.workload)}"
     if recipe.price is None:

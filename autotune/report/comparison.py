@@ -143,7 +143,7 @@ COLUMNS = (
 
 
 def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
-    """Return a card's row for people: its texts by the title of the column."""
+    """Return a card's row for people as {title of the column: text}."""
     price = card.plan.task.price if card.plan else None
     row = card_row(group, card)
     return {column.title: column.text(row) for column in COLUMNS} | {

@@ -198,7 +198,7 @@ def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
 
 
 def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
-    """Return the GiB by TERMS for winner and baseline.
+    """Return the GiB of each term in TERMS, for winner and baseline.
 
     Activations, logits and all other tensors are added up to one term.
     """

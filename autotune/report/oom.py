@@ -318,10 +318,7 @@ def _optimizer(config: TrainConfig) -> Advice:
 
 
 def _fewer_trained(config: TrainConfig) -> Advice:
-    """Advise fewer trained parameters.
-
-    Advise fewer trained parameters: gradients, optimizer state and adapters shrink with them.
-    """
+    """Advise fewer trained parameters: gradients, optimizer state and adapters shrink with them."""
     if config.method == "full":
         why = "trains adapters only, with hardly any gradients and optimizer state"
         yield "method", "lora", why

@@ -83,7 +83,7 @@ class TimelineInfo:
 
     @property
     def utilization(self) -> float | None:
-        """The mean over all timed seconds with a known utilization, or None without any."""
+        """The mean over all timed seconds with a known utilization, or None if none is known."""
         known = [
             (span.utilization, span.seconds) for span in self.spans if span.utilization is not None
         ]

@@ -109,7 +109,7 @@ class CoordinateSearch:
             self._end_waiting()
 
     def _try_without_compiling(self) -> None:
-        """Try seeds, then single-knob changes and neighbours of the best, all without compilation.
+        """Try seeds, single-knob changes and neighbours of the best configuration, uncompiled.
 
         Stop when only the time to compile the best configuration is left. Also stop as soon as a
         configuration that was compiled in advance is the best.

@@ -223,7 +223,7 @@ class SharedTrials:
         return proposal
 
     def _is_full(self, num_open: Callable[[], int]) -> bool:
-        """Whether the finished and the unfinished trials reach the maximum number of trials."""
+        """Whether finished and unfinished trials together reach the maximum number of trials."""
         maximum = self.limits.trials
         return (
             maximum is not None and num_open() + len(self.optimizer.finished_numbers()) >= maximum
@@ -394,7 +394,7 @@ class SharedTrials:
             self.on_trial_of_others(self._add(number, evaluation))
 
     def reap(self) -> None:
-        """Finish the trials of dead workers if their results are stored; queue the others again."""
+        """Finish dead workers' trials whose results are stored; queue their other trials again."""
         if isinstance(self.coordinator, SingleWorker):
             return
         self._reap_at = self.clock() + REAP_EVERY_S
@@ -410,7 +410,7 @@ class SharedTrials:
         return True
 
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
-        """Add a result to the selection, and a record of the trial to `rows` if the trial `counts`.
+        """Add a result to the selection and, if `counts` is True, a record of the trial to `rows`.
 
         `counts` is False if another worker gave the trial back. The trial's configuration may still
         win.
@@ -464,8 +464,8 @@ class SharedTrials:
     def num_stale(self) -> int:
         """Count the trials since the best score last improved by more than twice the noise.
 
-        These trials do not count: trials without a speed, reused results, exempt trials, and trials
-        of other workers.
+        These trials do not count: trials without a speed, reused results, trials in `exempt`, and
+        trials of other workers.
         """
         best = 0.0
         num_stale = 0

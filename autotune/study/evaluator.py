@@ -233,10 +233,10 @@ class Evaluator:
     ) -> Evaluation:
         """Pass a candidate through the stages until one of them decides.
 
-        Without a pruner, the whole model is measured, regardless of its predicted speed. If it is
-        also certain to fit, the truncated models are skipped. If a probe of the whole model would
-        take longer than `spare_s`, the prediction of the truncated models is the result. Raises
-        TooManyFailures if probes keep failing for reasons other than memory.
+        Without a pruner, the whole model is measured, regardless of its predicted speed. If the
+        whole model is also certain to fit, the truncated models are skipped. If a probe of the
+        whole model would take longer than `spare_s`, the prediction of the truncated models is the
+        result. Raises TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)
@@ -273,7 +273,8 @@ class Evaluator:
     ) -> Evaluation | Extrapolation | None:
         """Pass a candidate through the stages before the whole model.
 
-        Returns their decision, or their prediction for the whole model if they do not decide.
+        Returns the decision of these stages or, if they do not decide, a prediction for the whole
+        model.
 
         Returns None if the truncated models predict nothing. Also returns None, without probing
         truncated models, if `skip_if_fits` is True and the whole model is certain to fit. A second
@@ -490,7 +491,7 @@ class Evaluator:
     ) -> ProbeResult | Extrapolation | None:
         """Probe two truncated models; return their decision or their prediction.
 
-        Returns None if they predict nothing.
+        Returns None if the truncated models predict nothing.
         """
         config = request.config
         pair = None if self.shape is None else depths_of(self.shape, config)
@@ -659,9 +660,9 @@ def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
     """The least memory that a configuration needs, according to a probe with memory to spare.
 
     Communication runs on its own CUDA streams. While the device has free memory, other streams do
-    not reuse the free blocks of these streams. On two H200s, ranks therefore reserved up to 39 %
-    more memory than they had allocated. So on several GPUs, only the allocated memory is certainly
-    needed.
+    not reuse memory blocks that the communication freed. On two H200s, ranks therefore reserved up
+    to 39 % more memory than they had allocated. So on several GPUs, only the allocated memory is
+    certainly needed.
     """
     return measurement.peak_reserved_gib if config.num_gpus == 1 else measurement.peak_allocated_gib
 

@@ -50,7 +50,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
         host = replace(MEASURED_HOST, scale=scale)
 
         def predicted(config: TrainConfig, host: Host = host) -> tuple[float, float]:
-            """The useful tokens/s, then minus the memory: at equal speed, less memory wins."""
+            """Return (useful tokens/s, -memory in GiB): at equal speed, less memory wins."""
             prediction = estimate(probing, config, limit_gib, host=host)
             return (
                 (_tokens_per_s(probing, prediction), -prediction.need_gib)

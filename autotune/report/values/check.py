@@ -41,7 +41,7 @@ class Uncounted:
     def least(self, memory: MemoryBreakdown) -> MemoryBreakdown:
         """Return the memory if all shared terms are sharded and all freed terms leave the GPU.
 
-        The activations of a count include its logits.
+        If a dry probe counted the memory, its activations include the logits.
         """
         freed = set(self.freed)
         if memory.counted and "logits" in freed:

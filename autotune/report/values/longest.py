@@ -11,7 +11,7 @@ from autotune.core.probe_types import Evidence
 class Attempt:
     """A row that was probed on the card, with all layers or with `depth` of them.
 
-    `need_gib` is None if the need is unknown.
+    `need_gib` is None if the needed memory is unknown.
     """
 
     tokens: int

@@ -1,7 +1,7 @@
 """A profiled micro batch, as a value.
 
-The value has the time of each kind of work, the least possible time on the device, and the run's
-needs for the host.
+The value has the time of each kind of work, the least possible time on the device, and what the run
+needs from the host.
 """
 
 from dataclasses import dataclass
@@ -101,5 +101,5 @@ class ProfileReport:
 
     @property
     def of(self) -> Literal["kernels", "operators"]:
-        """The unit of the profile: operators on a CPU, which has no kernels."""
+        """The unit of the profile: kernels on a GPU, and operators on a CPU."""
         return "kernels" if self.profile.on_gpu else "operators"
