@@ -1,6 +1,7 @@
 """Computes a profiled micro batch's least possible time, and what the run needs from the host.
 
-A dry probe counts the work. The device's rates were measured just before the profile.
+A dry probe, which runs a step on the meta device, counts the work. The device's rates were measured
+just before the profile.
 """
 
 from collections.abc import Iterator

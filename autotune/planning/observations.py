@@ -83,7 +83,7 @@ def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
 def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, ...]]:
     """Return the observations of valid files in `directory`, and the problems of the other files.
 
-    Files with equal content count once. Never raises.
+    If several files have equal content, only one of them is loaded. Never raises.
     """
     submissions: dict[str, Submission] = {}
     problems = []

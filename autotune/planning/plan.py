@@ -112,7 +112,7 @@ def plan_setup(
 ) -> Plan:
     """Plan a study. If nothing fits, plan the study with its reserve space, which has more values.
 
-    Raises UsageError in the cases of `plan`.
+    Raises UsageError for the same reasons as `plan`.
     """
     result = plan_task(setup.task, limit_gib, observations, counted=counted)
     if (
@@ -267,8 +267,8 @@ def _counted_plan(
 ) -> Plan:
     """Return the plan of a model that no formula covers.
 
-    `baseline` was counted by a dry probe. If it does not fit, the configuration that needs the
-    least memory is counted too.
+    A dry probe has counted the memory of `baseline`. If the baseline does not fit, the
+    configuration that needs the least memory is counted too.
     """
     result = _plan_of(task, limit_gib, observations, baseline)
     best = baseline

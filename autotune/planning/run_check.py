@@ -194,7 +194,7 @@ def _changes(
 
 
 def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
-    """Return why the run's memory cannot be counted."""
+    """Return the reason why a dry probe cannot count the run's memory."""
     return no_count(
         context.model,
         context.longest_row_config(run.config),

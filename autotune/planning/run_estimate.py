@@ -108,7 +108,7 @@ def check_run(
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """Return the least and the most memory that a run needs, in its steps and evaluations.
 
-    Returns None if no formula covers the model and the run cannot be counted.
+    Returns None if no formula covers the model and a dry probe cannot count the memory.
     """
     bounds = _bounds(model, run, min(run.accumulation, 2))
     evaluation = run.evaluation
@@ -191,7 +191,7 @@ def _least(
 
 
 def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
-    """Return the memory bounds of a counted run.
+    """Return the memory bounds of a run whose memory a dry probe counted.
 
     `memory` was counted without offloading and without a base in float32. The bounds include the
     effects of offloading and of such a base.
@@ -218,8 +218,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 
     Autocast caches no casts of frozen weights. Each product casts its weight again, and the
     autograd graph holds that cast until the layer's backward pass. So casts exist for all layers
-    that are not recomputed, and for the head while its logits exist. A unit test counts the casts
-    of the layers.
+    that are not recomputed, and for the head while its logits exist. A unit test checks the number
+    of casts in the layers.
     """
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)

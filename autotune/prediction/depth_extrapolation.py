@@ -65,12 +65,12 @@ FREE_SHARE = 0.5
 class Extrapolation:
     """The predicted measurement of a whole model.
 
-    Errors are relative, about two standard deviations. If `shortest`, the line through the two
-    depths goes through their shortest micro batch times, otherwise through their average times.
-    `noise` is the error from the scatter of the timed steps, and `rest_noise` is the part of
-    `noise` from the time after the micro batches. `unseen` is the assumed error that is added to
-    `noise`. `disturbed` describes how other work on the machine changed the times of a truncated
-    model, or is None.
+    Errors are relative, about two standard deviations. The times lie on a line through one time of
+    each truncated model. If `shortest`, this is the model's shortest micro batch time, otherwise
+    its average. `noise` is the error from the scatter of the timed steps, and `rest_noise` is the
+    part of `noise` from the time after the micro batches. `unseen` is the assumed error that is
+    added to `noise`. `disturbed` describes how other work on the machine changed the times of a
+    truncated model, or is None.
     """
 
     measurement: Measurement
@@ -143,11 +143,11 @@ def depths(
 ) -> tuple[int, int] | None:
     """Return the two numbers of layers to probe, or None if there are no two suitable numbers.
 
-    The removed layers are whole periods of the layer pattern. Any two depths are enough to
-    extrapolate the memory, unless the model is `sharded`. A sharded model gathers the layers before
-    and after the current layer, so a probe of it needs at least four layers. To extrapolate times,
-    the two depths must be far apart, because the slope's error is multiplied by the number of
-    removed layers. If the model has a vision tower, the deeper probe gets the largest possible
+    The removed layers are whole periods of the layer pattern. Any two numbers of layers are enough
+    to extrapolate the memory, unless the model is `sharded`. A sharded model gathers the layers
+    before and after the current layer, so a probe of it needs at least four layers. To extrapolate
+    times, the two numbers must be far apart, because the slope's error is multiplied by the number
+    of removed layers. If the model has a vision tower, the deeper probe gets the largest possible
     number of layers. The tower is never truncated, and its time varies with the host.
     """
     possible = _possible_depths(shape, checkpoint_every)
@@ -187,7 +187,7 @@ def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int
 
 
 def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
-    """Return the depths that remain after whole periods are removed, up to half of all layers."""
+    """Return the numbers of layers that remain if whole periods are removed, up to half of all."""
     if shape.period is None:
         return range(0)
     # Every kind of layer must be present, because the largest kind determines the memory peak.
@@ -196,7 +196,7 @@ def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
 
 
 def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) -> tuple[int, int]:
-    """Return the smallest depth with whole periods removed, and the number of layers per period."""
+    """Return the fewest layers after whole periods are removed, and the layers per period."""
     period = math.lcm(period, checkpoint_every or 1)
     rest = (shape.num_layers - shape.prefix) % period
     return shape.prefix + period + rest, period
@@ -205,10 +205,11 @@ def _whole_period(shape: ModelShape, period: int, checkpoint_every: int | None) 
 def extrapolate(
     probes: Sequence[tuple[int, Measurement]], num_layers: int, single_layers: int = 0
 ) -> Extrapolation:
-    """Predict a whole model's measurement from probes of one configuration at two depths.
+    """Predict a whole model's measurement from probes of two truncated models.
 
-    `single_layers` is the number of layers that do not repeat (`ModelShape.single_layers`).
-    Raises ValueError unless the smaller depth comes first.
+    The probes have the same configuration, but different numbers of layers. `single_layers` is the
+    number of layers that do not repeat (`ModelShape.single_layers`). Raises ValueError unless the
+    probe with fewer layers comes first.
     """
     (shallow, low), (wide, high) = probes
     if shallow >= wide:
@@ -237,9 +238,9 @@ def extrapolate(
 def count_at_depth(
     low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int
 ) -> DryCount:
-    """Return the dry count of a model with `num_layers` from the dry counts at two depths.
+    """Return a dry probe's count for `num_layers` layers from the counts of two truncated models.
 
-    All values are affine in the depth, and the memory of each segment has its own line.
+    All counts are affine in the number of layers. The memory of each segment has its own line.
     """
     shallow, less = low
     wide, more = high
@@ -331,7 +332,7 @@ def _times(
 
 
 def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
-    """Return the function that averages the times at one depth: `min`, `median` or `fmean`."""
+    """Return the function that averages the times of one model: `min`, `median` or `fmean`."""
     # A delay on the host takes the same time with any number of layers, and the line would multiply
     # it. The shortest micro batches have no delay.
     if takes_shortest:
@@ -427,10 +428,10 @@ def _with_memory(
 
 
 def _line(at_low: float, at_high: float, reach: float) -> float:
-    """Return the value at full depth on the line through the values at both depths.
+    """Return the value for the whole model, on the line through the values of two truncated models.
 
-    `reach` is the distance from the first depth to full depth, divided by the distance between the
-    two depths.
+    `reach` is the number of layers that the shallower model lacks, divided by the difference
+    between the two models' numbers of layers.
     """
     return at_low + (at_high - at_low) * reach
 
@@ -456,11 +457,11 @@ def _time(
     longer: float,
     middle: Callable[[Sequence[float]], float],
 ) -> tuple[float, float]:
-    """Return the seconds at full depth and their standard error, by a line through two averages.
+    """Return the whole model's seconds and their standard error, by a line through two averages.
 
-    `middle` computes the average at each depth. The result is a weighted sum of the two averages.
-    Its error has the same weights. The whole model has `longer` times as many repeating layers as
-    the shallower probe.
+    `middle` computes the average time of each truncated model. The result is a weighted sum of the
+    two averages. Its error has the same weights. The whole model has `longer` times as many
+    repeating layers as the shallower probe.
     """
     value = middle(low) * (1 - reach) + middle(high) * reach
     # The parts of the model that do not repeat cannot take negative time. But if the host slows
@@ -487,7 +488,7 @@ class _Truncated(NamedTuple):
 
 
 class DepthPredictor:
-    """Collects measurements of one model and predicts the measurement at full depth.
+    """Collects probes of one model and predicts the measurement with all layers.
 
     `shape` has the number of layers and the period of the layer pattern. If `shape` is None, every
     prediction is None.

@@ -305,7 +305,7 @@ def _breakdown(
 def counted_breakdown(
     model: ModelSpec, config: TrainConfig, count: DryCount, objective: Objective = Objective.SFT
 ) -> MemoryBreakdown:
-    """Return the memory at the peak of a step from `count`, a dry probe of the whole model.
+    """Return the memory at the peak of a step, from the `count` of a dry probe of the whole model.
 
     The memory that the allocator holds beyond allocated memory comes from the formula. The term
     `activations` includes the logits, because a count does not separate them.

@@ -77,7 +77,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The reserved memory of a configuration at full depth.
+    """The reserved memory of a configuration of the whole model, with all layers.
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
     in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
@@ -197,9 +197,9 @@ class MemoryPredictor:
         """Return the known configurations with the same compute signature.
 
         If steps have one micro batch, and no known configuration has such steps, LoRA
-        configurations with two micro batches are returned; they give a lower bound. With two micro
-        batches, gradients exist throughout the second one; with one micro batch, gradients appear
-        during the backward pass. The gradients of adapters are small, so the bound is close.
+        configurations with two micro batches are returned. Their memory is a lower bound. With two
+        micro batches, gradients exist throughout the second one; with one micro batch, gradients
+        appear during the backward pass. The gradients of adapters are small, so the bound is close.
         """
 
         def with_steps(steps: int) -> list[Known]:

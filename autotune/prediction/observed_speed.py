@@ -50,7 +50,8 @@ def measured_ratios(
 ) -> list[float]:
     """Return measured speeds on this device divided by the formula's speeds.
 
-    Only measurements with transformers' Trainer, and with this method and quantization, count.
+    Measurements with another trainer than transformers' Trainer, with another method, or with
+    another quantization are ignored.
     """
     ratios = []
     for observed in observations:
@@ -106,8 +107,8 @@ def observed_transfer(
 ) -> SpeedTransfer | None:
     """Return the speed conversion between two cards, corrected by observations on the target.
 
-    Only observations with the configuration's method and quantization count. Either card may be
-    calibrated. The result is None if a rate of either card is unknown.
+    Observations with another method or quantization than the configuration's are ignored. Either
+    card may be calibrated. The result is None if a rate of either card is unknown.
     """
     kind = config.method, config.quantization
     return speed_transfer(

@@ -3,9 +3,9 @@
 The terms are those of `memory_formula`, divided as the strategy shards them. With accelerate's
 settings, FSDP2 gathers and shards parameters in units: one for each layer, one for the embedding,
 and one for the final norm and the head. The unit of the head is not resharded after the forward
-pass. The buffers that are alive at each moment were counted in a training step of torch's
-`fully_shard` on the meta device. For DeepSpeed's stages, the formula follows the ZeRO paper. The
-settings are the exported script's, or come from a file that `check` reads.
+pass. A training step with torch's `fully_shard` on the meta device showed which buffers exist at
+each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. The settings are the
+exported script's, or come from a file that `check` reads.
 """
 
 import functools

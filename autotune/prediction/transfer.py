@@ -144,7 +144,7 @@ def speed_transfer(
         calibration: a calibration of either card.
         side: the side of the multiplied matrices, as in `Calibration.products_tflops`.
         alike: whether the calibration's training has the same method. If the methods are the same,
-            this training counts as one measurement.
+            this training is used as one more measurement.
     """
     if source.name == target.name:
         return SpeedTransfer(products=1.0, bytes=1.0, error=0.0, fp8=1.0, profiled_error=0.0)
@@ -189,7 +189,7 @@ def speed_transfer(
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
     """Return the target host's speed divided by the source's, or None unless both are calibrated.
 
-    A calibration without a GPU does not count.
+    A calibration on a CPU does not count.
     """
     if source is None or target is None or not (source.measures_gpu and target.measures_gpu):
         return None

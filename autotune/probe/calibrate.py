@@ -142,7 +142,7 @@ class LayerProbes:
         self._precision = device.usual_precision
 
     def layer_ms(self) -> float:
-        """The host's milliseconds to issue one layer's kernels, from probes of two depths.
+        """The host's milliseconds to issue one layer's kernels, from two truncated models.
 
         Raises EnvironmentProblem.
         """

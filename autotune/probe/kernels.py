@@ -142,7 +142,7 @@ def run_profiled(run: Callable[[], object]) -> list[Kernel]:
 
 
 def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | None:
-    """The time of these kernels by kind of work, or None without kernels.
+    """The time of these kernels by kind of work, or None if there are no kernels.
 
     `micro_s` is the time of the micro batch without a profiler.
     """

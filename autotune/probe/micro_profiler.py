@@ -370,7 +370,10 @@ def longest_kernels(placed: Iterable[PlacedWork]) -> tuple[KernelTotal, ...]:
 
 
 def busy_s(placed: list[PlacedWork], *, on_gpu: bool) -> float:
-    """The device's busy seconds. A moment with several kernels counts once."""
+    """The device's busy seconds.
+
+    While several kernels run at the same time, the time is counted once.
+    """
     if not on_gpu:
         return sum(one.seconds for one in placed)
     total = 0.0

@@ -68,9 +68,10 @@ class ResidentModel:
 
 
 def family_of(request: ProbeRequest) -> tuple[Any, ...]:
-    """The properties that requests must have in common to share a base model, besides the depth.
+    """The properties that requests must have in common to share a base model.
 
-    Full fine-tuning changes the base, so the worker never reuses a base after full fine-tuning.
+    Besides, the numbers of layers must be equal. Full fine-tuning changes the base, so the worker
+    never reuses a base after full fine-tuning.
     """
     config = request.config
     return (

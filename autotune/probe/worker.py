@@ -174,7 +174,8 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 class Worker:
     """Serves probes on one device, and keeps the base model that was probed last.
 
-    The model is kept at each probed depth. All these models have the same `resident.family_of`.
+    One base model is kept for each number of layers that was probed. All these models have the same
+    `resident.family_of`.
     """
 
     address: RankAddress | None = None  # this process's address in a probe on several real ranks
@@ -405,7 +406,7 @@ class Worker:
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
         """The base model for this request, from the cache or new.
 
-        Models of other depths stay cached.
+        Models with other numbers of layers stay cached.
         """
         from autotune.probe.resident import build_resident, family_of
 
@@ -437,7 +438,7 @@ class Worker:
         return resident
 
     def _drop(self, depths: list[int | None]) -> None:
-        """Release the base models at these depths."""
+        """Release the base models with these numbers of layers."""
         if not depths:
             return
         held_gib = sum(

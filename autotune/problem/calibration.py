@@ -91,7 +91,10 @@ class Calibration:
         return self.fingerprint.compute_capability is not None
 
     def bus_gb_s(self, parallelism: Parallelism) -> float | None:
-        """Return the GB/s of a strategy's collectives, or None if this GPU count is unmeasured."""
+        """Return the GB/s of a strategy's collectives.
+
+        Returns None if this number of GPUs was not measured.
+        """
         rates = next(
             (one for one in self.collectives if one.num_gpus == parallelism.num_gpus), None
         )
