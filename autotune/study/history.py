@@ -49,7 +49,7 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
 def restore(
     task: Task, finished: list[FinishedTrial], stored: list[StoredProbe]
 ) -> tuple[list[TrialRecord], Selection]:
-    """Restore a study's records and selection from Optuna's finished trials and the probe table."""
+    """Restore a study's records and Selection from Optuna's finished trials and the probe table."""
     selection = Selection(task)
     searched = [
         row for row in stored if row.result.rung not in NOT_SEARCHED and row.result.depth is None

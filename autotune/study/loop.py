@@ -54,8 +54,8 @@ class Study:
     def work(self, is_over: Callable[[], bool]) -> None:
         """Try configurations of a study that another session leads.
 
-        First run the study's queue, then neighbours of the best configuration, then the sampler's
-        proposals. `is_over` returns whether the leader has stopped searching.
+        First run the queued trials, then the neighbours of the best configuration, then the
+        sampler's proposals. `is_over` returns whether the leader has stopped searching.
         """
         trials = self.trials
         with trials.return_trials_on_failure():
@@ -87,7 +87,7 @@ class Study:
     def _climb(self) -> None:
         """Run coordinate search for each number of GPUs in turn.
 
-        Each search gets an equal share of the time that is left.
+        The time that is left is divided equally among these searches.
         """
         trials = self.trials
         numbers = trials.task.numbers_of_gpus
@@ -98,10 +98,11 @@ class Study:
         trials.kept_s = 0.0
 
     def _hold_rank(self) -> None:
-        """As soon as LoRA was tried, propose only the LoRA rank that most trials have.
+        """As soon as a configuration with LoRA was tried, propose only the most frequent LoRA rank.
 
-        The code for this rank is compiled. Another rank changes the speed by 1 to 2 % and costs a
-        compilation for each micro batch size. Higher ranks are tried at the end of the search.
+        The code for this rank is compiled already. Another rank changes the speed by 1 to 2 % and
+        costs a compilation for each micro batch size. Higher ranks are tried at the end of the
+        search.
         """
         trials = self.trials
         ranks = [row.config.lora_rank for row in trials.rows if row.config.lora_rank]

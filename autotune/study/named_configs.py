@@ -88,7 +88,7 @@ class ConfigResult:
 
     @property
     def verdict(self) -> str:
-        """In words, whether the case fits in memory; for any other outcome, the outcome's name."""
+        """Whether the case fits in memory, in words; the outcome's name if its probe failed."""
         if self.case.excluded:
             return "not predicted"
         if self.outcome is Outcome.OK:
@@ -125,7 +125,7 @@ class ConfigResult:
         }
 
     def known_pairs(self) -> dict[str, tuple[float | str, float | str]]:
-        """Return (published, ours) by name if both are known."""
+        """Return (published, ours) by name, for the numbers where both are known."""
         return {
             name: (theirs, ours)
             for name, (theirs, ours) in self.published_pairs().items()
@@ -251,8 +251,8 @@ def probe_configs(
 ) -> list[ConfigResult]:
     """Probe each case with full rows, or take its stored result.
 
-    suite.json and suite.md are written after each case, except cases that cannot be probed. If
-    `should_stop` returns True or a probe is cancelled, the remaining cases have no result.
+    After each probe, suite.json and suite.md are written. If `should_stop` returns True or a probe
+    is cancelled, the remaining cases have no result.
     """
     # Imported here because it loads SQLAlchemy, which estimates do not need.
     from autotune.study.evaluator import Evaluator

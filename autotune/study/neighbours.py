@@ -18,11 +18,11 @@ FASTEST = {"compile": COMPILED, "lora_kernels": KNOBS["lora_kernels"].fastest_fi
 def neighbours(
     space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return all choices at the smallest distance from `best` that has unseen configurations.
+    """Return the choices that differ least from `best`, among those that were not tried yet.
 
-    `seen` holds digests. If `rank` is given, choices with another LoRA rank are returned only if
-    all choices with this rank are in `seen`. An empty list means that every configuration of the
-    space is in `seen`. Without `best`, distances count from the default configuration.
+    `seen` holds the digests of the tried configurations. With `rank`, choices with another LoRA
+    rank are returned only if all choices with this rank were tried. The list is empty if the whole
+    space was tried. Without `best`, the default configuration takes its place.
     """
     centre = best or TrainConfig()
     if rank is not None:
@@ -50,7 +50,7 @@ def _nearest_unseen(
 
 
 def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """Return variants with compiled layers and the fastest `lora_kernels`, if the space has them.
+    """Return these configurations with compiled layers and the fastest `lora_kernels` of the space.
 
     Configurations whose layers cannot be compiled are left out.
     """
@@ -59,7 +59,10 @@ def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> lis
 
 
 def choices_by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield every choice of the space once, starting with the fewest differences from `centre`."""
+    """Yield every choice of the space once, in the order of the differences from `centre`.
+
+    The choice with the fewest differences comes first.
+    """
     for distance in range(len(space.knobs) + 1):
         yield from choices_at_distance(space, centre, distance)
 

@@ -68,8 +68,8 @@ def differences(
 ) -> list[str]:
     """Describe how a node differs from the median of the other nodes.
 
-    The list is empty if there are no other nodes. Speed and temperature count only if `timed`: on
-    shared processors they depend on other processes.
+    The list is empty if there are no other nodes. Speed and temperature are compared only if
+    `timed`, because on shared processors they depend on other processes.
     """
     if not others:
         return []
@@ -120,7 +120,7 @@ class NodeMonitor:
     _is_warm: bool = False
 
     def is_due(self) -> bool:
-        """Whether at least CHECK_EVERY_S have passed since the last check."""
+        """Whether at least CHECK_EVERY_S seconds have passed since the last check."""
         return time.monotonic() >= self._next_s
 
     def check(self) -> list[str]:

@@ -106,10 +106,10 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
 
 
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
-    """Return the configuration that all nodes measured.
+    """Return the configuration by which the nodes are compared.
 
-    It is the configuration of the nodes' readings. Without readings, it is the study's first
-    baseline that fits.
+    If nodes were checked, it is the configuration that the checks measure. Otherwise it is the
+    first of the study's baselines that fits.
     """
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}

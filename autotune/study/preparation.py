@@ -65,12 +65,12 @@ def prepare_session(
     say: Callable[[str], None] = lambda text: None,
     adjust: Callable[[Setup], Setup] = lambda setup: setup,
 ) -> SessionPlan:
-    """Resolve a spec. `adjust` may refine and check the setup before any file is written.
+    """Turn a spec into the plan of a session.
 
-    Raises:
-        UsageError: options contradict each other, or name something that does not exist.
-        EnvironmentProblem: the target is missing on this machine, or has too few GPUs.
-        StorageError: the study's directory is not writable.
+    `adjust` may refine and check the setup before any file is written. Raises: UsageError: options
+    contradict each other, or name something that does not exist. EnvironmentProblem: the target is
+    missing on this machine, or has too few GPUs. StorageError: the study's directory is not
+    writable.
     """
     start = time.monotonic()
     try:

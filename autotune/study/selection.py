@@ -126,8 +126,9 @@ class Selection:
     results: configurations with the same values of these knobs form a result cell. Reports list the
     best configuration of each cell. A configuration that was pruned after an extrapolation may be
     the best of its cell. It can win only if every configuration was pruned in this way.
-    `references` holds measurements in the reference number format, whose losses others are compared
-    with; a failed measurement is None. `tried` holds every configuration with a result.
+    `references` holds the measurements in the reference number format. Other formats' losses are
+    compared with theirs. A failed measurement is None. `tried` holds every configuration with a
+    result.
     """
 
     task: Task
@@ -224,8 +225,8 @@ class Selection:
     def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
         """Exclude a configuration that failed its confirmation.
 
-        A baseline that `fits` cannot win, but the winner is still compared with it. Otherwise a
-        smaller and slower baseline would take its place and exaggerate the speed-up.
+        A baseline with `fits` is kept: it cannot win, but the winner is still compared with it.
+        Otherwise a smaller and slower baseline would take its place and exaggerate the speed-up.
         """
         self.caveats.append(
             f"{config.label()} succeeded in the search but failed its confirmation: {reason}"
@@ -414,7 +415,7 @@ class Selection:
         return [choose(by_number[number], self.task.floors.slack) for number in sorted(by_number)]
 
     def predicted_speed(self, config: TrainConfig, extrapolation: Extrapolation) -> float:
-        """The useful tokens/s of the full run, as truncated models predict it."""
+        """The useful tokens/s of the full run, predicted from models with fewer layers."""
         return run_performance(self.task, config, [extrapolation.measurement]).tokens_per_second
 
     def prune_reason(self, config: TrainConfig, extrapolation: Extrapolation) -> str | None:
@@ -475,7 +476,7 @@ class Selection:
         examples: int | None = None,
         of: list[Measurement] | None = None,
     ) -> CostProjection:
-        """The cost of the full run, or of a run with `examples` examples if that is given.
+        """The cost of the full run, or of a run with `examples` examples if this number is given.
 
         `of` has the measurements to use, by default `best_known`. If other GPUs were probed in
         place of the target, the run's pauses (for evaluation and checkpoints) are unknown.
@@ -609,7 +610,7 @@ class Selection:
         return None
 
     def _intervals_meet(self, config: TrainConfig) -> bool:
-        """Whether the intervals of all step times of a configuration overlap."""
+        """Whether the intervals of all measured step times of a configuration overlap."""
         accumulation = self.task.workload.run_shape(config).accumulation
         lows, highs = [], []
         for measurement in self._repeats(config):
@@ -695,7 +696,7 @@ class Selection:
         )
 
     def _score(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
-        """Score each record that can win by the measurements that `known` pairs with the record."""
+        """Score each record that can win. `known` pairs each record with its measurements."""
         pool = []
         for record, measurements in known:
             if record.cannot_win:
@@ -730,7 +731,7 @@ class Selection:
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
-        """List the reasons to doubt the winner that follow from the measurements."""
+        """List what in the measurements gives reason to doubt the winner."""
         record = self.record(winner.config)
         baseline = self.baseline()
         if all(

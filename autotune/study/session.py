@@ -1,8 +1,9 @@
 """One process's session of a study: its prober, its database, and the functions that use them.
 
 The session closes prober and connections at its end. `Leader` runs a study, `work` helps with a
-study that another process leads, `explain` resets a winner's knobs one at a time and probes the
-results. A session first starts the worker process, which loads torch while the rest is set up.
+study that another process leads, `explain` resets one knob of a winner at a time and probes the
+resulting configurations. A session first starts the worker process, which loads torch while the
+rest is set up.
 """
 
 import math
@@ -579,7 +580,7 @@ class Leader:
 
 
 def find_record(name: str | None, url: str) -> StudyRecord:
-    """Return the record of a study by its name, or of the newest study without a name.
+    """Return the record of the study `name`, or of the newest study if `name` is None.
 
     Raises:
         UsageError: there is no such study, or another version of autotune wrote it.
@@ -813,9 +814,9 @@ def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
 def explain(
     session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig
 ) -> Ablation:
-    """Probe a study's winner with each of its knobs reset in turn, and record the ablation.
+    """Probe a study's winner, each time with another of its knobs reset, and record the results.
 
-    A reset knob has the baseline's value.
+    A reset knob gets the baseline's value.
 
     Raises:
         EnvironmentProblem: the probe of the winner fails.
@@ -848,7 +849,7 @@ def explain(
 def profile(
     session: Session, record: StudyRecord, config: TrainConfig, trace: Path
 ) -> tuple[ProbeRequest, MicroBatchProfile, DeviceRates]:
-    """Profile one micro batch of a configuration, and measure the rates of the device.
+    """Profile one micro batch of a configuration, and measure the device's speed and bandwidths.
 
     Raises:
         UsageError: the configuration is for several GPUs.

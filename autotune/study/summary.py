@@ -119,7 +119,7 @@ class Recipe:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate that was found for the winner, otherwise the usual rate."""
+        """The learning rate that a search found for the winner, or else the usual rate."""
         # Records without a default come from older versions, which set LoRA's alpha to twice the
         # rank. Today alpha is twice the rank only at rank 16, so the rates of older versions apply
         # only to rank 16 and to full fine-tuning.
@@ -186,7 +186,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One finished trial. `margin` is memory needed / limit - 1, positive if it does not fit."""
+    """One finished trial. `margin` is needed memory / limit - 1, positive without enough memory."""
 
     number: int
     config: TrainConfig

@@ -74,7 +74,7 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     pending: list[tuple[torch.Tensor, torch.autocast]] = []
 
     def store_input(hidden: torch.Tensor) -> torch.Tensor:
-        """Replace the head's forward: store its input and the autocast state.
+        """Replace the head's forward: only store its input and the autocast state.
 
         The loss needs the autocast state, because the autocast context ends before the loss is
         computed.
@@ -117,7 +117,7 @@ def _target_positions(targets: torch.Tensor) -> torch.Tensor:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sums the losses of hidden states (N x hidden size) against targets (N).
+    """Sums the losses of N tokens from their hidden states (N x hidden size) and targets (N).
 
     The forward pass computes the gradients, and the backward pass scales them.
     """

@@ -136,7 +136,10 @@ def _parse_columns(
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return `value` without the keys whose value is null. Tables add such keys to rows."""
+    """Return `value` without the keys whose value is null.
+
+    Formats with columns, such as Parquet, add such keys to rows.
+    """
     if isinstance(value, dict):
         return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
@@ -250,7 +253,7 @@ def serialize_arguments(message: Message) -> Message:
 
 
 def _check_flags(message: Message, name: str) -> None:
-    """Raise ValueError for a flag in a message that the training cannot follow."""
+    """Raise ValueError if a message has a flag that the training cannot follow."""
     for key in FLAGS:
         value = message.get(key)
         if value is None:

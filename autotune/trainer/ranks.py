@@ -171,7 +171,8 @@ def end_at_once(run: Callable[[], object]) -> NoReturn:
 
     Freeing can hang. If DDP's reducer has the last reference to gloo's group, it holds Python's
     lock and joins a thread that waits for this lock. A shutdown of the interpreter can deadlock
-    with this thread too, or end with SIGABRT. All three faults were seen with torch 2.13.
+    with this thread too, or end with SIGABRT. The hang, the deadlock and the SIGABRT were seen with
+    torch 2.13.
     """
     code: object = 0
     kept: list[object] = []  # keeps the result or the exception, so that no object is freed

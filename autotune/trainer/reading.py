@@ -89,7 +89,7 @@ def is_on_hub(path: Path) -> bool:
 
 
 def _check_file(path: Path, split: str | None) -> Path:
-    """Return `path` if it is a file of a known format."""
+    """Return `path` if it is a file of a known format; otherwise raise BadDataset."""
     if not path.is_file():
         raise BadDataset(f"there is no file {path}")
     if path.suffix.lower() not in READERS:
@@ -209,7 +209,7 @@ def _check_object(where: str, row: Any) -> dict[str, Any]:
 
 
 def _is_by_columns(row: dict[str, Any]) -> bool:
-    """Return whether a row is a whole table by columns, as pandas writes it.
+    """Return whether a row holds a whole table, column by column, as pandas may write it.
 
     In such a table, all values are objects that have the same keys: the row numbers.
     """

@@ -218,7 +218,7 @@ def prepare_environment(settings: RunSettings) -> None:
 
 
 def deepspeed_settings(stage: int, layer_params: int) -> dict[str, Any]:
-    """Return the settings of DeepSpeed for a stage of ZeRO, in the form of its file.
+    """Return DeepSpeed's settings for a stage of ZeRO, in the form of DeepSpeed's config file.
 
     The Trainer replaces each "auto" with its own value. By default, ZeRO's third stage keeps up to
     1e9 gathered parameters, so a small model would stay gathered completely. With these settings,

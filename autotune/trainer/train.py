@@ -276,7 +276,7 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 
 
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """Load the base with its weights: onto the device, or into host memory if it is too large."""
+    """Load the base with its weights. If the device is too small, load it into host memory."""
     if loads_in_first_rank(settings, options):
         return model_builder.load_in_first_rank(options.model, settings.model_settings)
     if settings.objective == CLASSIFICATION:

@@ -8,7 +8,7 @@ window of an image, and a row holds the windows of all images of a micro batch.
 The kernel comes from `torch.nn.attention.varlen`. Code compiled with torch's own operator is valid
 only for one length of the longest example, and for one number of examples (the shape of `ends`). In
 this module, both numbers are values in a tensor on the host. So a micro batch with other examples
-needs no new compilation, and the host never waits.
+needs no new compilation, and the host never waits for the device.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ Tensors = tuple[torch.Tensor, ...]
 class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
-    Padding is a separate example. `ends` (int32) has one entry more than the rows have tokens. It
-    begins with 0 and the end of each example. The last end fills all further entries, so the shape
-    of `ends` does not depend on the number of examples. `counts` (2 values, on the host) are the
-    number of examples and the tokens of the longest example.
+    A row's padding counts as a separate example. `ends` (int32) has one entry more than the rows
+    have tokens. It begins with 0 and the end of each example. The last end fills all further
+    entries, so the shape of `ends` does not depend on the number of examples. `counts` (2 values,
+    on the host) are the number of examples and the tokens of the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ def attend_windows(
     """Compute attention within each window; return 1 x length x heads x size.
 
     Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
-    holds the ends of the windows. One kernel computes all windows. Without this function,
+    holds 0 and the ends of the windows. One kernel computes all windows. Without this function,
     transformers computes the windows one after another. In each layer, it waits until the device
     has sent their lengths. If FlashAttention does not support the inputs, this function also
     computes the windows one after another.

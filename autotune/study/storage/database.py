@@ -164,7 +164,7 @@ class HasOutages(Protocol):
 def retry_on_outage(
     operation: Callable[Concatenate[Owner, P], T],
 ) -> Callable[Concatenate[Owner, P], T]:
-    """Decorate a method that is run again if its connection broke and `outages.waits()`.
+    """Make a method run again if its connection broke and `outages.waits()` is True.
 
     The method must be idempotent.
     """

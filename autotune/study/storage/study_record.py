@@ -190,7 +190,10 @@ class StudyRecord:
 
 
 class Attributes(Protocol):
-    """The attributes of an Optuna study, which hold a record; `Optimizer` implements it."""
+    """The interface to an Optuna study's attributes, which hold a record.
+
+    `Optimizer` implements it.
+    """
 
     def attributes(self) -> dict[str, Any]:
         """Return all attributes."""
