@@ -49,7 +49,7 @@ NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Limits on how far quality is traded for speed.
+    """Limits on the loss of quality that the search may accept for speed.
 
     Each `allow_...` is the user's consent to values that are otherwise removed. Some of these
     values are also tried without consent, if no other configuration fits. If `min_rank` or
@@ -330,8 +330,8 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
 
     A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the device has
     no bf16, and the space does not have the knob `precision`, the space gets the device's usual
-    precision. If the user allows only one precision, it is never replaced: if it is unsupported, an
-    error is raised.
+    precision. If the user allows only one precision, this precision is never replaced. If the
+    device does not support it, an error is raised.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
         narrowing.pin("precision", device.usual_precision)

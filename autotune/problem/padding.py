@@ -256,7 +256,7 @@ def bucket_shares(draw: Draw) -> dict[int, float]:
 
 
 def stand_ins(draw: Draw) -> dict[int, float]:
-    """Return at most MAX_STAND_INS lengths to time instead of all lengths, with their shares.
+    """Return {length: share} for at most MAX_STAND_INS lengths, which are timed instead of all.
 
     Two of the lengths are at most the mean length, and three are above it. The longest possible
     length is one of the three, unless its share is 0.

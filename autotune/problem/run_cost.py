@@ -173,7 +173,7 @@ def project(
 
 
 def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
-    """Return the GiB of a checkpoint, computed from one rank's share of it.
+    """Return the GiB of a checkpoint, computed from the part that one rank holds.
 
     If the strategy shards the model, a rank holds only a part of the optimizer state and of the
     weights. In DeepSpeed's stages 1 and 2, each rank holds all weights.

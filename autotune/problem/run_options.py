@@ -11,7 +11,7 @@ KEPT_CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The optimizer steps between evaluations and between saves, and the tracker of a run.
+    """A run's optimizer steps between evaluations and between saves, and its experiment tracker.
 
     By default, the run saves a checkpoint about every half hour, and evaluates at each save.
     """

@@ -52,7 +52,7 @@ class Knob:
         return self.values
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the values that the chosen knobs allow; if they allow no value, return all."""
+        """Return the values that the chosen knobs allow, or all values if none is allowed."""
         knob = KNOBS[self.name]
         if self.divides is not None:
             number = chosen.get("num_gpus", _DEFAULTS.num_gpus)

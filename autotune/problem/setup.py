@@ -255,7 +255,7 @@ def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
 
 
 def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
-    """Return the space with the spec's pins, and with the knobs micro_batch_size and seq_len.
+    """Return the space with the spec's pinned values, and with micro_batch_size and seq_len.
 
     Later rules need these two knobs, because the global batch and the model narrow them.
     """
@@ -334,7 +334,7 @@ def _path(matrix: str) -> str:
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
-    """Return the study without the values that layers of this shape do not support.
+    """Return the study with only the knob values that layers of this shape support.
 
     `shape` is None if it is unknown. Raises UsageError if a knob has no value left.
     """

@@ -93,9 +93,9 @@ class Published:
     """Published results of a configuration.
 
     `tokens_per_s` includes padding, and `s_per_step` is the time of an optimizer step. `peak_gib`
-    is torch's peak of allocated memory on a GPU, and `reserved_gib` is its peak of reserved memory.
-    `peak_gb` (in 10**9 bytes) and `process_gib` are the memory of the whole process, as nvidia-smi
-    shows it.
+    is torch's peak of allocated memory on a GPU, and `reserved_gib` is torch's peak of reserved
+    memory. `peak_gb` (in 10**9 bytes) and `process_gib` are the memory of the whole process, as
+    nvidia-smi shows it.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}

@@ -96,7 +96,7 @@ class Target:
 
 
 def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
-    """Return the GiB of an idle device that a run may use, by the device's data sheet.
+    """Return the GiB that a run may use of an idle device, according to the data sheet.
 
     `asked_gib` is the user's limit, which can only lower the result. Raises UsageError if the
     memory is unknown.

@@ -143,7 +143,8 @@ class Workload:
     def held_out(self, examples: int | None = None) -> int:
         """Return the number of held-out examples, rounded up as all trainers do.
 
-        `examples` replaces the number of all examples. At least one example is not held out.
+        `examples` is used instead of the workload's number of examples. At least one example is not
+        held out.
         """
         total = self.examples if examples is None else examples
         return min(math.ceil(self.eval_share * total), total - 1)
@@ -245,9 +246,9 @@ class Workload:
         Times are assumed to be proportional to tokens. GPUs with shards gather layers in each micro
         batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and the
         tokens of whole steps differ less. If groups of GPUs hold copies of a sharded model, these
-        copies wait for each other only once a step. Here they count as if they waited in each micro
-        batch. `parallelism` replaces the configuration's parallelism, and `accumulation` replaces
-        the number that follows from the global batch.
+        copies wait for each other only once a step. Here these copies count as if they waited in
+        each micro batch. `parallelism` replaces the configuration's parallelism, and `accumulation`
+        replaces the number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -292,8 +293,8 @@ class Workload:
     def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
         """Return the fixed lengths that rows are padded to, or () if rows have any length.
 
-        A row is padded to the next of these lengths. With (), a row is padded to the longest row of
-        its micro batch.
+        A row is padded to the next of these lengths. If the result is (), a row is padded to the
+        longest row of its micro batch.
         """
         if config.has_any_length:
             return ()

@@ -240,7 +240,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
 
 
 def _cheapest_cards(group: Group) -> Iterator[str]:
-    """Describe the cheapest card on demand, and at spot if a spot price is published."""
+    """Describe the cheapest card on demand and, if spot prices are published, at spot."""
     cheapest = group.cheapest
     at_spot = group.cheapest_at_spot
     if cheapest is None:

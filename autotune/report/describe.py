@@ -296,7 +296,7 @@ def full_run(cost: CostProjection) -> str:
 
 
 def overrun(row: TrialRecord) -> str:
-    """Describe an out-of-memory as '20.5% over the limit in forward': the excess and the phase."""
+    """Describe an out-of-memory error by excess and phase: '20.5% over the limit in forward'."""
     return f"{row.margin:.1%} over the limit" + (f" in {row.oom.phase}" if row.oom else "")
 
 

@@ -420,7 +420,7 @@ def trainable(result: Trainable) -> dict[str, Any] | None:
 
 
 def _model_label(model: ModelSpec) -> str:
-    """Return the name and the size of a model, in narrow lines."""
+    """Return the name and the size of a model, in short lines."""
     name = model.short
     if model.params is not None:
         name += f", {model.params / 1e9:.3g}\u00a0B"

@@ -105,10 +105,10 @@ class CellRow:
     """The best candidate of one learning cell, which is a group of configurations that learn alike.
 
     `extra` is the candidate's cost per useful token divided by the winner's, minus 1. `interval` is
-    the interval of `extra`, from the spreads of both speeds. `changes` names the learning knobs
-    whose values differ from the winner's; `learns_more` says whether the candidate learns more.
-    `cut` is the share of the dataset's tokens that is cut off, and `padding` the share of padding
-    tokens in the candidate's rows.
+    the interval of `extra`, computed from the spreads of the candidate's and the winner's speeds.
+    `changes` names the learning knobs whose values differ from the winner's; `learns_more` says
+    whether the candidate learns more. `cut` is the share of the dataset's tokens that is cut off,
+    and `padding` the share of padding tokens in the candidate's rows.
     """
 
     candidate: Candidate
@@ -158,7 +158,7 @@ def candidates(summary: StudySummary) -> dict[str, Candidate]:
 
 
 def limit_gib(summary: StudySummary) -> float | None:
-    """Return the winner's memory limit, or the median of the trials' limits without a winner."""
+    """Return the winner's memory limit or, without a winner, the median of the trials' limits."""
     if summary.recipe:
         return summary.recipe.winner.measurement.limit_gib
     limits = [row.limit_gib for row in summary.trials if row.limit_gib is not None]

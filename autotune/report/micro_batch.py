@@ -133,7 +133,7 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
 
 
 def _seconds_or_dash(seconds: float | None) -> str:
-    """Format seconds, and zero as a dash."""
+    """Format seconds; zero becomes a dash."""
     return fmt_seconds(seconds or None)
 
 

@@ -84,7 +84,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
 
 
 def headline(first: Recipe, second: Recipe) -> str:
-    """Name the study with the faster winner, and its lead."""
+    """Name the study with the faster winner, and say how much faster this winner is."""
     low, high = infos.speed_ratio(first, second)
     if low <= 1.0 <= high:
         return "No measurable difference in speed"

@@ -76,8 +76,8 @@ class SharedTrials:
     - If `rank` is set, untried configurations of this LoRA rank are proposed first.
     - `kept_s` seconds of the search time are reserved for the searches of other GPU counts.
     - `new_rows` returns the results that other workers stored since the last call.
-    - `on_begin` is called when this worker begins to probe a trial, `on_trial` with every trial
-      that it finished, `on_trial_of_others` with every trial of other workers.
+    - `on_begin` is called when this worker begins to probe a trial. `on_trial` is called with every
+      trial that this worker finished, and `on_trial_of_others` with every trial of other workers.
     - `exempt` holds the numbers of coordinate search's trials. They do not count against the limit
       on trials without an improvement.
     - `moving` is the knob that coordinate search changes now, and the configuration whose knob it
@@ -265,7 +265,7 @@ class SharedTrials:
     def best(self, num_gpus: int | None = None) -> TrialRecord | None:
         """Return the best finished trial, measured or extrapolated.
 
-        With `num_gpus`, return the best one for this number of GPUs.
+        With `num_gpus`, only trials on this number of GPUs count.
         """
         rows = [
             row
@@ -341,7 +341,10 @@ class SharedTrials:
         return config.compile == "none" or self.is_compiled(config)
 
     def promise(self, config: TrainConfig) -> float:
-        """The configuration's score by formula, computed only once; 0 without a prediction."""
+        """The configuration's score as the formula predicts it, or 0 without a prediction.
+
+        Each score is computed only once.
+        """
         if config not in self._promises:
             speed = formula_speed(self.task, config)
             self._promises[config] = self.task.score(config, speed) if speed else 0.0
@@ -448,7 +451,7 @@ class SharedTrials:
         return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
-        """Whether no trial may begin: the user, the budget or the limit on trials forbids it."""
+        """Whether the user, the budget or the limit on trials forbids another trial."""
         return self.should_stop() or self.is_spent() or self._is_full(lambda: len(self._open))
 
     def is_done(self) -> bool:

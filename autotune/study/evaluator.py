@@ -97,8 +97,8 @@ class Evaluation:
 class _Need:
     """The reserved memory that a configuration is predicted to need, and the limit.
 
-    `by_formula` is the formula's prediction. `gib` is the formula's peak, after correction by a
-    measurement if `corrected` is True.
+    `by_formula` is the formula's prediction. `gib` is the formula's memory peak, which a
+    measurement has corrected if `corrected` is True.
     """
 
     by_formula: MemoryBreakdown
@@ -307,7 +307,7 @@ class Evaluator:
         return self._conclude(trial, answer) if isinstance(answer, ProbeResult) else answer
 
     def shallowest(self, config: TrainConfig) -> ProbeRequest | None:
-        """Return the request for the fewest layers that include each kind of layer.
+        """Return the request for a model with the fewest layers that include each kind of layer.
 
         Returns None if the micro batches do not divide the global batch, or if the shape of the
         model is unknown.
@@ -336,7 +336,7 @@ class Evaluator:
         return (took_s or 0.0) < spare_s
 
     def _would_ask(self, result: ProbeResult, measurement: Measurement) -> bool:
-        """Whether this study's request for the configuration would equal the result's request."""
+        """Whether this study's request for the configuration equals the request of the result."""
         try:
             own = self.request(result.config)
         except ValueError:  # the micro batch does not divide this study's global batch
@@ -489,7 +489,7 @@ class Evaluator:
     def _low_fidelity(
         self, request: ProbeRequest, trial: int | None
     ) -> ProbeResult | Extrapolation | None:
-        """Probe two truncated models; return their decision or their prediction.
+        """Probe two truncated models; return the decision or the prediction that they yield.
 
         Returns None if the truncated models predict nothing.
         """

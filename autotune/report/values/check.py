@@ -183,11 +183,11 @@ class CheckReport:
     """The result of the check of one file.
 
     `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
-    if no changes suffice. `fixes` are runs with one change each, and the GiB that this change
-    saves. `smallest_card` is the smallest card that holds the unchanged run, or None if the run
-    fits already. `runnable` is the unchanged run, or `fix` if the unchanged run is out of memory.
-    `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers were
-    calibrated and when.
+    if no changes suffice. Each of `fixes` is a run with a single change, and the GiB that this
+    change saves. `smallest_card` is the smallest card that holds the unchanged run, or None if the
+    run fits already. `runnable` is the unchanged run, or `fix` if the unchanged run is out of
+    memory. `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers
+    were calibrated and when.
     """
 
     RUN: ClassVar = keys(

@@ -284,9 +284,9 @@ class Option:
 class Advice:
     """The options within a budget. Field names are keys of the JSON output.
 
-    `breaks` names the budget's limits that the chosen option may exceed: the upper end of its
-    interval is above them. `excluded` has a name and a reason for each other option outside the
-    budget.
+    `breaks` names the limits of the budget that the chosen option may exceed, because the upper end
+    of its interval is above the limit. `excluded` has a name and a reason for each other option
+    outside the budget.
     """
 
     chosen: Option | None

@@ -55,7 +55,7 @@ class Plan:
 
     `best` is None if no configuration is certain to fit. `baseline` is the configuration that
     fine-tuning guides recommend. `num_estimated` of the `space_size` configurations were estimated.
-    `seen` names the observations of this card that corrected the speeds. `from_reserve` says that
+    `seen` names the measurements on this card that corrected the speeds. `from_reserve` says that
     only configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
     memory of all configurations that may win. `how_sure` says how the numbers were estimated.
     `calibrated` says which of the numbers were calibrated and when. `what_fits` maps the name of

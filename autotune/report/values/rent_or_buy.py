@@ -107,7 +107,7 @@ class PurchaseBudget:
 def parse_sizes(text: str | None) -> tuple[int, ...]:
     """Parse numbers of examples such as '10000,50_000'. Without a text, return TABLE_EXAMPLES.
 
-    Raises UsageError if a part is not a number of examples.
+    Raises UsageError if a part of the text is not a number of examples.
     """
     if text is None:
         return TABLE_EXAMPLES
