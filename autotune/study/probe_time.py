@@ -3,8 +3,8 @@
 The prediction uses an earlier probe of the whole model, or probes of models with fewer layers. The
 times of loading and of a micro batch are assumed to be linear in the number of layers. A probe has
 warm-up steps (the lead), then rounds of steps (`probe.schedule`). The time of the lead and the
-first round is assumed to be proportional to the number of micro batches, and to the time of a micro
-batch. Only complete rounds are timed, sometimes also the first.
+first round is assumed to be proportional to their number of micro batches and to the time of a
+micro batch. Only complete rounds are timed, sometimes also the first.
 """
 
 import statistics

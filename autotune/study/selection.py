@@ -579,7 +579,7 @@ class Selection:
         return statistics.pstdev(steps) / statistics.fmean(steps) if len(steps) > 1 else 0.0
 
     def disagreement(self, config: TrainConfig) -> float:
-        """By how much the step times of a configuration's confirmations differ.
+        """The relative difference of the step times of a configuration's confirmations.
 
         The result is the longest step time divided by the shortest, minus 1. A single confirmation
         is compared with the search's measurement.

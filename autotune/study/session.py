@@ -1,7 +1,7 @@
 """One process's session of a study: its prober, its database, and the functions that use them.
 
-The session closes prober and connections at its end. `Leader` runs a study, `work` helps with a
-study that another process leads, `explain` resets one knob of a winner at a time and probes the
+The session closes prober and connections at its end. `Leader` runs a study. `work` helps with a
+study that another process leads. `explain` resets one knob of a winner at a time, and probes the
 resulting configurations. A session first starts the worker process, which loads torch while the
 rest is set up.
 """

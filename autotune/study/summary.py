@@ -142,7 +142,7 @@ class Recipe:
 
     @property
     def shape(self) -> RunShape:
-        """How the full run divides the examples into steps."""
+        """The division of the full run's examples into optimizer steps."""
         return self.workload.run_shape(self.config)
 
     @property

@@ -456,7 +456,7 @@ def compute_in_tiles(base: PreTrainedModel) -> None:
 
     Adapters and checkpointing must be present already. transformers and PEFT each make the output
     of the embedding require gradients, which would keep that output and its gradient for the whole
-    step. Non-reentrant recomputation does not need this gradient.
+    step. Non-reentrant recomputation does not need this gradient, so this function prevents it.
     """
     base.get_input_embeddings()._forward_hooks.clear()
     tile_layers(base, decoder_layers(base))

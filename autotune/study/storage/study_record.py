@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTerms:
-    """What all probes of a study share: memory limit in GiB, fraction kept free, and seed."""
+    """The settings of all probes of a study: memory limit in GiB, fraction kept free, and seed."""
 
     memory_gib: float
     headroom: float
