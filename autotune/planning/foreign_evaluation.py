@@ -19,7 +19,7 @@ _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "false", "No", "NO")
 def evaluation_of(
     file: File, tool: str, config: TrainConfig, objective: Objective
 ) -> Evaluation | None:
-    """Return a run's evaluation, or None if the run does not evaluate."""
+    """Return the settings of a run's evaluations, or None if the run does not evaluate."""
     evaluates = {
         "trl": _trl_evaluates,
         "axolotl": _axolotl_evaluates,

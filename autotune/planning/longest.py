@@ -429,7 +429,7 @@ def find_longest(
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[Longest, list[LongestRow]]:
-    """Return the query, and the longest row of each method.
+    """Return the query (a `Longest`), and the longest row of each method.
 
     With `probe`, rows are verified on this machine's GPU if possible. Raises UsageError for an
     unknown method, knob or card, and any error that a probe raises.

@@ -179,7 +179,7 @@ def host_needs(
 
 
 def _cores(config: TrainConfig) -> HostNeed:
-    """Return the run's need for CPU cores: one for each process, since all work simultaneously."""
+    """Return the need for CPU cores: one for each process, since the processes work in parallel."""
     busy = ["the loop that issues the work"]
     busy += ["the processes of the loader"] if config.loader_workers else []
     busy += ["the compiler"] if config.compile != "none" else []

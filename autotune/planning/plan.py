@@ -1,6 +1,6 @@
 """Plans a study by formula: the best configuration of its search space, before any measurement.
 
-Every number is an estimate (`device_estimate`). The winner is chosen by the same rule as in a
+Every number is an estimate (see `device_estimate`). The winner is chosen by the same rule as in a
 measured study.
 """
 

@@ -69,12 +69,12 @@ class MeasuredRow(BaseModel):
 
 
 class Submission(BaseModel):
-    """A submission's file. The names of the fields are the file's keys.
+    """The content of a submission's file. The names of the fields are the file's keys.
 
     `rows` has the winner's measurement, and the baseline's measurement if there is one.
 
-    `gpu` and `model` are catalogue names; `model` is None for any other model. `product` is the
-    driver's name of the GPU.
+    `gpu` and `model` are names in the catalogue; `model` is None for a model outside the catalogue.
+    `product` is the driver's name of the GPU.
     """
 
     model_config = CHECKED

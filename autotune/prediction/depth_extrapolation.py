@@ -4,10 +4,10 @@ A step is divided into segments, each with its own measured peak of memory. The 
 affine in the number of layers. So is the time of each part of a step, such as the micro batches.
 The removed layers must be whole periods of the layer pattern. For each segment and each part, a
 straight line goes through the values of two probes. The largest extrapolated segment is the peak of
-the whole model. The sum of the extrapolated parts is its step time. With few layers, the peak may
-occur while the logits exist, but with all layers in the optimizer step. A line through the peaks of
-whole steps would miss this change. A DepthPredictor corrects the extrapolated times with the
-measured times of whole models in the study.
+the whole model. The sum of the extrapolated parts is its step time. In a model with few layers, the
+peak may occur while the logits exist. In the whole model, it may occur in the optimizer step. A
+line through the peaks of whole steps would miss this change. A DepthPredictor corrects the
+extrapolated times with the measured times of whole models in the study.
 """
 
 import math
@@ -506,7 +506,7 @@ class DepthPredictor:
         self._whole: dict[tuple[Any, ...], Measurement] = {}
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
-        """Add the measurement of a successful probe, truncated or whole."""
+        """Add the measurement of a successful probe, of a truncated or a whole model."""
         config = result.config
         micro_steps = measurement.micro_steps
         if result.depth is not None:

@@ -307,7 +307,7 @@ def counted_breakdown(
 ) -> MemoryBreakdown:
     """Return the memory at the peak of a step, from the `count` of a dry probe of the whole model.
 
-    The memory that the allocator holds beyond allocated memory comes from the formula. The term
+    A formula adds the memory that the allocator holds beyond allocated memory. The term
     `activations` includes the logits, because a count does not separate them.
     """
     peak = count.peak_allocated_gib

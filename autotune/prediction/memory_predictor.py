@@ -196,7 +196,7 @@ class MemoryPredictor:
     def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
         """Return the known configurations with the same compute signature.
 
-        If steps have one micro batch, and no known configuration has such steps, LoRA
+        If `micro_steps` is 1, and no known configuration has one micro batch per step, LoRA
         configurations with two micro batches are returned. Their memory is a lower bound. With two
         micro batches, gradients exist throughout the second one; with one micro batch, gradients
         appear during the backward pass. The gradients of adapters are small, so the bound is close.

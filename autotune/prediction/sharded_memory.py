@@ -52,9 +52,9 @@ Moment = tuple[float, float, float, float]
 class DeepSpeedBuffers:
     """The settings that determine DeepSpeed's extra memory.
 
-    `bucket` is the number of values in a bucket of gradients, or None for the Trainer's `auto`.
-    `live` is the number of parameters that stage 3 may keep gathered, or None for the parameters of
-    two layers, as in the exported script. If `builds_whole`, each GPU holds the whole model before
+    `bucket` is the number of gradients in a bucket, or None for the Trainer's value `auto`. `live`
+    is the number of parameters that stage 3 may keep gathered, or None for the parameters of two
+    layers, as in the exported script. If `builds_whole`, each GPU holds the whole model before
     DeepSpeed shards it.
     """
 
@@ -309,7 +309,7 @@ def _held_gradients(
 def _fsdp2_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, Moment]:
-    """Return the memory at the moments of an FSDP2 step that may be the peak.
+    """Return the memory at those moments of an FSDP2 step that may be the peak.
 
     While a layer is gathered, its bytes exist twice: in the receive buffer, and as its parameters.
     """

@@ -242,8 +242,8 @@ def divide_step_time(
     """Divide a measured time into parts in proportion to its profile, or else to the formula.
 
     `by_formula` is the time by formula on the measured card. The device error is 0, because the
-    caller adds the measurement's error. The host error is UNKNOWN_HOST's, for a conversion to
-    another host.
+    caller adds the measurement's error. The host error is UNKNOWN_HOST's, because the time may be
+    converted to another host.
     """
     micro_s = statistics.median(measurement.micro_step_s)
     kernels = measurement.kernels

@@ -77,9 +77,9 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
 def paged_state_gib(model: nn.Module) -> float:
     """The GiB of CUDA's managed memory that a paged 8-bit optimizer will use.
 
-    The optimizer pages the state of parameters with at least 100,000 elements: two moments of one
-    byte for each element. For embeddings, the Trainer makes bitsandbytes keep the moments in 32
-    bits.
+    The optimizer pages the state of parameters with at least 100,000 elements. The state has two
+    moments, each with one byte per element. For embeddings, the Trainer makes bitsandbytes keep the
+    moments in 32 bits.
     """
     # bitsandbytes pages the state of parameters with at least 1e5 elements
     # (Optimizer2State.get_state_buffer).

@@ -1,7 +1,7 @@
 """Measures this machine for the formulas: device rates, host speed, and one short training.
 
 This module runs in the parent process. The worker measures the device's rates. Probes of a few
-layers give the speed of the host and of a short training. A calibration takes about 30 s.
+layers measure the speed of the host and of a short training. A calibration takes about 30 s.
 """
 
 from collections.abc import Callable

@@ -179,11 +179,11 @@ class RecordingMixin:
     train_dataset: Any
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-        """Keep the rows in the order of the schedule."""
+        """Return a sampler that keeps the rows in the order of the schedule."""
         return SequentialSampler(self.train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Time the creation of a step's batches."""
+        """Measure the time to create a step's batches."""
         begin = self.recorder.meter.mark()
         batches = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.recorder.fetches.append((begin, self.recorder.meter.mark()))
@@ -250,8 +250,8 @@ class Probe:
 
         `emit` reports the start of a phase to the parent. `scratch` is a directory for temporary
         files. If the request is for several GPUs, `rank` has already joined the process group. With
-        `trace`, the probe ends with a detailed profile of a micro batch and writes a Chrome trace
-        to this file.
+        `trace`, the probe ends with a detailed profile of a micro batch, and writes a Chrome trace
+        to the file `trace`.
         """
         self.request = request
         self.resident = resident
@@ -339,8 +339,8 @@ class Probe:
     def _tries_new_lengths(self) -> bool:
         """Whether to time micro batches of lengths that are new to this process.
 
-        Real ranks time no new lengths, because the number of lengths depends on their times, which
-        differ from rank to rank.
+        Real ranks time no new lengths, because the number of timed lengths depends on the times,
+        which differ from rank to rank.
         """
         request = self.request
         return request.plans_by_length and request.new_lengths and not request.has_real_ranks
@@ -444,8 +444,8 @@ class Probe:
     def _add_hooks(self) -> None:
         """Add hooks at both ends of the decoder layers.
 
-        The hooks check autocast, and divide a step into segments. The forward pass is divided into
-        layers and head, the backward pass into head, layers and inputs.
+        The hooks check autocast, and divide a step into segments. The segments of the forward pass
+        are layers and head; those of the backward pass are head, layers and inputs.
         """
         embedding, request = self.base.get_input_embeddings(), self.request
 
@@ -481,8 +481,8 @@ class Probe:
     def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
         """Hooks between the vision tower and the language model.
 
-        The hooks separate the tower's memory peaks, which do not depend on the number of decoder
-        layers.
+        The hooks separate the tower's memory peaks from the language model's. The tower's peaks do
+        not depend on the number of decoder layers.
         """
         if not self.request.has_images:
             return []

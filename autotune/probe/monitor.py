@@ -46,7 +46,7 @@ class Monitor:
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
-        """Note that the probe has begun a phase."""
+        """Record that the probe has begun a phase."""
         begins = phase is Phase.STEADY and self.phase is not Phase.STEADY
         ends = phase is not Phase.STEADY and self.phase is Phase.STEADY
         if begins or ends:

@@ -118,7 +118,7 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
 def num_tokens(example: dict[str, Any]) -> int:
     """The number of tokens in an example of any TRL trainer.
 
-    For a pair, the prompt and the longer answer count.
+    For a pair of answers, this is the length of the prompt plus that of the longer answer.
     """
     answers = [
         example[name]

@@ -285,7 +285,7 @@ class Worker:
         return result, reusable
 
     def _take_turn(self, entered: list[tuple[str, float]], begin: float, end: float) -> None:
-        """Note a new turn on the device.
+        """Record that a new turn on the device begins.
 
         Other processes' memory may have changed since the last turn.
         """
@@ -482,7 +482,7 @@ class Worker:
 
 
 def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> None:
-    """Note that another process's turn interrupted the current phase from `begin` to `end`."""
+    """Record that another process's turn interrupted the current phase from `begin` to `end`."""
     if end - begin > LEAST_WAIT_S:
         phase = entered[-1][0]
         entered += [("turn", begin)] if phase == "total" else [("turn", begin), (phase, end)]
