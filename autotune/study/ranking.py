@@ -49,7 +49,7 @@ class Scored:
         )
 
     def beats(self, other: "Scored") -> bool:
-        """Whether this configuration's slowest step is faster than the other's fastest step."""
+        """Whether this score, taken at the slowest step, exceeds the other at its fastest step."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:

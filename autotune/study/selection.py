@@ -54,10 +54,10 @@ class CandidateRecord:
     Confirmations outrank search probes. `extrapolated` comes from models with fewer layers.
     `undecided` says that by this extrapolation, the configuration may still win. `late_s` is the
     extra time of the first step, compared with later steps. `cannot_win` marks a baseline that
-    failed its confirmation; the winner is still compared with it. `disturbed` holds results that
-    were measured while other processes used the machine. Their times count only if there is no
-    other result; their memory always counts. `reused` says that an earlier study made the
-    measurement `measured`; since then, the machine's speed may have changed.
+    failed its confirmation; the winner is still compared with it. `disturbed` holds results whose
+    times were changed by other work on the machine. Their times count only if there is no other
+    result; their memory always counts. `reused` says that an earlier study made the measurement
+    `measured`; since then, the machine's speed may have changed.
     """
 
     config: TrainConfig
@@ -653,10 +653,10 @@ class Selection:
 
         The budget may leave no time to confirm them, and a slower configuration must not win only
         because it was confirmed. The other contenders and the baseline are considered. A
-        configuration is added if its slowest step is faster than the winner's fastest step, and if
-        it would also win with the speed of its slowest step. So a more capable winner that costs
-        little more is not beaten. With a deadline, only the baseline can be added, because only
-        confirmations measure the run's pauses.
+        configuration is added if its score at its slowest step exceeds the winner's score at the
+        winner's fastest step, and if it would also win with this lower score. So a more capable
+        winner that costs little more is not beaten. With a deadline, only the baseline can be
+        added, because only confirmations measure the run's pauses.
         """
         if not pool:
             return pool
