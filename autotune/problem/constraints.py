@@ -752,7 +752,7 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
 def _packing_conditions(
     narrowing: Narrowing, workload: Workload, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
-    """Return, by knob, the values that allow packing, and why packing excludes other values.
+    """Return {knob: (values that allow packing, why packing excludes all other values)}.
 
     If packing is impossible, the result is the reason as a string.
     """

@@ -67,8 +67,8 @@ def dataset_lengths(
 
     `tokenizer` is a directory with a tokenizer, which counts the tokens. If `tokenizer` is None,
     tokens are estimated from the number of bytes. For next-token prediction, the tokens are also
-    cached (`token_cache`) for a later training on the same files. For a pair of answers, the length
-    of the prompt with the longer answer counts. `say` gets progress messages.
+    cached (`token_cache`) for a later training on the same files. The length of a pair of answers
+    is the length of the prompt with the longer answer. `say` gets progress messages.
 
     Raises:
         UsageError: if a row has an unknown form; the message names the row.

@@ -243,7 +243,7 @@ def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
 def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
     """Raise UsageError if a pinned quantisation has no effect.
 
-    It has no effect if neither the space nor the reserve can meet its conditions.
+    Quantisation has no effect if neither the space nor the reserve can meet its conditions.
     """
     value = spec.pins.get("quantization", "none")
     need = narrowing.space.idle("quantization")
@@ -462,7 +462,7 @@ def _cut_off(space: SearchSpace, workload: Workload) -> str | None:
 
 
 def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[str]:
-    """Return warnings about parameters of the layers that get no adapters or are not quantised."""
+    """Return warnings about layer parameters that get no adapters or are not quantised."""
     if shape is None or space.choices("method") == ("full",):
         return []
 

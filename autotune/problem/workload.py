@@ -158,7 +158,7 @@ class Workload:
     def trains_on(self) -> str:
         """The tokens to train on: completion, assistant or all.
 
-        An unknown form is treated like messages.
+        An unknown form is treated like the form `messages`.
         """
         by_form = {"text": "all"} | dict.fromkeys(
             ("prompt_completion", "chat_completion", "alpaca"), "completion"
@@ -244,11 +244,11 @@ class Workload:
         """Return the wait for the GPU with the longest rows, as a share of a micro batch's time.
 
         Times are assumed to be proportional to tokens. GPUs with shards gather layers in each micro
-        batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and the
-        tokens of whole steps differ less. If groups of GPUs hold copies of a sharded model, these
-        copies wait for each other only once a step. Here these copies count as if they waited in
-        each micro batch. `parallelism` replaces the configuration's parallelism, and `accumulation`
-        replaces the number that follows from the global batch.
+        batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and their
+        numbers of tokens in a whole step differ less. If groups of GPUs hold copies of a sharded
+        model, these copies wait for each other only once a step. Here these copies count as if they
+        waited in each micro batch. `parallelism` replaces the configuration's parallelism, and
+        `accumulation` replaces the number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -316,9 +316,9 @@ class Workload:
     def deals(self, config: TrainConfig) -> bool:
         """Return whether the trainer sorts a step's rows by length to give each GPU equal work.
 
-        The result is false if sorting would change nothing. The result is also false for the
-        padding `masked`, because trainers that use it do not sort rows, and if rows are grouped by
-        length instead.
+        The result is false if sorting would change nothing, or if rows are grouped by length
+        instead. The result is also false for the padding `masked`, because trainers that use it do
+        not sort rows.
         """
         differ = len(self.lengths.counts) > 1 and config.padding in ("longest", "bucket")
         return (

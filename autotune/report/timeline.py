@@ -91,7 +91,7 @@ class TimelineInfo:
         return statistics.fmean(shares, weights=seconds) if known else None
 
     def sentences(self) -> tuple[str, ...]:
-        """Describe the use of the time. The result is empty if no probe ran."""
+        """Describe how the study used its time. The result is empty if no probe ran."""
         spent = self.spent
         if not self.probe_s or not self.wall_s:
             return ()

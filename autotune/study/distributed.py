@@ -296,10 +296,10 @@ class SharedTrials:
         """Return an untried choice that differs least from the best configuration.
 
         The choice's predicted time is at most the time left for the search, minus `keep_s`. If time
-        is short and `promising` is True, choices with compiled code come first, ranked by their
-        scores by formula. The result is then None if no choice is predicted to reach half of the
-        best configuration's score. `pinned` fixes the values of some knobs; the space must contain
-        these values.
+        is short and `promising` is True, choices with compiled code come first, ranked by the
+        scores that the formula predicts. The result is then None if no choice is predicted to reach
+        half of the best configuration's score. `pinned` fixes the values of some knobs; the space
+        must contain these values.
         """
         best = self.best()
         space = self.task.space
@@ -341,7 +341,7 @@ class SharedTrials:
         return config.compile == "none" or self.is_compiled(config)
 
     def promise(self, config: TrainConfig) -> float:
-        """The configuration's score as the formula predicts it, or 0 without a prediction.
+        """The score that the formula predicts for the configuration, or 0 without a prediction.
 
         Each score is computed only once.
         """

@@ -78,7 +78,7 @@ class Prober(Protocol):
         """Answer a request; the probe's output goes to `log`."""
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """Read a model's number of layers, and how kinds of layers repeat, from the model's config.
+        """Read the layer count and the repeating pattern of layer kinds from the model's config.
 
         Returns None if layers cannot be left out.
         """
@@ -437,12 +437,12 @@ class Evaluator:
         return None if surely_fits else self._gate_by_formula(request)
 
     def should_fit(self, config: TrainConfig) -> bool:
-        """Whether a configuration fits by formula; True if the formula cannot predict it."""
+        """Whether a configuration fits as the formula predicts; True if there is no prediction."""
         need = self._need(self.request(config))
         return need is None or need.ratio <= 1.0
 
     def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
-        """Refuse a request whose memory exceeds the limit by more than the prediction's error."""
+        """Refuse a request whose predicted memory is above the limit by more than the error."""
         need = self._need(request)
         if need is None or need.ratio <= 1 + (GATE_BAND if need.corrected else FORMULA_BAND):
             return None
@@ -459,7 +459,7 @@ class Evaluator:
         return _decision(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
 
     def _need(self, request: ProbeRequest) -> "_Need | None":
-        """The memory that a request needs by formula, or None without a prediction.
+        """The memory that the formula predicts for a request, or None without a prediction.
 
         If a similar configuration was measured, the prediction is multiplied by that
         configuration's ratio of measured to predicted memory.

@@ -67,7 +67,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
 def _fitting_configs(
     task: Task, configs: Iterable[TrainConfig], limit_gib: float
 ) -> Iterator[TrainConfig]:
-    """Yield the configurations whose memory is within the limit, by formula."""
+    """Yield the configurations that the formula predicts to fit into the memory limit."""
     for config in configs:
         if refusal(config, Parallelism.of(config), task.workload.objective) is None:
             prediction = estimate(task, config, limit_gib, clock=lambda: None)

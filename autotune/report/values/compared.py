@@ -117,7 +117,7 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A comparison for programs, with the rows of all models and methods."""
+    """A comparison as data for programs, with the rows of all models and methods."""
 
     JSON: ClassVar = fields_plus(
         owned=View("owned", keys("usd", "hours", "usd_per_kwh", device="device.name"))
@@ -134,7 +134,10 @@ def to_compared(
     sizes: Sequence[int] = TABLE_EXAMPLES,
     purchase_budget: PurchaseBudget | None = None,
 ) -> Compared:
-    """Return the comparison for programs. With a purchase budget, add the cards that it covers."""
+    """Return the comparison as data for programs.
+
+    With a purchase budget, add the cards that it covers.
+    """
     return Compared(
         how_sure=comparison.how_sure,
         budget=comparison.budget,

@@ -24,7 +24,7 @@ LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The memory of a micro batch whose rows have one length.
+    """The memory of a micro batch whose rows all have the same length.
 
     `plain` is the estimate if no layer is recomputed, and `recomputed` if every layer is.
     """

@@ -1,9 +1,9 @@
 """The cost of runs of several sizes on each compared card, and when buying a card beats renting.
 
-Hours and USD follow from the speed of the comparison. A bought card costs its purchase price and
-electricity at its power limit. The rest of the computer and the card's resale value do not count. A
-card is rented on demand or at spot. At spot, the cloud may take the card back; the work that is
-then repeated does not count either.
+Hours and USD are computed from the card's speed in the comparison. A bought card costs its purchase
+price and electricity at its power limit. The rest of the computer and the card's resale value do
+not count. A card is rented on demand or at spot. At spot, the cloud may take the card back; the
+work that is then repeated does not count either.
 """
 
 from collections.abc import Sequence
