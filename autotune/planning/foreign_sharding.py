@@ -112,7 +112,7 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
 
 
 def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
-    """Set the run's field `uncounted` if no formula covers some of its memory savings.
+    """Return the run; its field `uncounted` is set if no formula covers some memory savings.
 
     `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.
     """

@@ -165,7 +165,7 @@ def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """Return the winner's configuration on several GPUs, with the same global batch.
 
     The winner's micro batch is halved until the micro batches of all GPUs make up a global batch.
-    Raises ValueError if no micro batch is small enough.
+    Raises ValueError if no micro batch of this kind exists.
     """
     own = recipe.config
     largest = LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)

@@ -206,9 +206,10 @@ def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
     """Return the model that a file names, and a sentence if a similar model is assumed.
 
-    A copy of a known model under another organization, in a quantised format, or at a path that
-    does not exist here, is assumed to have the known model's shape. A chat model tuned from a known
-    model is assumed to have the known model's shape, too. Raises UsageError for an unknown model.
+    A copy of a known model is assumed to have the known model's shape. A copy may belong to another
+    organization, be quantised, or have a path that does not exist here. A chat model tuned from a
+    known model is assumed to have the known model's shape, too. Raises UsageError for an unknown
+    model.
     """
     original, _ = quantised_copy(name)
     spec = None if os.path.isdir(os.path.expanduser(name)) else find_model_shape(original)

@@ -2,9 +2,9 @@
 
 `estimate` is the only function that computes all three, for any number of GPUs and hosts. The
 function uses a formula if one covers the configuration. Otherwise it uses the count of a dry probe,
-if the caller passes a function that counts. (This package cannot import the package `dry`.) For a
-run of another tool's file, the caller itself computes the memory and the step time. For a measured
-run, the caller passes the measured values.
+if the caller passes a function that counts, because this package cannot import the package `dry`.
+For a run of another tool's file, the caller itself computes the memory and the step time. For a
+measured run, the caller passes the measured values.
 """
 
 from collections.abc import Callable, Sequence

@@ -92,8 +92,9 @@ _SHARED_INPUTS = (
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """Return the table `kept_factors.yaml` for `eager` or `compiled` layers.
 
-    The table maps a family, and then a method with a precision such as `lora_mixed`, to the bytes
-    that a layer keeps for each unit of four sizes: hidden, intermediate, queries and keys.
+    The table's keys are a family, and then a method with a precision, such as `lora_mixed`. A value
+    has the bytes that a layer keeps for each unit of four sizes: hidden, intermediate, queries and
+    keys.
     """
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
@@ -715,9 +716,9 @@ def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
 def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the bytes for each token that a layer keeps because of its adapters' dropout.
 
-    Each adapter keeps a dropout mask of one byte for each value of its input, and the input after
-    dropout instead of an input that several adapters share. Under autocast, each adapter keeps a
-    separate input even without dropout: the cast.
+    Each adapter keeps a dropout mask of one byte for each value of its input. It also keeps its own
+    input after dropout, where adapters without dropout would share one input. Under autocast, each
+    adapter keeps a separate input even without dropout: the cast.
     """
     adapted = sizes.adapted(config)
     fan_in = {name: size for name, (size, _) in sizes.matrices.items() if name in adapted}

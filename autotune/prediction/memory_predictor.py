@@ -81,9 +81,9 @@ class MemoryEstimate:
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
     in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
-    upper bound only if `bounded`. `high_gib` is no upper bound if those configurations have steps
-    of two micro batches instead of one, or if the optimizer is paged and all those configurations
-    have other optimizers.
+    upper bound only if `bounded`. There are two cases without an upper bound. Those configurations
+    may have steps of two micro batches instead of one. Or the optimizer may be paged, and all those
+    configurations have other optimizers.
     """
 
     low_gib: float

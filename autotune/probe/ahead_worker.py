@@ -1,9 +1,9 @@
 """The child process that compiles code for later probes: it trains once for each wanted request.
 
 A file in the shared folder lists the wanted requests (see `compile_ahead` and `turns`). This
-process runs the probe's own code on the same number of layers as the later probe, so the probe
-finds the compiled code in the compiler's disk cache. The process only fills this cache, and keeps
-no result.
+process runs the probe's own code on the same number of layers as the later probe. So the later
+probe finds the compiled code in the compiler's disk cache. The process only fills this cache, and
+keeps no result.
 """
 
 import gc

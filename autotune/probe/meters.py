@@ -236,7 +236,7 @@ class CpuMeter:
     exclude the growth too (`rebase`).
 
     Repeated peaks agree within 1 % only if malloc takes large blocks directly from the kernel and
-    returns them at once, so the parent configures malloc in this way. The full run keeps freed
+    returns them at once. So the parent configures malloc in this way. The full run keeps freed
     blocks and can be twice as fast, so this meter also keeps them while steps are timed. A
     processor reports a process's new pages to Linux's total in batches of 32 pages, or of twice the
     number of processors if that is more. A peak omits pages that no processor has reported yet: at

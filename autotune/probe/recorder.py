@@ -352,8 +352,8 @@ class Recorder:
     def times(self) -> StepTimes:
         """The times of the timed steps.
 
-        Every micro batch counts, not only the first of each step: after the pause between two
-        steps a card at its power limit is faster for a moment.
+        The times of all micro batches are used, not only of the first in each step. After the pause
+        between two steps, a card at its power limit is faster for a moment.
         """
         assert self.first_timed is not None
         assert self.last_timed is not None
