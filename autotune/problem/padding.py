@@ -183,7 +183,7 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
 def _random_steps(
     draw: Draw, ranks: int, each: int, ends: tuple[int, ...], number: int
 ) -> Iterator[list[int]]:
-    """Yield, for each simulated step with independent micro batches, the tokens of each rank."""
+    """For each simulated step with independent micro batches, yield the tokens of each rank."""
     lengths = [_padded_length(one.up_to, ends) for one in batch_maxima(draw)]
     size = ranks * each
     places = _places(draw, _enough(number * size))
@@ -195,7 +195,7 @@ def _random_steps(
 def _dealt_steps(
     draw: Draw, ranks: int, each: int, ends: tuple[int, ...], number: int
 ) -> Iterator[list[int]]:
-    """Yield, for each simulated step with sorted rows, the tokens of each rank."""
+    """For each simulated step with sorted rows, yield the tokens of each rank."""
     size = ranks * each * draw.size
     rows = _rows(draw.lengths, draw.seq_len, _enough(number * size))
     for first in range(0, number * size, size):

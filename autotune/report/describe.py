@@ -436,8 +436,8 @@ def verification(result: Verification) -> list[str]:
 def failed_verification(result: Verification) -> str | None:
     """Return why a verification failed, or None if the prediction holds.
 
-    A verification fails if the run failed, if its memory grows, or if it is slower or larger than
-    predicted by more than the tolerance.
+    A verification fails if the run failed, if its memory grows, or if its speed or memory is worse
+    than predicted by more than the tolerance.
     """
     if result.holds:
         return None

@@ -202,7 +202,9 @@ def horizontal_bars(
     line_at: float | None = None,
     end: float | None = None,
 ) -> dict[str, Any]:
-    """Plot one bar below another. `x` titles the axis, and `ticks` formats its labels (d3-format).
+    """Plot one bar below another.
+
+    `x` is the title of the axis, and `ticks` is the format of its labels (d3-format).
 
     `line_at` draws a vertical line. With `end`, the axis reaches from 0 to slightly beyond `end`,
     so that the label of `end` fits.

@@ -178,8 +178,8 @@ def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
     """Whether a configuration's training losses agree with those measured for its reference.
 
     The reference is the same configuration in a number format whose losses are trusted. The
-    comparison needs real weights, and time to measure the reference. Without them, the
-    configuration counts as sound.
+    comparison needs real weights, and time to measure the reference. Without real weights or
+    without time, the configuration counts as sound.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)

@@ -78,8 +78,8 @@ class SharedTrials:
     - `new_rows` returns the results that other workers stored since the last call.
     - `on_begin` is called when this worker begins to probe a trial. `on_trial` is called with every
       trial that this worker finished, and `on_trial_of_others` with every trial of other workers.
-    - `exempt` holds the numbers of coordinate search's trials. They do not count against the limit
-      on trials without an improvement.
+    - `exempt` holds the numbers of coordinate search's trials. These trials do not count against
+      the limit on trials without an improvement.
     - `moving` is the knob that coordinate search changes now, and the configuration whose knob it
       changes.
     - `is_compiled` says whether the code of a compiled configuration exists already, from an

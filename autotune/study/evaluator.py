@@ -126,9 +126,9 @@ class Evaluator:
       `reuses` is False, no stored result is reused, so that all results are equally recent.
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
-    - `truncated_s` and `whole_s` are the seconds of each configuration's probes of truncated and of
-      whole models in this session. The time that a new worker needs once to load libraries is left
-      out. `compiling_s` is the part of `truncated_s` for compilation.
+    - `truncated_s` and `whole_s` map each configuration to the total seconds of its probes in this
+      session: of truncated models and of whole models. The time that a new worker needs once to
+      load libraries is left out. `compiling_s` is the part of `truncated_s` for compilation.
     """
 
     prober: Prober
@@ -437,7 +437,7 @@ class Evaluator:
         return None if surely_fits else self._gate_by_formula(request)
 
     def should_fit(self, config: TrainConfig) -> bool:
-        """Whether a configuration fits as the formula predicts; True if there is no prediction."""
+        """Whether the formula predicts that a configuration fits; True without a prediction."""
         need = self._need(self.request(config))
         return need is None or need.ratio <= 1.0
 

@@ -91,7 +91,8 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     """Return the configurations with the least memory.
 
     If the space has no sharding knob, the list has one configuration. Otherwise the list has one
-    configuration per sharding strategy, preceded by one for a single GPU if the space allows that.
+    configuration for each sharding strategy. If the space allows a single GPU, a configuration for
+    one GPU comes first.
     """
     if space.knob("sharding") is None:
         return [space.config(space.leanest())]

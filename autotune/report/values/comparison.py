@@ -394,7 +394,7 @@ class Comparison:
     def unmet_reason(self) -> str | None:
         """Say why the run fits no card, or why no card is within the budget.
 
-        Return None if a card holds the run, and is within the budget if there is one.
+        Return None if a card holds the run and, with a budget, is within the budget.
         """
         planned = [group for group in self.groups if group.plan]
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]

@@ -167,7 +167,7 @@ def affordable_cards(budget_usd: float) -> list[str]:
 def purchases(group: Group, budget: PurchaseBudget) -> list[Bought]:
     """Return the cards that can be bought for the group's run within the budget.
 
-    The fastest comes first; guesses come last.
+    The fastest card comes first; cards with a guessed speed come last.
     """
     cards = []
     for card in group.cards:
