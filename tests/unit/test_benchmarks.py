@@ -538,7 +538,7 @@ SAID = [
     ),
     (
         "levers",
-        "a row of 16,384 | {selective_over_every_2_long:.2f} times | "
+        "a row of 16,384 tokens | {selective_over_every_2_long:.2f} times | "
         "{cards[NVIDIA H100 80GB HBM3][selective_over_every_2_long]:.2f} times |",
     ),
     (
