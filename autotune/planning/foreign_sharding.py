@@ -172,7 +172,7 @@ def _splits(table: Mapping[str, Any]) -> list[str]:
 
 
 def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
-    """Return the numbers of parameters that DeepSpeed keeps gathered and of gradients sent at once.
+    """Return how many parameters DeepSpeed keeps gathered, and how many gradients it sends at once.
 
     The numbers come from the DeepSpeed file that the run names, or from the defaults of DeepSpeed
     and the Trainer.
