@@ -513,7 +513,7 @@ CHECKS = (
         steps=(
             Command(
                 line="check absent.yaml --gpu rtx-3090 --gpus 4",
-                has=(r"'elsewhere/zero2\.json' was not found.*defaults are assumed",),
+                has=(r"The file 'elsewhere/zero2\.json' was found neither .*defaults are assumed",),
             ),
             Command(
                 line="check present.yaml --gpu rtx-3090 --gpus 4",

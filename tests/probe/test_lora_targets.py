@@ -30,7 +30,7 @@ pytestmark = [
 
 MODELS = {model.text_type: model.config for model in list_models()}  # one of each type
 ATTENTION = re.compile(
-    r"(^|\.)(self_attn|attn|attention|self_attention|mixer(?=\.[qkvo]_proj))\.(?!(.*\.)?indexer\.)"
+    r"(^|\.)(self_attn|cross_attn|attn|attention|self_attention|mixer(?=\.[qkvo]_proj))\.(?!(.*\.)?indexer\.)"
 )
 TIMM = pytest.mark.skipif(
     find_spec("timm") is None, reason="the vision tower of Gemma 3n is a model of timm"

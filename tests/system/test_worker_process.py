@@ -21,7 +21,7 @@ from autotune.study.storage.study_record import Limits, StudyPhase, update_recor
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 pytestmark = pytest.mark.probe
-TRIALS = 14  # alone, longer than the second worker takes to start
+TRIALS = 24  # alone, longer than the second worker takes to start
 
 
 @dataclass(frozen=True, kw_only=True)
