@@ -110,7 +110,7 @@ def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
 def find_spot(device: str, own: Sequence[Price] = ()) -> Price | None:
     """Return the row with the cheapest spot price of `device`, or None without a spot price.
 
-    The user's own rows come first.
+    If the user's own rows have a spot price, the catalogue's rows do not count.
     """
     for prices in (own, list_prices()):
         rows = [

@@ -503,7 +503,7 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
     if config.tiling != (LONG_ROWS | query.knobs)["tiling"]:
         raise UsageError(
             f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
-            remedy="leave dropout, compilation and other kernels out, or give --set tiling=none",
+            remedy="leave out lora_dropout, compile and kernels, or give --set tiling=none",
         )
     for name, value in query.knobs.items():
         if getattr(config, name) == KNOBS[name].default != value:

@@ -27,7 +27,8 @@ HIDDEN_COSTS = 0.5
 # A link may be this many times slower than its bandwidth in the catalogue. Two H200s gathered at
 # 250 GB/s. The catalogue says 370 GB/s, which eight H200s reach.
 SLOWEST_LINK = 1.5
-SLOWEST_MEASURED_LINK = 1.1  # the same factor for a calibrated link
+# A calibrated link may be this many times slower than its measured bandwidth.
+SLOWEST_MEASURED_LINK = 1.1
 # Several GPUs wait for each other, so their computation takes longer than one GPU's by this
 # fraction. The true fraction is between 0 and twice this value. Steps of several strategies and
 # models were timed on two and four H100s or H200s, and on one card that simulated a rank. On

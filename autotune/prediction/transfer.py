@@ -31,7 +31,8 @@ REACHED = 0.67  # the fraction of PEAK that matrix products reach in training
 # The exponents of the peak and of the power limit in the speed of matrix products
 OF_PEAK = 0.7
 OF_POWER = 0.3
-# The exponent of the bandwidth between two cards with the same chip, for kernels that move bytes.
+# Between two cards with the same chip, the speed of kernels that move bytes is proportional to the
+# memory bandwidth to the power of OF_MEMORY.
 # These kernels also wait for the chip, which is equally fast on both cards. An H200 has 1.43 times
 # the bandwidth of an H100, but these kernels were only 1.24 times as fast. For the 103 published
 # pairs with the same chip, the error is 8 % with OF_MEMORY and 11 % with an exponent of 1. Between

@@ -126,8 +126,8 @@ class Recorder:
 
         on_cpu = not meter.peaks_are_free
         self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
-        # A single round of many lengths may already last for `min_timed_s`, so more time is
-        # allowed.
+        # If micro batches have many lengths, timing one step of each length may already take
+        # `min_timed_s`, so the recorder may take up to five times as long.
         most = 5 if self.schedule.uneven else 2
         self._max_timed_s = 0.0 if on_cpu else most * request.min_timed_s
         self._num_warm = 0  # the number of steps that are done before the timed steps are planned

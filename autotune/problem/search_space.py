@@ -302,8 +302,8 @@ class SearchSpace:
             for name, values in knob.depends_on().items():
                 deciding_values.setdefault(name, []).extend(values)
 
-        # Configurations are counted in groups. No condition distinguishes the configurations of a
-        # group.
+        # Configurations are counted in groups. Those of a group have equal values of all knobs on
+        # which another knob depends, or values that make no difference to it.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
             next_groups = type(groups)()
