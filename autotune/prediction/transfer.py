@@ -46,8 +46,9 @@ CEILING = 0.95  # the largest fraction of its peak that any card is assumed to r
 # The share of an H200's time that matrix products take in the published pairs. The share is used
 # for configurations without a formula.
 USUAL_SHARE = 0.3
-# Standard deviations of the logarithm of a speed ratio: between pairs of cards (for one method),
-# and between configurations of one method on one pair
+# Two cards have a speed ratio for each configuration. These are standard deviations of its
+# logarithm: BETWEEN from one pair of cards to another, for the same method, and WITHIN from one
+# configuration to another, for the same method and the same pair.
 BETWEEN = 0.14
 WITHIN = 0.09
 # The generations of the cards in the published pairs. Speeds of other generations come from data

@@ -188,7 +188,7 @@ def read_lengths(path: Path) -> Lengths:
     Raises UsageError, which names the first invalid line.
     """
     lines = [line.strip() for line in read_user_text(path, MAX_BYTES).splitlines()]
-    remedy = "write the length of one example on each line, 1 or more"
+    remedy = "write the length of one example, at least 1, on each line"
     for number, line in enumerate(lines, 1):
         if line and (not re.fullmatch("[0-9]{1,9}", line) or int(line) < 1):
             raise UsageError(

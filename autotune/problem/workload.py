@@ -340,7 +340,7 @@ class Workload:
         )
 
     def mean_attention_length(self, config: TrainConfig) -> int:
-        """Return the mean length of truncated examples, weighted by their tokens.
+        """Return the mean length of all examples after truncation, weighted by their tokens.
 
         The attention time per token is proportional to this length.
         """

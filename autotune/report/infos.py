@@ -248,7 +248,10 @@ def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
 def _compare(
     ours: tuple[Recipe, Candidate], theirs: tuple[Recipe, Candidate] | None, *, differs: bool
 ) -> tuple[CompareRow, ...]:
-    """Compare two candidates of recipes. `differs` says whether their speeds clearly differ."""
+    """Compare two candidates, each with the recipe that it belongs to.
+
+    `differs` says whether their speeds clearly differ.
+    """
     settings = _settings(*ours)
     others = _settings(*theirs) if theirs else {}
     rows = [

@@ -564,7 +564,7 @@ def test_the_longest_row_is_only_counted_by_a_process_of_its_own(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('torch')\n")
     asked = ("longest", "--model", "mistral-7b", "--gpu", "h100", "--method", "lora", "--predict")
     status, loaded, errors, printed = run(BLOCKING, tmp_path, *asked)
-    assert status == 2 and "no row of Mistral-7B-v0.3 can be predicted: torch" in errors
+    assert status == 2 and "no sequence of Mistral-7B-v0.3 can be predicted: torch" in errors
     assert "limited by" in printed
     assert not loaded & set(BLOCKED)
 

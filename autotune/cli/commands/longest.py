@@ -93,12 +93,12 @@ def longest(
 
     if not any(row.tokens or row.limited_by for row in rows):
         raise UsageError(
-            f"no row of {query.model.short} can be predicted: {rows[0].problem}",
+            f"no sequence of {query.model.short} can be predicted: {rows[0].problem}",
             remedy="switch tiles off (--set tiling=none), or try another model",
         )
     if not any(row.tokens for row in rows):
         raise NothingFits(
-            f"no row of {query.model.short} fits {query.device.name} by these methods",
+            f"not even the shortest sequence of {query.model.short} fits {query.device.name}",
             remedy="try --method qlora, a smaller model, or a larger card (`autotune compare`)",
         )
 

@@ -48,7 +48,7 @@ def plan_command(
     within: Annotated[
         str | None,
         typer.Option(
-            help="With --gpus: print the cheapest plan that ends within this time, as 6h."
+            help="With --gpus: print the cheapest plan that ends within this time, such as 6h."
         ),
     ] = None,
     evidence: Evidence = EVIDENCE,
