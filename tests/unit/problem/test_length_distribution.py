@@ -190,7 +190,7 @@ def test_a_large_file_of_lengths_is_read_and_a_wrong_line_is_shown_in_part(tmp_p
     file.write_text("x" * 50)
     with pytest.raises(UsageError, match=f"line 1: '{'x' * 40}' is not a number") as caught:
         read_lengths(file)
-    assert caught.value.remedy == "write the length of one example on each line, 1 or more"
+    assert caught.value.remedy == "write the length of one example, at least 1, on each line"
 
 
 def test_a_described_distribution_is_of_a_thousand_examples_with_its_tail() -> None:
