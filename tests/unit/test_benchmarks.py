@@ -622,6 +622,8 @@ SAID = [
         "Another {by_reason[objective]} train with an unsupported objective, {by_reason[no"
         " count]} have a model that the dry probe cannot count, and {by_reason[tool]} names",
     ),
+    ("steady", "**{false_headlines} false headlines**: five studies"),
+    ("steady", "exported runs were at most {quiet_error_max:.0%} off the predicted speed"),
     ("fleet", "{workers} workers and a PostgreSQL server on two cores finished {trials:,} trials"),
     ("fleet", "The tuner itself takes {overhead_ms_one_worker:.0f} ms per trial"),
     (
@@ -667,7 +669,6 @@ UNMEASURED = {
     "gate",
     "day_zero",
     "day_zero_fast",
-    "steady",
 }  # results whose first measurement is still to be made
 
 
