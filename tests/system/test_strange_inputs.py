@@ -1,4 +1,4 @@
-"""200 damaged dataset files and 100 random command lines: each ends in an answer or in one
+"""200 damaged dataset files and 200 random command lines: each ends in an answer or in one
 sentence.
 
 A file or a command line that ends a process with a signal, hangs or raises ends only a child of
@@ -41,9 +41,9 @@ def test_damaged_files(folder: Path) -> None:
 
 def test_random_command_lines(folder: Path) -> None:
     store_study()
-    trials = tried(command_lines(100), run_command, name=json.dumps, late_s=LATE_S)
+    trials = tried(command_lines(200), run_command, name=json.dumps, late_s=LATE_S)
     assert faults(trials) == []
-    assert len(trials) == 100 and {trial.end for trial in trials} == {"answer", "error"}
+    assert len(trials) == 200 and {trial.end for trial in trials} == {"answer", "error"}
 
     # A refused line tries little of its command.
     for commands in (app.COMMANDS, ("plan", "compare", "check")):
