@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.catalog.not_gpus import refuse_other_names
 from autotune.catalog.own_devices import EXAMPLE, is_own, own_row
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
@@ -132,11 +133,10 @@ def list_devices() -> tuple[DeviceSpec, ...]:
 
 
 def resolve_device(name: str) -> DeviceSpec:
-    """Return the product for a user's `name`: catalogue name, alias or NVML name.
+    """Return the product for a user's `name`, in any spelling that `catalogued_device` knows.
 
-    Upper and lower case are equal, and so are dashes, underscores and spaces. A YAML file or keys
-    with values (`memory=24,...`) describe a user's own card; see `own_devices`. Raises UsageError
-    for an unknown name or a wrong description.
+    A YAML file or keys with values (`memory=24,...`) describe a user's own card; see
+    `own_devices`. Raises UsageError for an unknown name or a wrong description.
     """
     if not is_own(name):
         return catalogued_device(name)
@@ -154,16 +154,45 @@ def resolve_device(name: str) -> DeviceSpec:
 
 
 def catalogued_device(name: str) -> DeviceSpec:
-    """Return the catalogue's product for a name. Raises UsageError for an unknown name."""
-    known = _devices_by_name()
-    device = known.get(_normalize(name))
+    """Return the catalogue's product for a name: catalogue name, alias or NVML name.
+
+    Upper and lower case are equal. Dashes, underscores, spaces and the vendor may be left out, and
+    the memory size may follow: rtx4090, NVIDIA H100, A100 80GB, rtx-4090-24gb. Raises UsageError
+    for an unknown name.
+    """
+    device = named_device(name) or _respelled_device(name)
     if device is None:
+        refuse_other_names(name)
+        known = _devices_by_name()
         raise UsageError(
             f"unknown gpu {name!r}{did_you_mean(_normalize(name), known)}",
             remedy="`autotune gpus` lists the known ones; describe any other card:"
             f" --gpu {EXAMPLE}, or a YAML file with these keys",
         )
     return device
+
+
+def named_device(name: str) -> DeviceSpec | None:
+    """Return the product with exactly this name, alias or NVML name, or None.
+
+    Upper and lower case are equal, and so are dashes, underscores and spaces.
+    """
+    return _devices_by_name().get(_normalize(name))
+
+
+def _respelled_device(name: str) -> DeviceSpec | None:
+    """Return the product whose name differs only in spelling, or None."""
+    known = _devices_by_spelling()
+    if (device := known.get(_spelling(name))) is not None:
+        return device
+
+    sized = re.fullmatch(r"(.+?)[\s_-]*\b([0-9]{1,3})\s*(?:g|gb|gib)?", name.strip().lower())
+    if sized is None:
+        return None
+    if (device := known.get(_spelling(f"{sized[1]}-{sized[2]}gb"))) is not None:
+        return device
+    device = known.get(_spelling(sized[1]))
+    return device if device and device.has_memory(float(sized[2])) else None
 
 
 def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec | None:
@@ -199,8 +228,22 @@ def _devices_by_name() -> dict[str, DeviceSpec]:
     }
 
 
+@functools.cache
+def _devices_by_spelling() -> dict[str, DeviceSpec]:
+    return {_spelling(name): device for name, device in _devices_by_name().items()}
+
+
 def _normalize(name: str) -> str:
     return re.sub(r"[\s_-]+", "-", name.strip().lower())
+
+
+def _spelling(name: str) -> str:
+    """Return the name without the vendor, and without dashes unless both sides are digits.
+
+    'NVIDIA GeForce RTX 4090' -> 'rtx4090', 'a100-80gb' -> 'a100-80gb'.
+    """
+    words = (word for word in _normalize(name).split("-") if word not in _VENDOR_WORDS)
+    return re.sub(r"(?<![0-9])-|-(?![0-9])", "", "-".join(words))
 
 
 def _words(name: str) -> tuple[frozenset[str], str | None]:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-from autotune.catalog.devices import DeviceSpec, catalogued_device, match_device
+from autotune.catalog.devices import DeviceSpec, match_device, named_device
 from autotune.catalog.prices import Price, best_first
-from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.errors import EnvironmentProblem
 from autotune.core.text import printable
 
 TIMEOUT_S = 20.0  # without a timeout, gpuhunt waits for its server forever
@@ -102,12 +102,9 @@ def match_product(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec 
         return found
 
     for known in (f"{name}-{memory_gb:.0f}gb", RENTED.get(name, name)):
-        try:
-            device = catalogued_device(known)
-        except UsageError:
-            continue
-        other_form = form and re.search("pcie|sxm", device.name)
-        if device.memory_gib and device.has_memory(memory_gb):
+        device = named_device(known)
+        if device and device.memory_gib and device.has_memory(memory_gb):
+            other_form = form and re.search("pcie|sxm", device.name)
             return None if other_form else device
     return None
 

@@ -67,6 +67,7 @@ class ModelNames:
         self._by_last_part: dict[str, set[int]] = {}  # key: the part of a name after the slash
         # Key: the same part without words such as "instruct".
         self._by_plain_name: dict[str, set[int]] = {}
+        self._by_spelling: dict[str, set[int]] = {}  # key: `_spelling` of either part
 
         for number, row in enumerate(rows):
             organisations: set[str] = set()
@@ -77,6 +78,8 @@ class ModelNames:
                 organisations |= {organisation}.union(*synonyms)
                 self._by_last_part.setdefault(_without_maker(last), set()).add(number)
                 self._by_plain_name.setdefault(_plain_name(last), set()).add(number)
+                for part in (_without_maker(last), _plain_name(last)):
+                    self._by_spelling.setdefault(_spelling(part), set()).add(number)
             self._organisations.append(organisations)
 
     def find(self, name: str, *, any_organisation: bool = False) -> Match | None:
@@ -109,6 +112,26 @@ class ModelNames:
             if rows:
                 return None
         return None
+
+    def find_respelled(self, name: str) -> int | None:
+        """Return the row of a name without an organisation that only spells it in another way.
+
+        For example, gemma3-27b-it, Llama 3.1 8B and qwen3:8b are rows. The result is None if no
+        row or several rows match.
+        """
+        for part in _name_variants(_without_maker(re.sub(r"[\s_:]+", "-", name.strip().lower()))):
+            if rows := self._by_spelling.get(_spelling(part)):
+                return min(rows) if len(rows) == 1 else None
+        return None
+
+
+def _spelling(part: str) -> str:
+    """Return a lower-case name without dashes between a letter and a digit.
+
+    'gemma-3-27b' -> 'gemma3-27b', which differs from a gemma-327b.
+    """
+    dashed = re.sub(r"[\s_:]+", "-", part)
+    return re.sub(r"(?<=[a-z])-(?=[0-9])|(?<=[0-9])-(?=[a-z])", "", dashed)
 
 
 def _without_maker(last: str) -> str:

@@ -218,7 +218,8 @@ def list_models() -> tuple[ModelSpec, ...]:
 def resolve_model(name: str) -> ModelSpec:
     """Return the model for a catalogue name or alias, a local directory, or a Hub id.
 
-    Upper and lower case are equal. A directory needs a config.json. If the name in a Hub id matches
+    Upper and lower case are equal, and a name without an organisation may be spelled in other ways
+    (`ModelNames.find_respelled`). A directory needs a config.json. If the name in a Hub id matches
     a row of the catalogue (`model_names`), no request is sent to the Hub. The result then has the
     row's shape, and the Hub id as its name. A run loads the weights from the Hub under this id.
     Raises UsageError for other names, and for an unusable config.
@@ -238,6 +239,8 @@ def resolve_model(name: str) -> ModelSpec:
     if (match := _names().find(name)) is not None:
         spec = _spec(_rows()[match.row])
         return spec if match.published is None else replace(spec, name=match.published, aliases=())
+    if "/" not in name and (row := _names().find_respelled(name)) is not None:
+        return _spec(_rows()[row])
 
     hint = did_you_mean(name, known)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):

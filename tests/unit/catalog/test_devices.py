@@ -1,5 +1,6 @@
 """The catalogue of devices: every name means one product, and similar names do not mix."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalog import DeviceSpec, list_devices, match_device, resolve_device
-from autotune.catalog.devices import _device
+from autotune.catalog.devices import _device, _devices_by_name, _spelling
 from autotune.core.errors import UsageError
 
 
@@ -57,6 +58,68 @@ def test_every_device_name_means_one_device():
 )  # fmt: skip
 def test_aliases(alias, name):
     assert resolve_device(alias).name == name
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [("rtx4090", "rtx-4090"), ("RTX-4090", "rtx-4090"), ("GeForce RTX 4090 24GB", "rtx-4090"),
+     ("rtx3090ti", "rtx-3090-ti"), ("RTXA6000", "rtx-a6000"), ("A100 80GB", "a100-80gb-sxm"),
+     ("a100-40", "a100-40gb-sxm"), ("V100 32G", "v100-sxm2-32gb"), ("NVIDIA H100", "h100-sxm"),
+     ("h100sxm", "h100-sxm"), ("H100 PCIe 80GB", "h100-pcie"), ("l40s 48gb", "l40s"),
+     ("4060ti 16gb", "rtx-4060-ti-16gb"), ("rtx 6000ada", "rtx-6000-ada")],
+)  # fmt: skip
+def test_common_spellings(spelling, name):
+    assert resolve_device(spelling).name == name
+
+
+@pytest.mark.parametrize(
+    "name", ["l40", "a10x", "h100-96gb", "rtx-3060-8gb", "rtx 4060 ti", "24gb", "nvidia-24gb", "-"]
+)
+def test_another_product_is_no_spelling(name):
+    with pytest.raises(UsageError, match="unknown gpu"):
+        resolve_device(name)
+
+
+def test_every_spelling_means_one_device():
+    spellings = {}
+    for name, device in _devices_by_name().items():
+        assert spellings.setdefault(_spelling(name), device) is device, name
+        assert resolve_device(name.replace("-", " ").upper()) is device
+
+
+@pytest.mark.parametrize(
+    ("instance", "gpu", "count"),
+    [("g4dn.xlarge", "t4", 1), ("g5.xlarge", "a10g", 1), ("ml.g5.12xlarge", "a10g", 4),
+     ("g6.48xlarge", "l4", 8), ("g6e.2xlarge", "l40s", 1), ("p3.8xlarge", "v100-16gb", 4),
+     ("p3dn.24xlarge", "v100-32gb", 8), ("p4d.24xlarge", "a100-40gb", 8), ("P4d", "a100-40gb", 1),
+     ("p4de.24xlarge", "a100-80gb", 8), ("p5.48xlarge", "h100", 8), ("p5e.48xlarge", "h200", 8),
+     ("p5en.48xlarge", "h200", 8), ("a2-highgpu-1g", "a100-40gb", 1),
+     ("a2-ultragpu-4g", "a100-80gb", 4), ("a3-highgpu-8g", "h100", 8), ("g2-standard-4", "l4", 1),
+     ("g2-standard-24", "l4", 2), ("Standard_NC24ads_A100_v4", "a100-80gb-pcie", 1),
+     ("NC96ads_A100_v4", "a100-80gb-pcie", 4), ("NC40ads_H100_v5", "h100-nvl", 1),
+     ("Standard_NC80adis_H100_v5", "h100-nvl", 2), ("ND96isr_H100_v5", "h100", 8)],
+)  # fmt: skip
+def test_a_cloud_instance_leads_to_its_gpu(instance, gpu, count):
+    with pytest.raises(UsageError, match="is a cloud instance") as caught:
+        resolve_device(instance)
+    flags = f"--gpu {gpu}" + (f" --gpus {count}" if count > 1 else "")
+    assert caught.value.remedy == (f"name its GPU: {flags}; `autotune compare` takes --gpus {gpu}")
+    product = re.search(r"(?:GPU is the|of the type) (\S+)", str(caught.value))
+    assert product and resolve_device(gpu).name.startswith(product[1].lower())
+
+
+@pytest.mark.parametrize("name", ["mps", "MPS", "m2", "M3 Max", "Apple M1 Pro", "apple"])
+def test_an_apple_gpu_leads_to_what_works(name):
+    with pytest.raises(UsageError, match="Apple GPUs are not supported") as caught:
+        resolve_device(name)
+    assert "--gpu cpu --model demo-3m" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "GPU", "nvidia"])
+def test_any_gpu_leads_to_this_machines(name):
+    with pytest.raises(UsageError, match="names no GPU product") as caught:
+        resolve_device(name)
+    assert "--gpu auto" in caught.value.remedy
 
 
 def test_unknown_device_suggests_a_near_name():

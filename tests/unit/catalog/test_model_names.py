@@ -185,6 +185,42 @@ def test_a_name_that_only_looks_alike(name):
     assert _names().find(name) is None
 
 
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("spelling", "row"),
+    [
+        ("gemma-3-27b-it", "google/gemma-3-27b-it"),
+        ("Gemma3-27B", "google/gemma-3-27b-it"),
+        ("gemma3:27b", "google/gemma-3-27b-it"),
+        ("Llama 3.1 8B Instruct", "meta-llama/Llama-3.1-8B"),
+        ("Meta-Llama3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("llama3:8b", "meta-llama/Meta-Llama-3-8B"),
+        ("Qwen3_8B", "Qwen/Qwen3-8B"),
+        ("qwen2.5vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct"),
+        ("phi4", "microsoft/phi-4"),
+        ("gpt2xl", "openai-community/gpt2-xl"),
+    ],
+)
+def test_common_spellings(spelling, row):
+    assert resolve_model(spelling) == resolve_model(row)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma-22b", "llama-27b", "llama-guard3-8b", "qwen25-7b", "same 1b", "it", "", " ", "1"],
+)
+def test_another_model_is_no_spelling(name):
+    assert _names().find_respelled(name) is None
+    assert ModelNames(ROWS).find_respelled(name) is None
+
+
+def test_every_name_is_found_without_its_dashes():
+    for name, row in _names().exact.items():
+        spelled = re.sub(r"(?<=[a-z])-(?=[0-9])", " ", name)
+        if "/" not in name and spelled != name:
+            assert _names().find_respelled(spelled) == row, name
+
+
 def test_the_rule_by_hand():
     names = ModelNames(ROWS)
     found = {
