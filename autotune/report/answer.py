@@ -19,8 +19,9 @@ from autotune.problem.task import Task
 from autotune.report import figures
 from autotune.report.comparison import basis_sentence, heading, workload_text
 from autotune.report.describe import estimate_basis
-from autotune.report.html import FEW, answer_glossary, plotly_markup, script_json
+from autotune.report.html import FEW, answer_glossary, script_json
 from autotune.report.html import page as html_page
+from autotune.report.style import plotly_js
 from autotune.report.values.comparison import Comparison, Group
 from autotune.report.values.rent_or_buy import (
     Bought,
@@ -89,7 +90,7 @@ def page(answer: Answer, today: date) -> str:
         "answer": answer,
         "drawn": drawn,
         "figures_json": script_json(drawn),
-        "plotly_js": plotly_markup(drawn),
+        "plotly_js": plotly_js(),
         "glossary": answer_glossary(words),
         "few": FEW,
         "today": today,

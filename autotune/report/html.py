@@ -1,7 +1,7 @@
 """Renders report.html: one file that opens offline.
 
 This module formats the values, and templates/report.html.j2 lays them out. Autoescape is on. Only
-plotly.js and JSON without any `<` are marked as safe, so the template does not escape them.
+JSON without any `<` is marked as safe, so the template does not escape it.
 """
 
 import json
@@ -196,13 +196,6 @@ def script_json(data: Any) -> "Markup":
     return Markup(text)  # noqa: S704 (the text has no character that HTML interprets)
 
 
-def plotly_markup(drawn: dict[str, Any]) -> "Markup":
-    """Return the text of plotly.js (5 MB) if the page has figures, otherwise an empty text."""
-    from markupsafe import Markup
-
-    return Markup(plotly_js() if drawn else "")  # noqa: S704 (the library's own file)
-
-
 def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
     """Return everything that the template reads."""
     recipe = summary.recipe
@@ -237,7 +230,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "few": FEW,
         "drawn": drawn,
         "figures_json": script_json(drawn),
-        "plotly_js": plotly_markup(drawn),
+        "plotly_js": plotly_js(),
     }
 
     # Only a page with a winner has these values.

@@ -6,8 +6,9 @@ from autotune.catalog import NO_PRICE
 from autotune.core.probe_types import weakest
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
-from autotune.report.html import glossary, page, plotly_markup, script_json, stats
+from autotune.report.html import glossary, page, script_json, stats
 from autotune.report.infos import CompareRow
+from autotune.report.style import plotly_js
 from autotune.study.summary import Recipe, StudySummary
 
 ASKED = "What was asked for"
@@ -43,7 +44,7 @@ def render(first: StudySummary, second: StudySummary) -> str:
         "glossary": glossary(),
         "drawn": drawn,
         "figures_json": script_json(drawn),
-        "plotly_js": plotly_markup(drawn),
+        "plotly_js": plotly_js(),
     }
     return page("versus.html.j2", view)
 

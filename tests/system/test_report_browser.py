@@ -117,6 +117,15 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     assert seen["alerts"] == 0 and HOSTILE in seen["text"]
 
 
+def test_an_old_browser_shows_a_sentence_for_each_figure(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    old = "<head><script>delete window.DecompressionStream</script>"
+    file.write_text(render(summary(), "out").replace("<head>", old, 1), encoding="utf-8")
+    with chromium(tmp_path / "profile") as page:
+        page.open(file.as_uri())
+        page.text("This figure needs a browser of 2023 or later.", "Every configuration")
+
+
 def test_two_studies_fit_a_phone_and_a_link_opens_what_is_folded(tmp_path: Path) -> None:
     first, second = summary(trials=40), summary(study="another")
     file = tmp_path / "versus.html"

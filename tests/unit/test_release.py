@@ -72,6 +72,12 @@ def test_a_source_distribution_has_what_its_tests_read() -> None:
     } <= set(included)
 
 
+def test_each_licence_is_in_the_wheel() -> None:
+    """The licence of a library that comes with the package is beside it."""
+    vendored = [str(path.relative_to(ROOT)) for path in ROOT.glob("autotune/**/*-LICENSE")]
+    assert vendored and PROJECT["project"]["license-files"] == ["LICENSE", *vendored]
+
+
 def test_the_citation_is_of_this_version() -> None:
     """The keys that the Citation File Format 1.2.0 requires, and those that it knows."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))

@@ -2,8 +2,11 @@
 elsewhere, and it renders in every case.
 """
 
+import gzip
+import hashlib
 import json
 import re
+from base64 import b64decode
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +22,9 @@ from autotune.study.decomposition import Decomposition, Factor
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import FINGERPRINT, summary
 
+LIMIT_BYTES = 1_500_000  # of a report
+# The file in plotly.js-basic-dist-min 4.1.1 on npm.
+PUBLISHED = "99784e3abfb07b142a15e521a439e6d9addceadb3f79553fd24c72774f0649ba"
 HOSTILE = "<script>alert(1)</script><b>x</b>&amp;"
 
 
@@ -212,6 +218,12 @@ def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     assert not re.search(r"""\bsrc\s*=|@import|url\(|<link|<img|<iframe|href\s*=(?!"#)""", rest)
     assert "http://" not in rest and "https://" not in rest
     assert "default-src 'none'" in rest
+
+
+def test_a_report_is_small_and_its_library_is_the_published_one() -> None:
+    """The largest stored study has 66 trials."""
+    assert len(render(summary(trials=500), "out").encode()) <= LIMIT_BYTES
+    assert hashlib.sha256(gzip.decompress(b64decode(style.plotly_js()))).hexdigest() == PUBLISHED
 
 
 def test_each_link_leads_to_a_place_of_the_page(study: StudySummary, page: str) -> None:
