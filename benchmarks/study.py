@@ -216,8 +216,8 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
             args.model,
             "--budget",
             budget,
-            "--compile-ahead",
-            ahead,
+            "--set",
+            f"compile_ahead={ahead}",
         ]
         options += ["--study", "cold", "--out", f"{folder}/cold", "--storage", url, *args.options]
         began = time.time()

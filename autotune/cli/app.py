@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from autotune.cli.help import START, PanelCommand, write_groups
 from autotune.cli.terminal import guard
 from autotune.cli.usage import CLICK_USAGE_ERROR, no_such_command, with_remedy
 from autotune.core.errors import AutotuneError, EnvironmentProblem, StorageError
@@ -25,7 +26,11 @@ COMMANDS = {
     "run": (
         "run:run",
         "Search for the best configuration with real probes, confirm it, and export it with its "
-        "cost.",
+        "cost.\n\nThere is no dry run: `autotune plan` estimates the same run without a probe."
+        "\n\n\b\nExamples:\n"
+        "  autotune run --model qwen3-8b --dataset data.jsonl --budget 15m\n"
+        "  autotune run --model llama-3.1-8b --gpu a10 --space qlora --examples 50000\n"
+        "  autotune run --model mistral-7b --gpus 2 --space full --set seed=7",
     ),
     "plan": (
         "plan:plan_command",
@@ -138,6 +143,10 @@ class LazyGroup(TyperGroup):
             name: TyperCommand(name, help=text) for name, (_, text) in COMMANDS.items()
         }
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups, with whole descriptions."""
+        write_groups(self.commands, formatter)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Import the file of the command that the arguments name, and return the command."""
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -153,7 +162,7 @@ class LazyGroup(TyperGroup):
             return name, typer.main.get_group(target), rest
 
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(name, help=text)(target)
+        single.command(name, help=text, cls=PanelCommand)(target)
         return name, typer.main.get_command(single), rest
 
 
@@ -161,7 +170,7 @@ app = typer.Typer(
     name="autotune",
     cls=LazyGroup,
     help="Find the best fine-tuning configuration for a model on a GPU, by short real probes.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -176,12 +185,14 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _main(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
 ) -> None:
-    pass
+    if ctx.invoked_subcommand is None:
+        print(START)
 
 
 def collect_rarely() -> None:

@@ -36,7 +36,7 @@ REFRESHES_PER_S = 4  # on a terminal; more would be too many for a slow connecti
 MARGIN = 6
 REUSED = (
     "(reused: the same probe has run on this device before, and its stored result is used; "
-    "--fresh measures again)"
+    "--set fresh=true measures again)"
 )
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 

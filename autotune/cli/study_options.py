@@ -1,7 +1,12 @@
-"""Makes the options of commands from the fields of StudySpec, and a StudySpec from the options."""
+"""Makes the options of commands from the fields of StudySpec, and a StudySpec from the options.
 
+A rare field of StudySpec has no option: `--set NAME=VALUE` sets it, as it pins a knob.
+"""
+
+import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -10,7 +15,7 @@ import typer
 from autotune.cli.options import Storage, gpu_names
 from autotune.core.errors import UsageError
 from autotune.core.files import load_yaml
-from autotune.problem.study_spec import OPTIONS, StudySpec, make_spec
+from autotune.problem.study_spec import OPTIONS, RARE, StudySpec, make_spec
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -46,10 +51,6 @@ _PINS: dict[str, Any] = {
     ],
     "seq_len": Annotated[int | None, typer.Option(help="Pin the sequence length.")],
     "rank": Annotated[int | None, typer.Option(help="Pin the LoRA rank.")],
-    "set_": Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable."),
-    ],
     "storage": Storage,
 }
 LENGTHS = (
@@ -67,8 +68,15 @@ _OTHERS = tuple(name for name in OPTIONS if name not in ("model", "gpu"))
 ALL = ("model", "gpu", "spec", *_OTHERS, "seq_len", "rank", "set_")
 
 
-def _annotation(name: str) -> Any:
-    """Return the type annotation of an option in the form that the library typer reads."""
+def _annotation(name: str, rare: tuple[str, ...]) -> Any:
+    """Return the type annotation of an option in the form that the library typer reads.
+
+    The help of `--set` lists the rare fields that it sets.
+    """
+    if name == "set_":
+        text = f"Pin a knob, or set one of {', '.join(sorted(rare))}; repeatable."
+        option = typer.Option("--set", metavar="NAME=VALUE", help=text)
+        return Annotated[list[str] | None, option]
     if name in _PINS:
         return _PINS[name]
     option = OPTIONS[name]
@@ -78,20 +86,34 @@ def _annotation(name: str) -> Any:
         option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
     )
     names = (f"--{name.replace('_', '-')}",)
-    # If a field accepts text, its option takes text. The field's other types are for Python and for
-    # spec files.
-    kinds: Any = str | None if str in get_args(field.type) else field.type
+    kinds: Any = str | None if _takes_text(name) else field.type
     parameter = typer.Option(
         *names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name)
     )
     return Annotated[kinds | None, parameter]
 
 
+def _takes_text(name: str) -> bool:
+    """Return whether the command line gives a field of StudySpec as text.
+
+    If a field accepts text, its other types are for Python and for spec files.
+    """
+    annotation = StudySpec.__dataclass_fields__[name].type
+    return str in (annotation, *get_args(annotation))
+
+
+def _is_flag(name: str) -> bool:
+    """Return whether the option of a field of StudySpec takes no value."""
+    return StudySpec.__dataclass_fields__[name].type is bool
+
+
 def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options of a study to a command that takes **options, before the command's own options.
 
-    `names` are the names of the added options.
+    `names` are the names of the added options. The rare ones among them get no option, but the
+    value None in **options, which `spec_of` replaces by a value of `--set`.
     """
+    rare = tuple(name for name in names if name in RARE)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -103,15 +125,19 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
         }
 
         parameters = [
-            inspect.Parameter(name, keyword, default=None, annotation=_annotation(name))
+            inspect.Parameter(name, keyword, default=None, annotation=_annotation(name, rare))
             for name in names
-            if name not in own_parameters
+            if name not in own_parameters and name not in rare
         ]
         parameters += [parameter.replace(kind=keyword) for parameter in own_parameters.values()]
 
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
+        @functools.wraps(command)
+        def with_rare(**options: Any) -> None:
+            command(**dict.fromkeys(rare), **options)
+
+        with_rare.__dict__ |= {"rare": rare, "__signature__": inspect.Signature(parameters)}
+        with_rare.__annotations__ = {one.name: one.annotation for one in parameters}
+        return with_rare
 
     return decorate
 
@@ -119,10 +145,47 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
 def spec_of(options: dict[str, Any]) -> StudySpec:
     """Return the StudySpec that these options describe. Raises UsageError."""
     options = dict(options)
+    settings = options.pop("set_") or []
+    rare = [setting for setting in settings if _split(setting)[0] in OPTIONS]
+    for setting in rare:
+        _set_rare(options, setting)
+
     pins = pins_of(
-        options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank")
+        [setting for setting in settings if setting not in rare],
+        seq_len=options.pop("seq_len"),
+        lora_rank=options.pop("rank"),
     )
     return make_spec(options.pop("spec"), options | {"pins": pins or None})
+
+
+def _set_rare(options: dict[str, Any], setting: str) -> None:
+    """Set a rare field among the options. Raises UsageError if the command does not read it."""
+    name, text = _split(setting)
+    if name not in RARE:
+        flag = f"--{name.replace('_', '-')}"
+        raise UsageError(
+            f"--set {name}: {name} is not a knob, and has an option of its own",
+            remedy=f"give {flag}" if _is_flag(name) else f"give {flag} {text}",
+        )
+    if name not in options:
+        raise UsageError(
+            f"--set {name}: this command does not read {name}",
+            remedy="leave it out, or give it to `autotune run`",
+        )
+    value = _value(name, text)
+    if options[name] not in (None, value):
+        raise _two_values(name, options[name], value)
+    options[name] = value
+
+
+def _value(name: str, text: str) -> Any:
+    """Return the value of a rare field from its text, as an option of its own would give it."""
+    if _takes_text(name):
+        return text
+    if StudySpec.__dataclass_fields__[name].type is float:
+        with suppress(ValueError):
+            return float(text)
+    return _parsed(name, text)
 
 
 def pins_of(settings: list[str], **options: Any) -> dict[str, Any]:
@@ -133,23 +196,32 @@ def pins_of(settings: list[str], **options: Any) -> dict[str, Any]:
     """
     pins = {name: value for name, value in options.items() if value is not None}
     for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or not name or not text:
-            raise UsageError(
-                f"--set {setting!r} is not KNOB=VALUE",
-                remedy="for example --set checkpointing=none",
-            )
-
-        try:
-            value = load_yaml(text)
-        except Exception:
-            raise UsageError(
-                f"--set {setting!r}: the value cannot be read", remedy="quote the value"
-            ) from None
-
-        if pins.setdefault(name.strip(), value) != value:
-            raise UsageError(
-                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}",
-                remedy="give one value",
-            )
+        name, text = _split(setting)
+        value = _parsed(name, text)
+        if pins.setdefault(name, value) != value:
+            raise _two_values(name, pins[name], value)
     return pins
+
+
+def _split(setting: str) -> tuple[str, str]:
+    """Return the name and the text of a setting. Raises UsageError without a name or a value."""
+    name, _, text = map(str.strip, setting.partition("="))
+    if not name or not text:
+        raise UsageError(
+            f"--set {setting!r} is not NAME=VALUE", remedy="for example --set checkpointing=none"
+        )
+    return name, text
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Return the value of a text in YAML. Raises UsageError."""
+    try:
+        return load_yaml(text)
+    except Exception:
+        raise UsageError(
+            f"--set {f'{name}={text}'!r}: the value cannot be read", remedy="quote the value"
+        ) from None
+
+
+def _two_values(name: str, first: Any, second: Any) -> UsageError:
+    return UsageError(f"{name} is set to {first} and to {second}", remedy="give one value")

@@ -4,6 +4,7 @@ Depending on its version, typer contains a copy of click or imports click. So th
 taken from typer.
 """
 
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> Us
         # The option lacks its value, or is a flag and was given a value.
         if not hasattr(error, "possibilities"):
             return UsageError(_sentence(error), remedy=_correct_use(error, option, help_))
+        if remedy := _other_way(error, option, words):
+            return UsageError(f"{command} has no option {option!r}", remedy=remedy)
         hint = did_you_mean(option, _options(error.ctx))
         return UsageError(f"{command} has no option {option!r}{hint}", remedy=help_)
 
@@ -58,6 +61,21 @@ def _options(context: Any) -> list[str]:
     """Return the names of the options of a command."""
     parameters = context.command.get_params(context)
     return [name for one in parameters for name in (*one.opts, *one.secondary_opts) if "-" in name]
+
+
+def _other_way(error: Any, option: str, words: Sequence[str]) -> str | None:
+    """Return what to give instead of an option that other versions or other programs have."""
+    if option == "--dry-run":
+        return "`autotune plan` estimates memory, speed and cost without a probe"
+    name = option.removeprefix("--").replace("-", "_")
+    if name not in getattr(error.ctx.command.callback, "rare", ()):
+        return None
+
+    from autotune.problem.study_spec import StudySpec
+
+    is_flag = StudySpec.__dataclass_fields__[name].type is bool
+    value = "true" if is_flag else _value([option], words) or "VALUE"
+    return f"give --set {shlex.quote(f'{name}={value}')}, or the key {name} in a file for --spec"
 
 
 def _sentence(error: Any) -> str:

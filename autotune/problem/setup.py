@@ -217,7 +217,7 @@ def _with_images(spec: StudySpec, model: ModelSpec) -> bool:
     if is_asked and not model.sees_images:
         raise UsageError(
             f"{model.short} can be trained on text, but not on images",
-            remedy="leave --image-size and --vision out,"
+            remedy="leave image_size and vision out,"
             f" or take a model of another family: {', '.join(IMAGE_FAMILIES)}",
         )
     reads_images = model.sees_images and Objective(spec.objective) is Objective.SFT
@@ -237,7 +237,7 @@ def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
     }
     for option, value in options.items():
         if reason := untested(option, value, "images"):
-            raise UsageError(reason, remedy=f"leave --{option.replace('_', '-')} out")
+            raise UsageError(reason, remedy=f"leave {option} out")
 
 
 def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
@@ -537,7 +537,7 @@ def _rows_with_images(
     if lengths.longest < least:
         raise UsageError(
             f"an example of {lengths.longest} tokens has no room for its image of"
-            f" {num_image_tokens(one)} tokens (--image-size)",
+            f" {num_image_tokens(one)} tokens (image_size)",
             remedy="count the tokens of images in the lengths of examples,"
             " or give a --dataset with images",
         )
@@ -597,10 +597,12 @@ def _notes_of_images(spec: StudySpec, workload: Workload) -> list[str]:
     notes = []
     least = workload.image_tokens + LEAST_TEXT
     if spec.image_size is None:
-        notes.append(f"an image of {DEFAULT_IMAGE} in each example is assumed (--image-size)")
+        notes.append(
+            f"an image of {DEFAULT_IMAGE} in each example is assumed (--set image_size=WxH)"
+        )
     if short := 1 - workload.lengths.longer(least - 1):
         room = f"have no room for an image of {workload.image_tokens} tokens"
-        notes.append(f"{short:.1%} of the examples {room} (--image-size): they count as text only")
+        notes.append(f"{short:.1%} of the examples {room} (image_size): they count as text only")
     return notes
 
 

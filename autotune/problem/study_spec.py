@@ -51,7 +51,8 @@ class Option:
     `metavar` is the value's placeholder in the help, or None to show the type. The help ends with
     `shown_default` in brackets. `allows` returns whether a value of the right type is valid.
     `allows` is not called for None, which is valid if the type includes None. `choices` lists all
-    valid values of an option that accepts only certain words.
+    valid values of an option that accepts only certain words. A rare field has no option of its
+    own: `--set NAME=VALUE` and spec files set it.
     """
 
     help: str
@@ -59,6 +60,7 @@ class Option:
     shown_default: str | None = None
     allows: Callable[[Any], bool] = lambda value: True
     choices: tuple[str, ...] = ()
+    is_rare: bool = False
 
 
 def _option(default: Any, help: str, **details: Any) -> Any:
@@ -152,8 +154,8 @@ class StudySpec:
     """One study as a user requests it.
 
     A field's name is its key in a YAML file. With dashes instead of underscores, the name is an
-    option of the command. Raises UsageError for a value of the wrong type or out of range, and for
-    contradictory fields.
+    option of the command, unless the field is rare. Raises UsageError for a value of the wrong type
+    or out of range, and for contradictory fields.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -227,40 +229,52 @@ class StudySpec:
         " size in pixels.",
         metavar="WxH",
         shown_default="examples are only text",
+        is_rare=True,
     )
     vision: str = _choice(
         "frozen",
         ("frozen", "trained"),
         "Whether a vision tower and its projector are frozen or trained.",
+        is_rare=True,
     )
     global_batch: int | None = _count(None, "Examples in each optimizer step.", shown_default="32")
     global_batch_tokens: int | None = _count(
-        None, "Tokens in each optimizer step, instead of --global-batch; met approximately."
+        None,
+        "Tokens in each optimizer step, instead of --global-batch; met approximately.",
+        is_rare=True,
     )
     eval_share: float = _option(
         0.0,
         "Share of the examples that the full run holds out and evaluates.",
         allows=lambda share: 0 <= share <= 0.5,
+        is_rare=True,
     )
     eval_steps: int | None = _count(
         None,
         "Optimizer steps from one evaluation to the next.",
         shown_default="as often as the run saves",
+        is_rare=True,
     )
     save_steps: int | None = _count(
-        None, "Optimizer steps from one checkpoint to the next.", shown_default="about half an hour"
+        None,
+        "Optimizer steps from one checkpoint to the next.",
+        shown_default="about half an hour",
+        is_rare=True,
     )
     report_to: str = _choice(
         "none",
         TRACKERS,
         f"Tracker that the full run reports to: {', '.join(TRACKERS)}.",
+        is_rare=True,
     )
     budget: str = _option(
         "15m",
         "Time limit from the worker's start to the last confirming probe, such as 90s, 15m or 1h.",
     )
     trials: int | None = _count(None, "Largest number of trials, including refused trials.")
-    patience: int = _count(40, "Stop after this number of trials without an improvement.")
+    patience: int = _count(
+        40, "Stop after this number of trials without an improvement.", is_rare=True
+    )
     memory_gib: float | None = _option(
         None,
         "Use at most this number of GiB of the device's memory.",
@@ -291,13 +305,17 @@ class StudySpec:
     allow_pure_bf16: bool = _option(False, "Let pure bf16 win, which has no fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
     slack: float = _share(
-        0.05, "A configuration that can learn more wins if it costs at most this share more."
+        0.05,
+        "A configuration that can learn more wins if it costs at most this share more.",
+        is_rare=True,
     )
     shallow_only: bool = _option(
         False, "Probe a few layers only and extrapolate, for a model that this device cannot hold."
     )
     fresh: bool = _option(
-        False, "Measure everything anew: reuse no result that another study stored."
+        False,
+        "Measure everything anew: reuse no result that another study stored.",
+        is_rare=True,
     )
     quality: bool = _option(
         False, "Afterwards train the finalists on --dataset and report their held-out losses."
@@ -318,6 +336,7 @@ class StudySpec:
         False,
         "With --gpus: one GPU simulates a rank even if this machine has enough GPUs."
         " Speeds are then projected.",
+        is_rare=True,
     )
     workers: int = _count(
         1, "Number of this machine's GPUs that probe at the same time, one configuration each."
@@ -326,14 +345,18 @@ class StudySpec:
         None,
         "Probe on all GPUs of a Ray cluster that are the target's product (pip install ray).",
         metavar="ADDRESS",
+        is_rare=True,
     )
     compile_ahead: str = _choice(
         "auto",
         COMPILE_AHEAD,
         "Whether extra processes compile the configurations that are likely to be tried next:"
         " auto (on a GPU, with 4 cores or more), always, or never.",
+        is_rare=True,
     )
-    seed: int = _option(0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
+    seed: int = _option(
+        0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31, is_rare=True
+    )
     study: str | None = _option(
         None, "Name of the study; an existing study is continued.", allows=str.isprintable
     )
@@ -441,6 +464,8 @@ def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:
 OPTIONS: dict[str, Option] = {
     item.name: item.metadata["option"] for item in fields(StudySpec) if "option" in item.metadata
 }
+
+RARE = tuple(name for name, option in OPTIONS.items() if option.is_rare)
 
 
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:

@@ -20,7 +20,7 @@ from autotune.problem.workload import Workload
 # The configuration that guides usually recommend, with the padding of the usual trainers. The study
 # measures this configuration first, and compares the winner with it.
 BASELINE = TrainConfig(padding="masked")
-MOST_SLACK = 1.0  # the largest value of --slack
+MOST_SLACK = 1.0  # the largest value of slack
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because cached properties need `__dict__`
@@ -96,7 +96,7 @@ class Task:
         The score is the useful tokens per second. If several GPU counts are compared, the score is
         the speed per GPU, so that the lowest cost per token wins. A run that misses the deadline
         scores lower than every run that meets it. The gap is larger than the largest loss of speed
-        that --slack can accept. Among late runs, the fastest is the best. `hours` is the duration
+        that the slack can accept. Among late runs, the fastest is the best. `hours` is the duration
         of the run, and is given if the run includes more than optimizer steps.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1

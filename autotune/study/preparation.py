@@ -133,7 +133,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     gpus = numbers[-1]
     if spec.play_ranks and gpus == 1:
         raise UsageError(
-            "--play-ranks simulates one of several ranks, but this study is for one GPU",
+            "play_ranks simulates one of several ranks, but this study is for one GPU",
             remedy="give a larger number of GPUs with --gpus",
         )
 
@@ -156,7 +156,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         reason = f"the interconnect bandwidth of {task.device.label} is unknown"
         remedy = "describe your GPU in a file for --gpu, with its link_gb_s (docs/using.md)"
         if target.card is None:
-            remedy = "on a CPU, give one number with --gpus, without --play-ranks"
+            remedy = "on a CPU, give one number with --gpus, without play_ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
 
     if True in task.space.choices("offload"):
@@ -197,7 +197,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
     ):
         raise UsageError(
             "--gpus uses all GPUs for one training at a time",
-            remedy="omit --workers, --ray and --quality",
+            remedy="omit --workers, ray and --quality",
         )
 
     if spec.quality and spec.objective != Objective.SFT:

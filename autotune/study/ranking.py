@@ -2,7 +2,7 @@
 
 The score of a configuration is its useful tokens per second (`performance.score`). A more capable
 configuration can learn more, for example with a higher LoRA rank. It wins if its cost exceeds that
-of the cheapest by at most 5 % (the slack, --slack).
+of the cheapest by at most 5 % (the slack).
 """
 
 import math
@@ -133,7 +133,7 @@ def explain_choice(
     cost = (
         "at no measurable cost"
         if tie
-        else f"for {extra:.1%} more cost than {best} (--slack allows {slack:.0%})"
+        else f"for {extra:.1%} more cost than {best} (slack allows {slack:.0%})"
     )
 
     if capability != cheapest.config.capability:

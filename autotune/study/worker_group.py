@@ -53,7 +53,7 @@ def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
 def require_ray(address: str | None) -> None:
     """Raise UsageError if a Ray cluster is asked for and Ray is not installed."""
     if address is not None and find_spec("ray") is None:
-        raise UsageError("--ray: Ray is not installed", remedy="pip install 'ray>=2.52'")
+        raise UsageError("ray: Ray is not installed", remedy="pip install 'ray>=2.52'")
 
 
 def _worker_command(study: str, *arguments: str) -> list[str]:

@@ -74,17 +74,15 @@ ACCEPTED = dict(
 --loss-on all assistant
 --objective sft dpo
 --global-batch 8 32
---global-batch-tokens 16384
 --seq-len 256 2048
 --rank 8 64
---set method=full micro_batch_size=2 checkpointing=none
+--set method=full micro_batch_size=2 checkpointing=none slack=0.1 global_batch_tokens=16384
 --memory-gib 12 79.5
 --headroom 0 0.1
 --price 2.5
 --prices prices.yaml
 --min-rank 8
 --max-truncated 0.5
---slack 0 0.05
 --evidence folder
 --space lora default
 --gpus 2 1,2 a10,h200

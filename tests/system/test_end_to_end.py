@@ -52,8 +52,8 @@ ARGUMENTS += (
     "0.5",
     "--budget",
     "10m",
-    "--seed",
-    "8",
+    "--set",
+    "seed=8",
 )
 
 

@@ -309,7 +309,10 @@ def test_datasets(workdir: Path, rows: list[Any], noise: bytes, suffix: str) -> 
 
 
 KNOB = st.sampled_from(
-    ("micro_batch_size", "lora_rank", "checkpointing", "method", "packing", "compile", "no_such")
+    (
+        *("micro_batch_size", "lora_rank", "checkpointing", "method", "packing", "compile"),
+        *("global_batch_tokens", "slack", "seed", "report_to", "no_such"),
+    )
 )
 OPTIONS = st.sampled_from(
     (
@@ -323,7 +326,6 @@ OPTIONS = st.sampled_from(
             "--global-batch",
         ),
         *(
-            "--global-batch-tokens",
             "--seq-len",
             "--rank",
             "--set",
@@ -335,7 +337,6 @@ OPTIONS = st.sampled_from(
         *(
             "--min-rank",
             "--max-truncated",
-            "--slack",
             "--space",
             "--spec",
             "--dataset",

@@ -53,8 +53,8 @@ def test_a_study_of_images_is_exported_and_its_export_runs(model_type: str, tmp_
         "cpu",
         "--dataset",
         "rows.jsonl",
-        "--vision",
-        "trained",
+        "--set",
+        "vision=trained",
     ]
     line += ["--trials", "1", "--global-batch", "4", "--out", "out", "--quiet"]
     autotune(*line, *(f"--set={knob}={one}" for knob, one in PINS.items()))

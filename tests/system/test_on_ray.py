@@ -1,5 +1,5 @@
-"""`autotune run --ray`: the nodes that get a worker, and a study on two nodes of which one is
-killed in a trial.
+"""`autotune run --set ray=ADDRESS`: the nodes that get a worker, and a study on two nodes of which
+one is killed in a trial.
 
 Ray needs 240 MB and the test takes 85 s on two cores, so that the `test` extra does not install it:
 `test-extra` does.
@@ -22,7 +22,7 @@ from autotune.study.storage.optuna_storage import read_record
 from autotune.study.worker_group import RAY_RESOURCE, require_ray, workers_by_node
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
-LIMITS = ("--trials", "40", "--patience", "999")
+LIMITS = ("--trials", "40", "--set", "patience=999")
 
 
 def node(**resources: float) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def test_a_study_continues_after_a_node_is_killed(tmp_path: Path) -> None:
             "run",
             *ARGUMENTS,
             *LIMITS,
-            "--ray",
-            cluster.address,
+            "--set",
+            f"ray={cluster.address}",
         ]
         environment = {
             name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"

@@ -309,7 +309,7 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
         ({"objective": "dpo"}, "--objective dpo is untested with images"),
         ({"trainer": "trl"}, "--trainer trl is untested with images"),
         ({"gpus": 2}, "--gpus is untested with images"),
-        ({"eval_share": 0.1}, "--eval-share is untested with images"),
+        ({"eval_share": 0.1}, "eval_share is untested with images"),
         ({"tokens_per_example": 100}, "an example of 100 tokens has no room for its image of 770"),
         ({"pins": {"seq_len": 512}}, "never truncated"),
         ({"mean_tokens": 100, "p99_tokens": 200}, "has no room for its image of 770"),

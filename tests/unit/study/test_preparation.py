@@ -163,7 +163,7 @@ def test_what_is_missing_is_found_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(worker_group, "find_spec", lambda name: None)
     monkeypatch.setattr("autotune.core.nvml.visible", list)
-    with pytest.raises(UsageError, match="--ray: Ray is not installed"):
+    with pytest.raises(UsageError, match="ray: Ray is not installed"):
         prepare_session(spec(ray="auto"))
     with pytest.raises(UsageError, match="--budget: ") as caught:
         prepare_session(spec(budget="soon"))

@@ -46,7 +46,7 @@ def test_more_capable_within_the_slack_wins():
     assert explain_choice(able, [fast, able], 0.05, RANKS, ()) == (
         "it is more capable: lora_rank 64 instead of 16, optimizer adamw_torch_fused instead of"
         " adamw_8bit, "
-        "for 4.0% more cost than the cheapest (--slack allows 5%)"
+        "for 4.0% more cost than the cheapest (slack allows 5%)"
     )
     assert choose([fast, able], 0.03) is fast
     assert choose([fast, able], 0.0) is fast
@@ -66,7 +66,7 @@ def test_a_tenth_of_free_memory_is_worth_the_slack():
     )
     assert choose([tight, roomy], 0.05) is roomy
     assert explain_choice(roomy, [tight, roomy], 0.05, RANKS, ()) == (
-        "it leaves more memory free, for 1.0% more cost than the cheapest (--slack allows 5%); "
+        "it leaves more memory free, for 1.0% more cost than the cheapest (slack allows 5%); "
         "nothing more capable was tried"
     )
     assert choose([tight, scored(99.0, free_fraction=0.04, micro_batch_size=4)], 0.05) is tight
