@@ -83,6 +83,16 @@ def result_of(record: StudyRecord, url: str) -> "StudyResult":
     return StudyResult(summary=read_summary(record, url, project_winner), record=record, url=url)
 
 
+def _require_one_model(first: Recipe, second: Recipe) -> None:
+    """Raise UsageError if two winners train different models: their speeds say nothing together."""
+    if first.model.digest != second.model.digest:
+        raise UsageError(
+            f"study {first.study!r} trains {first.model.name}, and study {second.study!r} trains "
+            f"{second.model.name}: the speeds of different models cannot be compared",
+            remedy="name two studies of one model",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StudyResult:
     """The results of a study. A notebook shows them as a table."""
@@ -163,11 +173,14 @@ class StudyResult:
         """Write report.html and the study's other files, by default into the study's directory.
 
         With `against`, write one page instead, with the winners of both studies side by side.
-        Raises NothingFits if one of the studies has no winner.
+
+        Raises:
+            NothingFits: one of the studies has no winner.
+            UsageError: the two studies train different models.
         """
         folder = Path(out) if out else self.out
         if against is not None:
-            _ = self.recipe, against.recipe  # raises NothingFits if one has no winner
+            _require_one_model(self.recipe, against.recipe)
             return write_versus(folder, self.summary, against.summary)
         write_study(folder, self.summary)
         return folder / "report.html"

@@ -1,8 +1,10 @@
-"""The output of `autotune run` on stderr: a live status on a terminal, plain lines elsewhere."""
+"""The output of `autotune run`: its progress on stderr, and the answer on stdout.
+
+On a terminal, the progress is a live status; elsewhere, it is plain lines.
+"""
 
 import json
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterable
@@ -12,8 +14,8 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
-from autotune.cli.last_screen import Field, answer, next_steps, side_by_side
-from autotune.cli.terminal import console
+from autotune.cli.last_screen import Field, answer, headline, next_steps, side_by_side
+from autotune.cli.terminal import console, wrapped
 from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 30.0  # seconds between two status lines if stderr is not a terminal
 REFRESHES_PER_S = 4  # on a terminal; more would be too many for a slow connection
-# Lines of the last screen besides its fields: the title, blank lines, and the shell's prompt
-MARGIN = 6
+# Lines of the last screen besides its title and its fields: blank lines, and the shell's prompt
+MARGIN = 4
 REUSED = (
     "(reused: the same probe has run on this device before, and its stored result is used; "
     "--set fresh=true measures again)"
@@ -44,12 +46,20 @@ _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", O
 class Display(AbstractContextManager["Display"]):
     """The output of one run.
 
-    `quiet` suppresses all output on stderr. `events` adds a JSON line on stdout for each event.
+    `quiet` suppresses all output except JSON. `events` adds a JSON line on stdout for each event.
+    With `events` or `as_json`, stdout is only for JSON, so the answer is printed on stderr, too.
     """
 
-    def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
+    def __init__(
+        self, *, budget_s: float, quiet: bool = False, events: bool = False, as_json: bool = False
+    ) -> None:
         tty = sys.stderr.isatty()
         self._console = console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
+        self._for_answer = self._console
+        if not (events or as_json):
+            self._for_answer = console(
+                quiet=quiet, highlight=False, soft_wrap=not sys.stdout.isatty()
+            )
         self._status: Any = (
             self._console.status("", refresh_per_second=REFRESHES_PER_S)
             if tty and not quiet
@@ -226,20 +236,22 @@ class Display(AbstractContextManager["Display"]):
             self._status.stop()
         self._details(summary, recipe)
         self._turn_page()
+        self._console = self._for_answer
 
-        title = f"{recipe.model.name} on {recipe.device.label}"
+        title = headline(summary, recipe)
         fields = answer(summary, recipe)
         table = side_by_side(summary, recipe)
         steps = next_steps(summary, recipe, out_dir)
         if self._status is not None:
             # On a terminal, only the notes that fit on the screen are printed below the fields.
-            height = sum(self._height(field) for field in fields)
+            height = len(self._wrap("", title)) + sum(self._height(field) for field in fields)
             used = height + len(table) + 2 * len(steps) + MARGIN
             fields += self._notes_for(
                 [*recipe.caveats, *summary.notes], self._console.height - used
             )
 
-        self._print(f"{title}\n", "bold")
+        broken = describe.broken_promise(summary)
+        self._hang("", title, "bold red" if broken else "bold")
         for field in fields:
             self._field(field.name, field.text, field.style)
         self._print("\n".join(["", *table, ""]))
@@ -302,7 +314,8 @@ class Display(AbstractContextManager["Display"]):
 
     def _turn_page(self) -> None:
         """Scroll the terminal's content into its history, so that printing continues at the top."""
-        if self._status is not None and not self._console.is_dumb_terminal:
+        is_terminal = self._status is not None and self._for_answer.is_terminal
+        if is_terminal and not self._console.is_dumb_terminal:
             from rich.control import Control
 
             self._console.print("\n" * self._console.height, end="")
@@ -372,15 +385,14 @@ class Display(AbstractContextManager["Display"]):
         """
         from rich.text import Text
 
-        if self._status is not None:
-            text = ("\n" + " " * len(start)).join(self._wrap(start, text))
-        line = Text.assemble((start, start_style or style or ""), (text, style or ""))
+        lines = self._wrap(start, text) if self._console.is_terminal else [f"{start}{text}"]
+        rest = "\n".join(lines)[len(start) :]
+        line = Text.assemble((start, start_style or style or ""), (rest, style or ""))
         self._console.print(line, emoji=False, soft_wrap=True)
 
     def _wrap(self, start: str, text: str) -> list[str]:
-        """Return the lines of a text, wrapped so that `start` fits before them on the terminal."""
-        width = max(self._console.width - len(start), 30)
-        return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+        """Return the lines of `start` and a text on the terminal."""
+        return wrapped(text, start, self._console.width)
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, emoji=False)

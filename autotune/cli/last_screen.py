@@ -1,6 +1,6 @@
 """The texts of the last screen of `autotune run`: the winner, its speed and cost, and next steps.
 
-`answer` and `next_steps` return the texts, and `cli.console` prints them.
+`headline`, `answer` and `next_steps` return the texts, and `cli.console` prints them.
 """
 
 import getpass
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autotune.core.probe_types import Outcome
 from autotune.core.text import study_command
-from autotune.core.units import fmt_usd
+from autotune.core.units import DASH
 from autotune.report import describe
 from autotune.report.answers import study_answer
 from autotune.report.infos import candidates
@@ -40,35 +40,45 @@ class Field:
     style: str | None = None
 
 
+def headline(summary: StudySummary, recipe: Recipe) -> str:
+    """Return the answer in one line: the speed-up, the time and the cost of the full run.
+
+    If the winner's export failed its verification, the line says so instead.
+    """
+    if broken := describe.broken_promise(summary):
+        return broken
+
+    number = {name: one.text for name, one in describe.numbers(recipe.winner).items()}
+    run = f"the full run takes {number['time']}"
+    if recipe.winner.cost.full_run_usd is not None:
+        run += f" and costs {number['USD']}"
+    subject = f"{recipe.model.name} on {recipe.device.label}"
+    speed_up = describe.speed_up(recipe)
+    if recipe.differs:
+        return f"{speed_up}: {run} ({subject})"
+    return f"{run[0].upper()}{run[1:]} ({subject}): {speed_up}"
+
+
 def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
     """Return the fields about the winner, in the order of a reader's questions."""
     winner = recipe.winner
     result = study_answer(recipe)
     number = {name: one.text for name, one in describe.numbers(winner).items()}
-    mfu = (
-        ""
-        if winner.performance.mfu is None
-        else f", MFU {number['MFU']}{describe.mfu_basis(recipe)}"
-    )
+    mfu = "" if winner.performance.mfu is None else f", MFU {number['MFU']}"
 
-    speed_up = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
-    search = describe.breakdown(summary)
-    if summary.search_usd is not None:
-        search += f"; the search cost {fmt_usd(summary.search_usd)}"
-
+    speed_up = describe.speed_up_range(recipe)
+    speed_up = f", {speed_up}" if speed_up else ""
     fields = [
         Field(name="winner", text=result.answer, style="bold green"),
         Field(name="", text="; ".join(describe.configuration(recipe))),
-        Field(name="speed", text=f"{number['useful tokens/s']} useful tokens/s{mfu}"),
-        Field(name="speed-up", text=speed_up, style="bold" if recipe.differs else None),
+        Field(name="speed", text=f"{number['useful tokens/s']} useful tokens/s{mfu}{speed_up}"),
         Field(name="cost", text=result.cost),
+        Field(name="search", text=describe.savings(summary)),
         Field(name="memory", text=result.needs),
         Field(name="sure", text=result.certainty),
-        Field(name="tried", text=search),
+        Field(name="tried", text=describe.breakdown(summary)),
     ]
 
-    if broken := describe.broken_promise(summary):
-        fields.insert(0, Field(name="verify", text=broken, style="bold red"))
     if too_large := _too_large(summary):
         fields.append(Field(name="", text=too_large))
     return fields
@@ -92,12 +102,14 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
         describe.gpus(one.config): one for one in by_number
     }
 
-    table = [[" " * 9, *_COLUMNS]]
-    for name, candidate in rows.items():
-        numbers = describe.numbers(candidate)
-        table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
+    columns = [[" " * 9, *rows]]
+    for heading, key in _COLUMNS.items():
+        texts = [describe.numbers(candidate)[key].text for candidate in rows.values()]
+        if set(texts) != {DASH}:  # a CPU has no MFU, and some devices have no price
+            columns.append([heading, *texts])
 
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table = list(zip(*columns, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in table

@@ -9,7 +9,9 @@ dash is replaced by a hyphen, and any other character by a question mark.
 import codecs
 import io
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +72,26 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
 
     stream = sys.stderr if stderr else sys.stdout
     return Clean(file=getattr(stream, "unguarded", stream), **options)
+
+
+def wrapped(text: str, start: str, width: int) -> list[str]:
+    """Return the lines of a text after `start`, each at most `width` characters wide.
+
+    Further lines are indented below the text. Only spaces break a line, so that the user can copy
+    a path, a command or a setting. At least 30 characters are left for the text.
+    """
+    texts = textwrap.wrap(
+        text, max(width - len(start), 30), break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    return [(" " * len(start) if index else start) + line for index, line in enumerate(texts)]
+
+
+def print_text(text: str, start: str = "") -> None:
+    """Print `start` and a text on stdout. On a terminal, the text is wrapped between words."""
+    lines = [f"{start}{text}"]
+    if sys.stdout.isatty():
+        lines = wrapped(text, start, shutil.get_terminal_size().columns)
+    print("\n".join(lines))
 
 
 def print_note(text: str) -> None:

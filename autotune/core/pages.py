@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autotune.core.text import code_span
+from autotune.core.text import code_span, markdown_text
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def environment(package: str) -> "Environment":
     )
     pages.filters |= {
         "code_span": code_span,
+        "markdown": markdown_text,
         "count": fmt_count,
         "gib": fmt_gib,
         "usd": fmt_usd,

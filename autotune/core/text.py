@@ -61,3 +61,14 @@ def code_span(text: str) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
     padding = " " if "`" in (flat[0], flat[-1]) else ""
     return f"{fence}{padding}{flat}{padding}{fence}"
+
+
+def markdown_text(text: str) -> str:
+    """Escape a text for one line of Markdown, or for a cell of a table in Markdown.
+
+    The text cannot add markup, end its line or its cell, or open a formula with a dollar sign.
+    """
+    import html
+
+    flat = " ".join(printable(text, " ").split())
+    return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(flat, quote=False))

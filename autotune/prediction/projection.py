@@ -52,11 +52,11 @@ def run_performance(
     task: Task, config: TrainConfig, measurements: Sequence[Measurement]
 ) -> Performance:
     """Return the full run's performance on the task's device, from probes of a configuration."""
-    # The model FLOPs utilisation needs one peak and the number of operations. Part of an fp8 base's
-    # arithmetic runs at twice the bf16 rate, so it has no single peak. The operations of objectives
-    # other than SFT are not counted.
+    # The model FLOPs utilisation needs one peak and the number of operations. A CPU has no data
+    # sheet with a peak. Part of an fp8 base's arithmetic runs at twice the bf16 rate, so it has no
+    # single peak. The operations of objectives other than SFT are not counted.
     is_counted = config.quantization != "fp8" and task.workload.objective is Objective.SFT
-    peak = (task.peak_tflops or peak_tflops(task.device)) if is_counted else None
+    peak = peak_tflops(task.device) if is_counted else None
     speed = performance(
         config,
         [_device_measurement(task, config, measurement)[0] for measurement in measurements],

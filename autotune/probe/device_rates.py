@@ -25,7 +25,6 @@ AHEAD_S = 0.01
 MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand calls
 TOO_LONG_S = 0.3  # seconds; after a product that takes longer, larger matrices are skipped
 LAUNCHES = 2000
-PEAK_SIDE = 1024  # rows and columns of the matrices that measure a CPU's peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,23 +84,6 @@ def measure_rates(meter: Meter) -> DeviceRates:
         link_gb_s=_link_gb_s(meter, target) if on_gpu else None,
         launch_us=_launch_us(meter),
     )
-
-
-def measure_cpu_peak(*, bf16: bool) -> float:
-    """A CPU's TFLOP/s in the fastest of a few large matrix products. Takes 0.2 s.
-
-    The products are in fp32, and also in bf16 if the processor supports it.
-    """
-    fastest_s = math.inf
-    for dtype in (torch.float32, torch.bfloat16) if bf16 else (torch.float32,):
-        left, right = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(dtype) for _ in range(2))
-        product = left @ right  # loads the kernel and allocates the result
-
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            torch.mm(left, right, out=product)
-            fastest_s = min(fastest_s, time.perf_counter() - began)
-    return 2 * PEAK_SIDE**3 / fastest_s / 1e12
 
 
 def _products(

@@ -104,11 +104,6 @@ class RankPool:
         self._ready_workers()
         return max(rank.context_gib for rank in self._ranks)
 
-    @property
-    def peak_tflops(self) -> float | None:
-        """The `WorkerProber.peak_tflops` of the first rank."""
-        return self._ranks[0].peak_tflops
-
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """Describe a model like `WorkerProber.describe`."""
         return self._ranks[0].describe(model)

@@ -72,7 +72,6 @@ class WorkerProber:
         self.ahead: CompileAhead | None = None
         self._memory_gib = 0.0
         self._context_gib = 0.0
-        self._peak_tflops: float | None = None
 
         self._should_stop = should_stop
         self._process: WorkerProcess | None = None
@@ -131,12 +130,6 @@ class WorkerProber:
         if self.device == "cpu":
             return True
         return self._nvml is not None and self._nvml.used_gib() is not None
-
-    @property
-    def peak_tflops(self) -> float | None:
-        """A CPU's TFLOP/s in large matrix products; None for a GPU, which has a data sheet."""
-        _ = self.fingerprint
-        return self._peak_tflops
 
     # --- probing, and retrying if the machine may be to blame
 
@@ -448,7 +441,6 @@ class WorkerProber:
             self._fingerprint = from_data(Fingerprint, message["fingerprint"])
             self._memory_gib = message["memory_gib"]
             self._context_gib = message["context_gib"]
-            self._peak_tflops = message["peak_tflops"]
             self._start_s = message["seconds"]
             self._ready = True
             return

@@ -105,7 +105,6 @@ def _start(device: str, send: Callable[..., None], scratch: str) -> "Worker | No
         seconds = time.time() - psutil.Process().create_time()
         known = {
             "fingerprint": to_data(meter.fingerprint()),
-            "peak_tflops": worker.peak_tflops,
             "seconds": seconds,
         }
         send(event="ready", **known, **sizes)
@@ -195,7 +194,6 @@ class Worker:
         # Garbage collection among the libraries' million objects would take a fifth of the loading
         # time.
         gc.disable()
-        from autotune.probe.device_rates import measure_cpu_peak
         from autotune.probe.harness import Probe  # noqa: F401
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
@@ -222,9 +220,6 @@ class Worker:
         self._drop(list(self._residents))
         gc.enable()
         self._served = 0
-        self.peak_tflops = None  # measured on a CPU; for a GPU, a data sheet gives it
-        if device == "cpu":
-            self.peak_tflops = measure_cpu_peak(bf16=bf16)
         self.meter.settle()
         self._empty_gib = self.meter.allocated_gib()
 

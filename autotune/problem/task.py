@@ -40,8 +40,6 @@ class Task:
             formula adds the wait for the GPU with the longest rows.
         within_hours: the time limit of the full run.
         example_gib: the memory of the example card, if a CPU represents one.
-        peak_tflops: the measured TFLOP/s of a CPU in large matrix products; no data sheet has this
-            rate.
     """
 
     study: str
@@ -59,7 +57,6 @@ class Task:
     world: World = World.REAL
     within_hours: float | None = None
     example_gib: float | None = None
-    peak_tflops: float | None = None
 
     @property
     def numbers_of_gpus(self) -> tuple[int, ...]:

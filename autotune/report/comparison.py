@@ -6,11 +6,9 @@ and empty for programs.
 """
 
 import csv
-import html
 import io
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -322,14 +320,6 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in tuple("=+-@") else value
 
 
-def _escape(text: str) -> str:
-    """Escape text for a cell of a Markdown table.
-
-    The text cannot add markup, end its cell, or open a formula with a dollar sign.
-    """
-    return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(text, quote=False))
-
-
 def _view(comparison: Comparison, today: date) -> Data:
     """Return everything that the templates read."""
     functions = {
@@ -358,9 +348,8 @@ def _view(comparison: Comparison, today: date) -> Data:
 
 def as_markdown(comparison: Comparison, today: date) -> str:
     """Return Markdown with a table and sentences for each group."""
-    pages = environment("autotune.report")
-    pages.filters["markdown"] = _escape
-    return pages.get_template("comparison.md.j2").render(_view(comparison, today))
+    template = environment("autotune.report").get_template("comparison.md.j2")
+    return template.render(_view(comparison, today))
 
 
 FORMATS: dict[str, Callable[[Comparison, date], str]] = {

@@ -329,7 +329,7 @@ def _note(summary: StudySummary) -> str:
 
 def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
     """Return a trial in Markdown: its outcome, numbers, reason and log."""
-    is_winner = summary.recipe is not None and summary.recipe.config == row.config
+    is_winner = row.number == _winner(summary, len(summary.trials))
     has_speed = row.tokens_per_second is not None
     numbers = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if has_speed else []
     if row.peak_reserved_gib is not None:

@@ -130,6 +130,39 @@ def speed_up(recipe: Recipe) -> str:
     return f"{abs(recipe.speedup - 1):.0%} {direction} than the baseline{label}"
 
 
+def savings(summary: StudySummary) -> str:
+    """Compare the savings of one full run with the cost of the search.
+
+    For example 'saves $0.57 per run; the search cost $0.065 (the savings are $0.55 to $0.59)'. If
+    the savings are less than the cost, the text says that the run is too short for a search.
+    """
+    found = summary.savings
+    spent = f"took {fmt_seconds(summary.wall_seconds)}"
+    if summary.search_usd is not None:
+        spent = f"cost {fmt_usd(summary.search_usd)}"
+    if found is None:
+        unknown = summary.recipe is None or summary.recipe.speedup is None
+        return f"savings {'are unknown' if unknown else 'are not measurable'}; the search {spent}"
+
+    # Format the savings in USD, or in time without a price.
+    saved, (low, high), fmt = found.hours, found.interval_hours, fmt_hours
+    if found.usd is not None and found.interval_usd is not None:
+        saved, (low, high), fmt = found.usd, found.interval_usd, fmt_usd
+    if saved <= 0:
+        sooner = f" and saves {fmt_hours(found.hours)}" if found.hours > 0 else ""
+        verb = "costs" if found.usd is not None else "takes"
+        return f"{verb} {fmt(-saved)} more per run{sooner}; the search {spent}"
+
+    if found.pays is False:
+        runs = f"{found.runs_to_pay:,} such runs pay for it"
+        saved_text = f"saves {fmt(saved)} per run, and the search {spent}"
+        return f"this run is too short to pay for a search: it {saved_text}, so {runs}"
+    between = f"{fmt(low)} to {fmt(high)}"
+    if low < 0:
+        between = f"at most {fmt(high)}"
+    return f"saves {fmt(saved)} per run; the search {spent} (the savings are {between})"
+
+
 def gpus(config: TrainConfig) -> str:
     """Describe the GPUs as '1 GPU' or '8 GPUs, fsdp2'."""
     return "1 GPU" if config.num_gpus == 1 else f"{config.num_gpus} GPUs, {config.sharding}"
@@ -204,16 +237,6 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
     )
     cost = f"{row.hours * row.num_gpus:.3g} GPU-hours" if row.usd is None else fmt_usd(row.usd)
     return f"{name}: {layout} ({row.label}), {fmt_hours(row.hours)}, {cost}{late}"
-
-
-def mfu_basis(recipe: Recipe) -> str:
-    """Return a phrase that says to which rate a CPU's MFU refers, since a CPU has no data sheet.
-
-    The phrase is empty for a GPU.
-    """
-    return (
-        " of what this processor reached in large products" if recipe.device.kind == "cpu" else ""
-    )
 
 
 def intervals(candidate: Candidate) -> str:

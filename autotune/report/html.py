@@ -210,6 +210,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "recipe": recipe,
         "headline": _headline(summary),
         "breakdown": describe.breakdown(summary),
+        "savings": describe.savings(summary),
         "spent": timeline(summary).sentences(),
         "map": infos.feasibility(summary),
         "parallel_px": figures.parallel_px(infos.parallel(summary)),

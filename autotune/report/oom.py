@@ -1,12 +1,14 @@
-"""The OOM report: each trial that did not fit, its excess, its use of memory, and remedies.
+"""The OOM report: why trials did not fit, the first change to make, and each trial's details.
 
-The report also lists the nearest configurations that fit. A refusal is a trial that was not probed,
-because it was predicted not to fit; the report lists it, too. The functions are pure: a
-StudySummary becomes an OomReport, as Markdown or as plain data.
+The details of a trial are its excess, its use of memory, remedies, and the nearest configurations
+that fit. A refusal is a trial that was not probed, because it was predicted not to fit; the report
+lists it, too. The functions are pure: a StudySummary becomes an OomReport, as sentences, as
+Markdown or as plain data.
 """
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +19,7 @@ from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.pages import environment
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import DASH, fmt_gib
+from autotune.core.units import DASH, fmt_count, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
@@ -56,6 +58,23 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """The use of memory that most configurations have too much of, and the first change to make.
+
+    `shares` are the least and the largest share of the memory among these configurations.
+    """
+
+    term: str
+    shares: tuple[float, float]
+    change: Change
+
+    def __str__(self) -> str:
+        """Return 'logits hold 60 % of the memory', or 'logits hold 54 to 60 % of the memory'."""
+        low, high = (f"{100 * share:.0f}" for share in self.shares)
+        return f"{self.term} hold {low if low == high else f'{low} to {high}'} % of the memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
     """A configuration of the study that fits.
 
@@ -68,6 +87,11 @@ class Neighbour:
     differs: dict[str, list[Any]]
     tokens_per_second: float | None
     peak_reserved_gib: float | None
+
+    def __str__(self) -> str:
+        """Return 'trial 3 (9,200 tokens/s, 23.0 GiB): micro_batch_size 8 → 4'."""
+        numbers = f"{fmt_count(self.tokens_per_second)} tokens/s, {fmt_gib(self.peak_reserved_gib)}"
+        return f"trial {self.number} ({numbers}): {self.changes() or 'the same configuration'}"
 
     def changes(self) -> str:
         """List the changes as 'seq_len 2048 → 1024, micro_batch_size 4 → 16'."""
@@ -140,15 +164,79 @@ class OomReport:
         """Count the entries with this outcome."""
         return sum(entry.outcome == outcome.value for entry in self.entries)
 
-    def headline(self) -> str:
-        """Return '3 of 12 trials ran out of memory, 2 were refused before launch.'."""
-        if not self.entries:
-            return f"No trial of {self.num_trials} ran out of memory and none was refused."
+    @property
+    def closest(self) -> OomEntry | None:
+        """The entry that exceeds its limit by the least, or None if no excess is known."""
+        entries = [entry for entry in self.entries if entry.margin is not None]
+        return min(entries, key=lambda entry: (entry.margin or 0.0, entry.number), default=None)
 
-        oom = self.num_oom
-        refused = self.num_refused
-        refused_early = f"{refused} {'was' if refused == 1 else 'were'} refused before launch"
-        return f"{oom} of {self.num_trials} trials ran out of memory, {refused_early}."
+    @property
+    def cause(self) -> Cause | None:
+        """The use of memory that is the largest in most configurations, or None if none is known.
+
+        The first change is the remedy for the configuration that exceeds its limit by the least.
+        """
+        entries = [entry for entry in self.configurations if entry.terms]
+        if not entries:
+            return None
+
+        ((name, _),) = Counter(entry.terms[0].name for entry in entries).most_common(1)
+        caused = [entry for entry in entries if entry.terms[0].name == name]
+        shares = [entry.terms[0].share for entry in caused]
+        closest = min(caused, key=lambda one: math.inf if one.margin is None else one.margin)
+        return Cause(term=name, shares=(min(shares), max(shares)), change=closest.changes[0])
+
+    @property
+    def first_change(self) -> Change | None:
+        """The first change to make: the remedy for the cause or, without a cause, for `closest`."""
+        if (cause := self.cause) is not None:
+            return cause.change
+        entry = self.closest or next(iter(self.entries), None)
+        return None if entry is None else entry.changes[0]
+
+    def headline(self) -> str:
+        """Return the counts and the cause.
+
+        For example '2 of 6 trials ran out of memory: logits hold 60 % of the memory'.
+        """
+        if not self.entries:
+            return f"no trial of {self.num_trials} ran out of memory, and none was refused"
+
+        number = self.num_oom or self.num_refused
+        trials = f"{number} of {self.num_trials} trials"
+        verb = "ran out of memory"
+        if not self.num_oom:
+            verb = f"{'was' if number == 1 else 'were'} refused before launch"
+        if (cause := self.cause) is not None:
+            return f"{trials} {verb}: {cause}"
+        if (closest := self.closest) is not None:
+            return f"{trials} {verb}: the closest missed the limit by {excess_text(closest)}"
+        return f"{trials} {verb}"
+
+    def answer(self) -> tuple[str, ...]:
+        """Return the answer in sentences, the cause and the first change to make first."""
+        change = self.first_change
+        if change is None:
+            return (_sentence(self.headline()),)
+
+        first = f"{self.headline()}. First change: {change.edit if change.knob else change.why}"
+        sentences = [first, *([change.why] if change.knob else [])]
+        if self.num_oom and self.num_refused:
+            were = "trial was" if self.num_refused == 1 else "trials were"
+            sentences.append(
+                f"{self.num_refused} more {were} refused before launch, because they were "
+                "predicted not to fit"
+            )
+
+        if (closest := self.closest) is not None:
+            phase = f" in {closest.phase}" if closest.phase else ""
+            sentences.append(
+                f"closest to fitting: trial {closest.number}, {closest.label}, missed the limit of "
+                f"{fmt_gib(closest.limit_gib)} by {excess_text(closest)}{phase}"
+            )
+            similar = sorted(closest.nearest, key=lambda one: -(one.tokens_per_second or 0.0))
+            sentences += [f"a similar configuration fits: {one}" for one in similar[:1]]
+        return tuple(map(_sentence, sentences))
 
     def markdown(self) -> str:
         """Return the content of oom_report.md."""
@@ -210,7 +298,12 @@ def excess_text(entry: OomEntry) -> str:
     if entry.margin is None:
         return DASH
     gib = "" if entry.missed_gib is None else f" ({fmt_gib(entry.missed_gib)})"
-    return f"{entry.margin:.1%}{gib}"
+    return f"{100 * entry.margin:.1f} %{gib}"
+
+
+def _sentence(text: str) -> str:
+    """Return the text with a capital letter at its start, and with a full stop at its end."""
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:

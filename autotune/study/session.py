@@ -352,12 +352,6 @@ class Leader:
                 task=replace(setup.task, carried=before.carried, calibration=before.calibration),
             )
 
-        if setup.task.device.kind == "cpu":
-            peak = (
-                self._before.task.peak_tflops if self._before else self.session.prober.peak_tflops
-            )
-            setup = replace(setup, task=replace(setup.task, peak_tflops=peak))
-
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(
@@ -437,8 +431,9 @@ class Leader:
                 # a notebook.
                 stop.request()
             finally:
+                is_stopped = stop() or self.failure is not None
                 self.update(
-                    phase=StudyPhase.ENDED,
+                    phase=StudyPhase.STOPPED if is_stopped else StudyPhase.ENDED,
                     too_short_for=() if stop() else self.trials.too_short_for,
                 )
                 self.trials.reap()

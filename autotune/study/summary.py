@@ -26,6 +26,7 @@ from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
 from autotune.study.decomposition import Decomposition
 from autotune.study.learning import Learning
+from autotune.study.savings import Savings, run_savings
 from autotune.study.scaling import Scaling
 
 COST_KEYS = (
@@ -413,6 +414,7 @@ class StudySummary:
         numerics="recipe.numerics",
         quality=Native("quality"),
         unsteady="recipe.unsteady",
+        savings="savings",
         verification=View("verification", native_fields_plus("holds")),
         explanation=Native("explanation"),
         fingerprint=Native("recipe.fingerprint"),
@@ -455,6 +457,25 @@ class StudySummary:
     def speedup_evidence(self) -> Evidence | None:
         """The evidence for the speed-up, or None without a baseline."""
         return self.recipe.speedup_evidence if self.recipe and self.recipe.baseline else None
+
+    @property
+    def savings(self) -> Savings | None:
+        """The savings of the winner's full run against the baseline's.
+
+        They are None if the speed-up is unknown, or within the measurement error.
+        """
+        recipe = self.recipe
+        if recipe is None or recipe.baseline is None or not recipe.differs:
+            return None
+        assert recipe.speedup is not None and recipe.speedup_interval is not None
+        return run_savings(
+            recipe.winner.cost,
+            recipe.baseline.cost,
+            recipe.speedup,
+            recipe.speedup_interval,
+            search_hours=self.wall_seconds / 3600,
+            search_usd=self.search_usd,
+        )
 
     @property
     def probe_seconds(self) -> float:

@@ -25,7 +25,7 @@ Answers = Callable[[ProbeRequest], ProbeResult] | Mapping[TrainConfig, ProbeResu
 class ReplayProber:
     """A prober for `Evaluator`. An answering function may raise, as the worker's launcher does."""
 
-    context_gib, peak_tflops = 0.0, None
+    context_gib = 0.0
 
     def __init__(
         self,

@@ -210,6 +210,8 @@ def test_the_dashboard_draws_the_shares_of_the_report_and_calls_the_winner_best(
         )
         for row, speed in zip(made.trials, map(float, range(60)), strict=True)
     )
+    # The last trial tries the winner's configuration again.
+    rows = (*rows[:-1], replace(rows[-1], config=rows[7].config))
     assert made.recipe is not None
     winner = replace(made.recipe.winner, config=rows[7].config)
     study = replace(made, trials=rows, recipe=replace(made.recipe, winner=winner))
@@ -217,7 +219,10 @@ def test_the_dashboard_draws_the_shares_of_the_report_and_calls_the_winner_best(
         optuna.trial.create_trial(value=float(row.number), user_attrs={"a": 1}) for row in rows
     ]
     app = LiveDashboard(lambda: ({}, trials), lambda: study, "out")
-    assert get(app, "/api/studies/0")["best_trials"][0]["number"] == 7  # 59 has the largest value
+    shown = get(app, "/api/studies/0")
+    assert [one["number"] for one in shown["best_trials"]] == [7]  # 59 has the largest value
+    winners = [one["number"] for one in shown["trials"] if ", the winner" in one["note"]["body"]]
+    assert winners == [7]
     (shares,) = get(app, "/api/studies/0/param_importances")["param_importances"]
     own = infos.importances(study)
     assert (

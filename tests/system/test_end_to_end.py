@@ -5,6 +5,7 @@ resumed.
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -184,7 +185,8 @@ def test_messages_are_on_stderr_and_stdout_is_json(finished: Finished) -> None:
         "left out  lora_rank 8",
         "over the limit",
         "winner",
-        "speed-up",
+        "the full run takes",
+        "the search cost $",
         "--max-steps 5",
     ):
         assert part in finished.ended.err
@@ -261,8 +263,10 @@ def test_status_shows_the_study(finished: Finished) -> None:
 
 
 def test_oom_shows_the_oom_report(finished: Finished) -> None:
-    output = autotune(finished.folder, "oom", finished.data["study"])
-    assert (output.code, output.err) == (0, "")
+    answer = autotune(finished.folder, "oom", finished.data["study"])
+    assert (answer.code, answer.err) == (0, "")
+    assert re.match(r"\d+ of \d+ trials ran out of memory: .* First change: ", answer.out)
+    output = autotune(finished.folder, "oom", finished.data["study"], "--details")
     assert output.out.strip() == (finished.out / "oom_report.md").read_text().strip()
     assert json.loads(autotune(finished.folder, "oom", "--json").out) == json.loads(
         (finished.out / "oom_report.json").read_text()

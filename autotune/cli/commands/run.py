@@ -16,6 +16,7 @@ from autotune.cli.study_options import ALL, spec_of, with_study_options
 from autotune.cli.terminal import print_note
 from autotune.core.errors import UsageError
 from autotune.core.process import StopToken
+from autotune.core.text import study_command
 from autotune.study.storage.location import existing_url, from_stored_directory
 
 if TYPE_CHECKING:
@@ -58,11 +59,22 @@ def resume(
     json_: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a study with its original options; the options given here replace them."""
+    """Continue a study with its original options; the options given here replace them.
+
+    Raises UsageError without a name if the newest study has finished: its user may mean another.
+    """
     from autotune.study.session import find_record
+    from autotune.study.storage.study_record import StudyPhase
 
     url = existing_url(storage)
     record = find_record(study, url)
+    if study is None and record.phase is StudyPhase.ENDED:
+        raise UsageError(
+            f"the newest study, {record.task.study!r}, is finished",
+            remedy="search on by its name: "
+            f"`{study_command('resume', record.task.study)} --budget {record.spec.budget}`",
+        )
+
     changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
     values = {key: value for key, value in changes.items() if value is not None}
     name = record.task.study
@@ -92,7 +104,7 @@ def run_spec(
     @contextmanager
     def shown(plan: "SessionPlan") -> Iterator[Display]:
         """Show the search on a Display while the block runs, and stop the search on a signal."""
-        display = Display(budget_s=plan.budget_s, quiet=quiet, events=events)
+        display = Display(budget_s=plan.budget_s, quiet=quiet, events=events, as_json=as_json)
         with stop_on_signals(stop), display:
             yield display
 

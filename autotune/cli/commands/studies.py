@@ -11,10 +11,16 @@ import typer
 
 from autotune.cli.answers import print_answer
 from autotune.cli.options import Directory, Html, Json, Storage, StudyName
-from autotune.cli.terminal import console, print_answer_json, print_json, print_table
+from autotune.cli.terminal import (
+    console,
+    print_answer_json,
+    print_json,
+    print_table,
+    print_text,
+)
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
-from autotune.core.text import kebab_case
+from autotune.core.text import kebab_case, study_command
 from autotune.core.units import fmt_count, fmt_seconds
 from autotune.report.values.commands import Files, StudyRow
 from autotune.study.storage.location import existing_url, named_url
@@ -245,9 +251,21 @@ def delete(
         print(f"deleted; its files are still in {result.out}")
 
 
-def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Print, as Markdown, each configuration of a study that did not fit, and proposed changes.
+def oom(
+    study: StudyName = None,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details",
+            help="Print every trial that did not fit, as Markdown: what held its memory.",
+        ),
+    ] = False,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
+    """Print why trials of a study did not fit, and the first change to make.
 
+    With `details`, print each configuration that did not fit, with proposed changes, as Markdown.
     On a terminal, the Markdown is rendered.
     """
     from autotune.api import load_study
@@ -256,6 +274,12 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
     report = oom_report(load_study(study, storage).summary)
     if json_:
         print_answer_json(report)
+    elif not details:
+        for sentence in report.answer():
+            print_text(sentence)
+        if report.entries:
+            print_text("Every trial with its memory, and more changes:")
+            print(f"  {study_command('oom', report.study)} --details")
     elif (screen := console()).is_terminal:
         from rich.markdown import Markdown
 
@@ -301,8 +325,8 @@ def report(
 ) -> None:
     """Write a study's summary, reports and exports again, or one page that compares two studies.
 
-    Raises UsageError if there is no such study, and NothingFits if one of two studies has no
-    winner.
+    Raises UsageError if there is no such study or if two studies train different models, and
+    NothingFits if one of two studies has no winner.
     """
     from autotune.api import load_study
 

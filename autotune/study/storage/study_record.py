@@ -27,10 +27,14 @@ _WORKER = "worker_seconds:"  # a key is this prefix and a worker's name
 
 
 class StudyPhase(StrEnum):
-    """The phase of a study's leader; workers help while the phase is SEARCHING."""
+    """The phase of a study's leader; workers help while the phase is SEARCHING.
+
+    A user or a failure stopped a STOPPED study before its end.
+    """
 
     SEARCHING = "searching"
     CONFIRMING = "confirming"
+    STOPPED = "stopped"
     ENDED = "ended"
 
 

@@ -60,7 +60,7 @@ def test_the_command_that_explains_names_the_study(
 ) -> None:
     with Display(budget_s=600.0) as one:
         one.result(replace(summary(), study=name), "runs/one")
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     command = lines[
         next(place for place, line in enumerate(lines) if line.endswith("ask why it won:")) + 1
     ]
@@ -91,9 +91,19 @@ def test_named_configurations_are_one_event(capsys: pytest.CaptureFixture[str]) 
     assert event["event"] == "result" and event["configs"] == json_data([result])
 
 
-def test_without_events_stdout_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_answer_is_on_stdout_and_begins_with_the_speed_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out, err = shown(capsys)
-    assert out == "" and "winner" in err and "\x1b[" not in err
+    first, *lines = out.splitlines()
+    assert first == (
+        "2.1 times the speed of the baseline: the full run takes 10 min 20 s and costs $0.618 "
+        "(mistralai/Mistral-7B-v0.3 on h200-sxm)"
+    )
+    assert any(line.startswith("   winner  lora r16 4x1024") for line in lines)
+    assert any(line.startswith("   search  saves $") for line in lines)
+    assert "a note" in err and "winner" not in err and "\x1b[" not in out + err
+    assert shown(capsys, quiet=True) == ("", "")
 
 
 def test_without_a_terminal_a_status_line_is_printed_now_and_then(
@@ -164,8 +174,11 @@ class Terminal(io.StringIO):
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Terminal:
-    """In place of stderr from here on; pytest puts its own there when a test's body begins."""
+    """In place of stdout and stderr from here on; pytest puts its own there when a test's body
+    begins.
+    """
     made = Terminal()
+    monkeypatch.setattr(sys, "stdout", made)
     monkeypatch.setattr(sys, "stderr", made)
     for name, value in (
         {"COLUMNS": "80", "TERM": "xterm-256color", "NO_COLOR": ""} | environment
@@ -228,7 +241,7 @@ def test_the_last_screen_is_the_answer_alone(
     above, screen = got.getvalue().rsplit("\x1b[H", 1)
     lines = plain(screen)
     assert "note 39" in above and above.count("\n") > rows
-    assert lines[0] == "mistralai/Mistral-7B-v0.3 on h200-sxm" and len(lines) <= rows - 1
+    assert lines[0].startswith("2.1 times the speed of the baseline: ") and len(lines) <= rows - 1
     wanted = (
         recipe.config.label(),
         "full run",
@@ -307,7 +320,7 @@ def test_the_report_is_opened_where_there_is_a_desktop_and_else_copied(
     monkeypatch.setattr("getpass.getuser", lambda: "ada")
     with Display(budget_s=600.0) as one:
         one.result(summary(), "runs/it's here")
-    label, shown_command = capsys.readouterr().err.splitlines()[-4:-2]
+    label, shown_command = capsys.readouterr().out.splitlines()[-4:-2]
     assert "the report" in label and shown_command.strip() == command
 
 

@@ -1,6 +1,8 @@
 """The commands about stored studies: what they print, and where they write."""
 
 import json
+import os
+import re
 import shutil
 import sys
 from contextlib import closing
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autotune.api import load_study
+from autotune.catalog import resolve_model
 from autotune.cli.commands import studies
 from autotune.cli.commands.run import resume
 from autotune.core.errors import UsageError
@@ -17,9 +20,9 @@ from autotune.report.oom import oom_report
 from autotune.study.optimizer import Optimizer
 from autotune.study.session import worker_folder
 from autotune.study.storage.location import from_stored_directory, to_stored_directory
-from autotune.study.storage.study_record import start_record
+from autotune.study.storage.study_record import StudyPhase, start_record, update_record
 from tests.helpers.replay import machine
-from tests.helpers.sessions import SPACE, Start, by_tokens, record_of, whole
+from tests.helpers.sessions import SPACE, Start, by_tokens, record_of, subject_of, whole
 from tests.unit.cli.test_console import Terminal
 
 URL = "sqlite:///autotune.db"
@@ -48,18 +51,40 @@ def test_every_column_of_the_list_has_a_heading(
     assert [cell.strip() for cell in row.strip("│").split("│")][3:] == ["8", "1,020", "no"]
 
 
-def test_oom_is_laid_out_on_a_terminal_and_markdown_elsewhere(
+def test_oom_prints_the_answer_and_on_request_the_details(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    studies.oom("one", URL)
-    text = oom_report(load_study("one", URL).summary).markdown()
-    assert capsys.readouterr().out == text and text.startswith("# ") and "|---" in text
+    studies.oom("one", storage=URL)
+    report = oom_report(load_study("one", URL).summary)
+    *answer, more, command = capsys.readouterr().out.splitlines()
+    assert answer == [*report.answer()] and len(answer) <= 6
+    assert re.match(r"1 of 8 trials ran out of memory: .* First change: \w+ \w+ → \w+\.", answer[0])
+    assert more.endswith(":") and command == "  autotune oom one --details"
+
+    studies.oom("one", details=True, storage=URL)
+    text = report.markdown()
+    assert capsys.readouterr().out == text and text.startswith("# 1 of 8 trials") and "|---" in text
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    studies.oom("one", URL)
+    studies.oom("one", details=True, storage=URL)
     shown = screen.getvalue()
     assert "ran out of memory" in shown and "Nearest configurations that fit" in shown
     assert not any(mark in shown for mark in ("# ", "|--", "`", "**"))
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 160])
+def test_a_terminal_of_any_width_breaks_no_word(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    """Only a word that is wider than the terminal stands out."""
+    studies.oom("one", storage=URL)
+    words = capsys.readouterr().out.split()
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    studies.oom("one", storage=URL)
+    lines = screen.getvalue().splitlines()
+    assert " ".join(lines).split() == words
+    assert all(len(line) <= columns or " " not in line.strip() for line in lines)
 
 
 def test_two_studies_make_one_page(
@@ -75,6 +100,49 @@ def test_two_studies_make_one_page(
     )
     with pytest.raises(UsageError, match="no study"):
         studies.report("one", "another", None, URL)
+
+
+def test_studies_of_different_models_are_not_compared(start: Start, folder: Path) -> None:
+    other = subject_of(study="other", model=resolve_model("mistral-7b"))
+    session = whole(start, machine(rate=by_tokens), trials=4, task=other)
+    start_record(session.search, record_of(other, out=folder / "runs" / "other"))
+    with pytest.raises(UsageError) as refused:
+        studies.report("one", "other", None, URL)
+    assert "the speeds of different models cannot be compared" in str(refused.value)
+    assert "mistralai/Mistral-7B" in str(refused.value) and refused.value.exit_code == 2
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("phase", "named", "begins"),
+    [
+        (StudyPhase.ENDED, False, False),
+        (StudyPhase.ENDED, True, True),
+        (StudyPhase.STOPPED, False, True),
+        (None, False, True),  # its process was killed
+    ],
+)
+def test_a_finished_study_is_continued_only_by_name(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: StudyPhase | None,
+    named: bool,
+    begins: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    session = whole(start, machine(rate=by_tokens), trials=2)
+    start_record(session.search, record_of(out=tmp_path / "one"))
+    update_record(session.search, phase=phase)
+    begun: list[StudySpec] = []
+    monkeypatch.setattr("autotune.cli.commands.run.run_spec", lambda spec, **_: begun.append(spec))
+    if begins:
+        resume("one" if named else None, storage=URL)
+    else:
+        with pytest.raises(UsageError, match="'one', is finished") as refused:
+            resume(storage=URL, budget="1h")
+        assert "`autotune resume one --budget " in refused.value.remedy
+    assert bool(begun) is begins
 
 
 def test_a_study_that_was_copied_is_written_where_it_is_opened(

@@ -138,7 +138,7 @@ def test_new_errors_of_the_cards_own_memory_end_the_session(
 
 
 READY = {"event": "ready", "fingerprint": to_data(FINGERPRINT), "seconds": 9.5}
-READY |= {"memory_gib": 8.0, "context_gib": 0.5, "peak_tflops": 0.25}
+READY |= {"memory_gib": 8.0, "context_gib": 0.5}
 START = {"event": "phase", "phase": "start"}
 STEADY = {"event": "phase", "phase": "steady"}
 SHAPE = ModelShape(num_layers=4, prefix=0, period=1)

@@ -796,7 +796,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             self.meter = SimpleNamespace(
                 fingerprint=lambda: FINGERPRINT, memory_gib=lambda: 24.0, context_gib=lambda: 0.5
             )
-            self.peak_tflops = 0.25
             self.others_are_stuck = False
 
         def serve(self, request: ProbeRequest) -> Any:
@@ -845,7 +844,7 @@ def test_a_worker_answers_one_message_after_another(served: Any) -> None:
         {"event": "phase", "phase": "start"},
         {"event": "phase", "phase": "load"},
     ]
-    known = {"memory_gib": 24.0, "context_gib": 0.5, "peak_tflops": 0.25, "seconds": 9.5}
+    known = {"memory_gib": 24.0, "context_gib": 0.5, "seconds": 9.5}
     assert answers[2] == {"event": "ready", "fingerprint": to_data(FINGERPRINT)} | known
     assert answers[3:5] == [
         {"event": "described", "shape": {"a": 1}},

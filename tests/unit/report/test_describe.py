@@ -4,6 +4,7 @@ and trade-offs.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +20,7 @@ from autotune.problem.run_cost import Pauses
 from autotune.report import describe
 from autotune.report.study_directory import write_exports
 from autotune.study.ablation import AblatedKnob, Ablation
-from autotune.study.summary import Recipe
+from autotune.study.summary import Candidate, Recipe
 from tests.helpers.factories import summary
 from tests.helpers.hostile import NAMES
 
@@ -245,4 +246,53 @@ def test_evaluations_and_checkpoints_are_said_as_far_as_they_are_known() -> None
     assert (
         describe.left_out(recipe.winner.cost)
         == "They do not include start-up, checkpoint saves and evaluation."
+    )
+
+
+def test_savings_are_stated_beside_the_cost_of_the_search() -> None:
+    study = summary()
+    saved = describe.savings(study)
+    assert re.fullmatch(
+        r"saves \$[\d.]+ per run; the search cost \$0\.07 \(the savings are \$[\d.]+ to \$[\d.]+\)",
+        saved,
+    )
+    short = describe.savings(replace(study, search_usd=4.0))
+    assert re.fullmatch(
+        r"this run is too short to pay for a search: it saves \$[\d.]+ per run, and the search "
+        r"cost \$4\.00, so \d+ such runs pay for it",
+        short,
+    )
+
+
+def test_savings_without_a_price_are_times() -> None:
+    study = summary()
+    made = recipe()
+    assert made.baseline is not None
+
+    def unpriced(candidate: Candidate) -> Candidate:
+        return replace(candidate, cost=replace(candidate.cost, full_run_usd=None))
+
+    free = replace(made, winner=unpriced(made.winner), baseline=unpriced(made.baseline))
+    text = describe.savings(replace(study, recipe=free, search_usd=None))
+    assert re.match(r"saves \d+ min .* per run; the search took 1 min 15 s \(", text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"baseline": None}, "savings are unknown; the search cost $0.07"),
+        ({"unsteady": "noise"}, "savings are unknown; the search cost $0.07"),
+        ({"winner": recipe().baseline}, "savings are not measurable; the search cost $0.07"),
+    ],
+)
+def test_unknown_savings_are_not_stated(changes: dict[str, Any], text: str) -> None:
+    assert describe.savings(replace(summary(), recipe=replace(recipe(), **changes))) == text
+
+
+def test_a_run_that_costs_more_is_no_saving() -> None:
+    made = recipe()
+    dear = replace(made.winner, cost=replace(made.winner.cost, full_run_usd=9.0))
+    text = describe.savings(replace(summary(), recipe=replace(made, winner=dear)))
+    assert re.fullmatch(
+        r"costs \$[\d.]+ more per run and saves \d+ min \d+ s; the search cost \$0\.07", text
     )

@@ -41,7 +41,9 @@ def test_counts_every_oom_and_refusal() -> None:
         (7, "oom"),
         (9, "refused"),
     ]
-    assert report.headline() == "2 of 12 trials ran out of memory, 2 were refused before launch."
+    assert (
+        report.headline() == "2 of 12 trials ran out of memory: activations hold 83 % of the memory"
+    )
 
 
 def test_oom_numbers_come_from_the_detail() -> None:
@@ -161,7 +163,10 @@ def test_advice_is_not_repeated_for_two_large_terms() -> None:
 
 def test_markdown_of_a_study() -> None:
     text = oom_report(summary()).markdown()
-    assert "# Out of memory: `h200-mistral-7b`" in text
+    assert text.startswith(
+        "# 2 of 12 trials ran out of memory: activations hold 83 % of the memory"
+    )
+    assert "Study `h200-mistral-7b`" in text
     assert "## Trial 2: oom" in text
     assert "Requested 2.00 GiB on top of 131.0 GiB allocated, 131.9 GiB reserved" in text
     assert "`activations` 108.8 GiB (83%)" in text
@@ -172,7 +177,7 @@ def test_markdown_of_a_study() -> None:
 
 def test_markdown_without_any() -> None:
     text = oom_report(study(row(0, Outcome.OK))).markdown()
-    assert text == "# Out of memory: `s`\n\nNo trial of 1 ran out of memory and none was refused.\n"
+    assert text == "# No trial of 1 ran out of memory, and none was refused.\n\nStudy `s`\n"
 
 
 def test_markdown_when_nothing_fits() -> None:
@@ -192,7 +197,72 @@ def test_hostile_text_stays_in_code_spans() -> None:
     assert "\n" not in span
     text = oom_report(hostile).markdown()
     assert text.count(span) == 4
-    assert "<script>" not in text.replace(span, "")
+    assert "<script>" not in text.replace(span, "") and "[x](" not in text.replace(span, "")
+    assert text.splitlines()[0].startswith("# 1 of 1 trials ran out of memory: \\`a\\` \\|")
+
+
+def test_the_answer_is_the_cause_and_the_first_change() -> None:
+    first, *rest = oom_report(summary()).answer()
+    assert first == (
+        "2 of 12 trials ran out of memory: activations hold 83 % of the memory. "
+        "First change: micro_batch_size 4 → 2."
+    )
+    assert rest[0].startswith("Fewer sequences at a time; more micro batches")
+    assert rest[1] == (
+        "2 more trials were refused before launch, because they were predicted not to fit."
+    )
+    assert rest[2].startswith("Closest to fitting: trial 2, lora r16 4x2048 ")
+    assert rest[2].endswith("missed the limit of 132.0 GiB by 0.8 % (1.00 GiB) in backward.")
+    assert rest[3].startswith("A similar configuration fits: trial ") and len(rest) == 4
+
+
+def test_the_answer_says_the_range_of_the_largest_share_and_changes_what_is_closest() -> None:
+    """Logits are the largest in two configurations of three; the closer one gets its remedy."""
+    detail = oom_detail()
+
+    def ran_out(
+        number: int, terms: dict[str, float], config: TrainConfig, gib: float
+    ) -> TrialRecord:
+        oom = replace(detail, terms_gib=terms, allocated_gib=gib)
+        return row(number, Outcome.OOM, config=config, oom=oom)
+
+    rows = (
+        ran_out(0, {"logits": 6.0, "weights": 4.0}, TrainConfig(micro_batch_size=32), 400.0),
+        ran_out(1, {"logits": 5.0, "weights": 4.0}, TrainConfig(loss="chunked"), 140.0),
+        ran_out(2, {"weights": 9.0, "logits": 1.0}, TrainConfig(lora_rank=32), 131.0),
+    )
+    report = oom_report(study(*rows))
+    assert report.cause is not None and report.cause.shares == (pytest.approx(5 / 9), 0.6)
+    assert report.answer()[0] == (
+        "3 of 3 trials ran out of memory: logits hold 56 to 60 % of the memory. "
+        "First change: micro_batch_size 8 → 4."
+    )
+    assert report.answer()[2].startswith("Closest to fitting: trial 2, ")
+
+
+def test_without_a_known_cause_the_answer_is_the_least_excess() -> None:
+    refused = row(0, Outcome.REFUSED, margin=0.5, limit_gib=100.0)
+    assert (
+        oom_report(study(refused))
+        .answer()[0]
+        .startswith(
+            "1 of 1 trials was refused before launch: the closest missed the limit by 50.0 % "
+            "(50.0 GiB). First change: "
+        )
+    )
+    assert oom_report(study(row(0, Outcome.OOM))).headline() == "1 of 1 trials ran out of memory"
+    smallest = TrainConfig(
+        micro_batch_size=1,
+        seq_len=1,
+        checkpointing="offload",
+        quantization="nf4",
+        double_quant=True,
+    )
+    detail = replace(oom_detail(), terms_gib={"weights": 9.0})
+    (answer, *_) = oom_report(study(row(0, Outcome.OOM, config=smallest, oom=detail))).answer()
+    assert answer.endswith(
+        "First change: no knob reduces this memory: use a smaller model, or a GPU with more memory."
+    )
 
 
 def test_data_is_json_and_complete() -> None:
