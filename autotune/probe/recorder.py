@@ -26,6 +26,8 @@ ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3
 # The fewest timed rounds if the host waits for the device within a micro batch. The host's own
 # time, which varies, is then part of every round.
 WAITING_ROUNDS = 3
+# The share of `ProbeRequest.min_timed_s` for which a CPU's steps are timed
+CPU_SHARE = 0.5
 
 
 class NotSteady(Exception):
@@ -64,7 +66,7 @@ class Recorder:
     place. Then complete rounds are timed for `min_timed_s` seconds. Timing ends earlier if the
     rounds' times agree. If they disagree in a probe of a whole model, more rounds are timed.
 
-    A CPU's steps are timed for half of `min_timed_s`, and no rounds are added. Rounds on a CPU
+    A CPU's steps are timed for CPU_SHARE of `min_timed_s`, and no rounds are added. Rounds on a CPU
     never agree, because every other process of the machine delays some of them. On a CPU, timing
     starts after all peaks are read, and malloc then keeps freed memory. Unless micro batches are
     long, an untimed round comes first, so that malloc has freed blocks to reuse.
@@ -125,7 +127,7 @@ class Recorder:
         self._agree_at = ENOUGH_ROUNDS
 
         on_cpu = not meter.peaks_are_free
-        self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
+        self._min_timed_s = request.min_timed_s * (CPU_SHARE if on_cpu else 1.0)
         # If micro batches have many lengths, timing one step of each length may already take
         # `min_timed_s`, so the recorder may take up to five times as long.
         most = 5 if self.schedule.uneven else 2

@@ -63,6 +63,8 @@ PROGRAMS = (
 QUIET = {"HF_HUB_OFFLINE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Autotune passes variables of torch on to the processes that it starts.
 OWN_CODE = "TORCHINDUCTOR_OWN_CODE"
+# No test needs exact times, so probes on the CPU time few steps.
+SHORT_SHARE = 0.02
 HIGH = 512  # above every descriptor of a test
 MESSAGE_BYTES = 150_000  # more than a socket takes as one message is an error
 LIBRARIES = (
@@ -327,8 +329,11 @@ def _settle(request: dict[str, Any]) -> None:
     import numpy
     from torch._inductor import config as inductor
 
+    from autotune.probe import recorder
+
     variables = request["variables"]
     inductor.fallback_by_default = OWN_CODE not in variables
+    recorder.CPU_SHARE = SHORT_SHARE
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path if path not in inherited)]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from autotune.api import StudyResult
@@ -39,7 +40,7 @@ from tests.helpers.hostile import NAMES, arguments_of_autotune
 from tests.helpers.sessions import record_of
 from tests.unit.export.test_script import demo, write
 
-STEPS = 12
+STEPS = 24
 CONFIG = TrainConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch", precision="bf16_pure")
 _TO_BE_KILLED = """
 import sys
@@ -88,8 +89,14 @@ def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     )
     lines = output / "progress.jsonl"
     _wait(lambda: lines.exists() and lines.read_text().count("\n") >= 2)
-    killed.send_signal(signal.SIGKILL)  # the training that it started saves a checkpoint
+    # On a busy machine, the training might end before it notices that its parent was killed.
+    trainings = psutil.Process(killed.pid).children(recursive=True)
+    for training in trainings:
+        training.suspend()
+    killed.send_signal(signal.SIGKILL)
     killed.wait()
+    for training in trainings:
+        training.resume()  # it saves a checkpoint
     _wait(lambda: _is_free(output))
 
     seen: list[Progress] = []

@@ -330,6 +330,7 @@ def test_a_killed_server_restarts_with_all_results(
             pid = own.get_pid()
             assert pid is not None
             postmaster = psutil.Process(pid)
+            postmaster.suspend()  # else it might start another process meanwhile
             processes = [postmaster, *postmaster.children(recursive=True)]
             for one in processes:
                 one.kill()
