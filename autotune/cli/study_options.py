@@ -75,7 +75,14 @@ def _annotation(name: str, rare: tuple[str, ...]) -> Any:
     """
     if name == "set_":
         text = f"Pin a knob, or set one of {', '.join(sorted(rare))}; repeatable."
-        option = typer.Option("--set", metavar="NAME=VALUE", help=text)
+
+        def settings(incomplete: str) -> list[str]:
+            """Return the names of settings that the shell proposes when the user presses Tab."""
+            from autotune.core.knobs import KNOBS
+
+            return [f"{name}=" for name in (*KNOBS, *rare) if name.startswith(incomplete)]
+
+        option = typer.Option("--set", metavar="NAME=VALUE", help=text, autocompletion=settings)
         return Annotated[list[str] | None, option]
     if name in _PINS:
         return _PINS[name]

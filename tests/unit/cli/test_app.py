@@ -429,6 +429,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["run", "--model", "demo-"], {"demo-3m"}),
         (["plan", "--gpu", "h200-"], {"h200-sxm", "h200-nvl"}),
         (["run", "--space", "qlo"], {"qlora"}),
+        (["run", "--set", "se"], {"seed=", "seq_len="}),
+        (["plan", "--set", "s"], {"seq_len=", "sharding=", "slack=", "sync_each_batch="}),
     ],
 )
 def test_the_shell_completes_commands_options_and_names(
