@@ -14,7 +14,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
-from autotune.cli.last_screen import Field, answer, headline, next_steps, side_by_side
+from autotune.cli.last_screen import Field, answer, next_steps, side_by_side
 from autotune.cli.terminal import console, wrapped
 from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome, Rung
@@ -221,7 +221,7 @@ class Display(AbstractContextManager["Display"]):
         text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
         self._hang(start, text, _STYLES.get(row.outcome, "red"))
         self._printed[row.config] = row.outcome
-        if row.reused and not self._explained_reuse:
+        if row.is_from_other and not self._explained_reuse:
             self._explained_reuse = True
             self._hang(" " * 7, REUSED, "dim")
 
@@ -238,7 +238,7 @@ class Display(AbstractContextManager["Display"]):
         self._turn_page()
         self._console = self._for_answer
 
-        title = headline(summary, recipe)
+        title = describe.headline(summary)
         fields = answer(summary, recipe)
         table = side_by_side(summary, recipe)
         steps = next_steps(summary, recipe, out_dir)
@@ -412,6 +412,6 @@ def _details(row: TrialRecord) -> list[str]:
         details.append(row.reason)
     if row.evidence is Evidence.EXTRAPOLATED and row.rung is Rung.SHALLOW:
         details.append("extrapolated")
-    if row.reused:
+    if row.is_from_other:
         details.append("reused")
     return details

@@ -1,6 +1,6 @@
 """The texts of the last screen of `autotune run`: the winner, its speed and cost, and next steps.
 
-`headline`, `answer` and `next_steps` return the texts, and `cli.console` prints them.
+`answer` and `next_steps` return the texts, and `cli.console` prints them.
 """
 
 import getpass
@@ -38,25 +38,6 @@ class Field:
     name: str
     text: str
     style: str | None = None
-
-
-def headline(summary: StudySummary, recipe: Recipe) -> str:
-    """Return the answer in one line: the speed-up, the time and the cost of the full run.
-
-    If the winner's export failed its verification, the line says so instead.
-    """
-    if broken := describe.broken_promise(summary):
-        return broken
-
-    number = {name: one.text for name, one in describe.numbers(recipe.winner).items()}
-    run = f"the full run takes {number['time']}"
-    if recipe.winner.cost.full_run_usd is not None:
-        run += f" and costs {number['USD']}"
-    subject = f"{recipe.model.name} on {recipe.device.label}"
-    speed_up = describe.speed_up(recipe)
-    if recipe.differs:
-        return f"{speed_up}: {run} ({subject})"
-    return f"{run[0].upper()}{run[1:]} ({subject}): {speed_up}"
 
 
 def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:

@@ -130,6 +130,27 @@ def speed_up(recipe: Recipe) -> str:
     return f"{abs(recipe.speedup - 1):.0%} {direction} than the baseline{label}"
 
 
+def headline(summary: StudySummary) -> str:
+    """Return the answer of a study in one line: the speed-up, the time and the cost of the run.
+
+    If the winner's export failed its verification, the line says so instead.
+    """
+    recipe = summary.recipe
+    if recipe is None:
+        return f"No configuration has succeeded: {breakdown(summary)}"
+    if broken := broken_promise(summary):
+        return broken
+
+    number = {name: one.text for name, one in numbers(recipe.winner).items()}
+    run = f"the full run takes {number['time']}"
+    if recipe.winner.cost.full_run_usd is not None:
+        run += f" and costs {number['USD']}"
+    subject = f"{recipe.model.name} on {recipe.device.label}"
+    if recipe.differs:
+        return f"{speed_up(recipe)}: {run} ({subject})"
+    return f"{run[0].upper()}{run[1:]} ({subject}): {speed_up(recipe)}"
+
+
 def savings(summary: StudySummary) -> str:
     """Compare the savings of one full run with the cost of the search.
 

@@ -86,10 +86,14 @@ class Prober(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One candidate's result, whether it was stored already, and the seconds of its probes."""
+    """One candidate's result, whether it was stored already, and the seconds of its probes.
+
+    `is_own` says that this study itself measured the stored result, for example to find a baseline.
+    """
 
     result: ProbeResult
     reused: bool = False
+    is_own: bool = False
     seconds: float = 0.0
 
 
@@ -289,7 +293,7 @@ class Evaluator:
             # study that measured it.
             if trial is not None:
                 self._store_result(trial, replace(known, seconds={}))
-            return Evaluation(result=known, reused=True)
+            return Evaluation(result=known, reused=True, is_own=self._has_probed(config))
 
         # The CUDA context is not subtracted from this limit, because the predictor does that.
         offered = memory_limit_gib(request.memory_gib, request.headroom)
@@ -352,8 +356,15 @@ class Evaluator:
             self.failures_in_a_row = 0
         seconds = self._seconds.pop(result.config, 0.0)
         return Evaluation(
-            result=self._store_result(trial, result), reused=seconds == 0.0, seconds=seconds
+            result=self._store_result(trial, result),
+            reused=seconds == 0.0,
+            is_own=self._has_probed(result.config),
+            seconds=seconds,
         )
+
+    def _has_probed(self, config: TrainConfig) -> bool:
+        """Whether a probe of this configuration ran in this session."""
+        return config in self.whole_s or config in self.truncated_s
 
     def confirm(
         self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True

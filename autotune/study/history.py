@@ -35,6 +35,7 @@ def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
         rung=result.rung,
         evidence=result.evidence,
         reused=evaluation.reused,
+        is_own=evaluation.is_own,
         reason="; ".join(filter(None, (result.reason, *result.notes, disturbed))) or None,
         tokens_per_second=run_tokens_per_s(task, result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
@@ -60,6 +61,7 @@ def restore(
     seconds: dict[int | None, float] = {}
     for row in stored:
         seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
+    own = {row.result.config for row in stored if row.result.seconds.get("total")}
 
     records = []
     for trial in finished:
@@ -73,11 +75,13 @@ def restore(
                 reason=trial.reason,
             )
         spent = 0.0 if trial.reused else seconds.get(trial.number, 0.0)
-        records.append(
-            to_record(
-                trial.number, Evaluation(result=result, reused=trial.reused, seconds=spent), task
-            )
+        evaluation = Evaluation(
+            result=result,
+            reused=trial.reused,
+            is_own=trial.config in own,
+            seconds=spent,
         )
+        records.append(to_record(trial.number, evaluation, task))
         selection.add_result(result, reused=trial.reused)
 
     for row in searched:

@@ -187,7 +187,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One finished trial. `margin` is needed memory / limit - 1, positive without enough memory."""
+    """One finished trial. `margin` is needed memory / limit - 1, positive without enough memory.
+
+    `reused` says that the result was stored before the trial began, and `is_own` that this study
+    itself measured it.
+    """
 
     number: int
     config: TrainConfig
@@ -195,6 +199,7 @@ class TrialRecord:
     rung: Rung
     evidence: Evidence = Evidence.MEASURED
     reused: bool = False
+    is_own: bool = False
     reason: str | None = None
     tokens_per_second: float | None = None
     peak_reserved_gib: float | None = None
@@ -203,6 +208,11 @@ class TrialRecord:
     oom: OomDetail | None = None
     seconds: float = 0.0
     log: str | None = None
+
+    @property
+    def is_from_other(self) -> bool:
+        """Whether the result comes from another study."""
+        return self.reused and not self.is_own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,6 +500,11 @@ class StudySummary:
             if row.config not in rows or not row.reused:
                 rows[row.config] = row
         return tuple(sorted(rows.values(), key=lambda row: row.number))
+
+    @property
+    def num_from_others(self) -> int:
+        """The number of trials whose result comes from another study."""
+        return sum(row.is_from_other for row in self.trials)
 
     def counts(self) -> dict[str, int]:
         """Count the trials by outcome.

@@ -8,7 +8,7 @@ import typer
 
 from autotune.cli.options import Evidence, Gpu, Json
 from autotune.cli.study_options import CARD, LENGTHS, with_study_options
-from autotune.cli.terminal import print_answer_json, print_note
+from autotune.cli.terminal import print_answer_json, print_note, print_text
 from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.study.storage.location import EVIDENCE
@@ -52,7 +52,7 @@ def check_command(
         print_answer_json(report)
     else:
         for label, text in lines(report):
-            print(printable(f"{label:>8}  {text}" if label else text))
+            print_text(printable(text), f"{label:>8}  " if label else "")
 
     device = report.device.name
     if report.checked.state == TIGHT:

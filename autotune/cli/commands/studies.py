@@ -81,21 +81,24 @@ def status(
         print_answer_json(Status(file=file, running=process is not None))
         return
 
-    for key, text in status_lines(summary, process, str(result.out)).items():
-        print(f"{key:>7}  {text}")
+    first, *rest = status_lines(summary, process, str(result.out)).items()
+    print_text(first[1])
+    for key, text in rest:
+        print_text(text, f"{key:>7}  ")
 
 
 def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> dict[str, str]:
-    """Return the lines of a study's status by name.
+    """Return the lines of a study's status by name, the answer first.
 
     `process` names the process that runs the study, or is None.
     """
-    from autotune.report.describe import broken_promise, candidate_line
+    from autotune.report.describe import candidate_line, headline, savings
 
-    counts = [
-        f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"
-    ]
+    # A result that this study measured itself is not called reused.
+    count = summary.counts() | {"reused": summary.num_from_others}
+    counts = [f"{number} {kind}" for kind, number in count.items() if number or kind == "total"]
     lines = {
+        "answer": f"So far: {headline(summary)}" if process else headline(summary),
         "study": summary.study + (f", being run by process {process}" if process else ""),
         "trials": ", ".join(counts),
         "time": f"{fmt_seconds(summary.wall_seconds)} in all, "
@@ -106,8 +109,7 @@ def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> 
     if summary.recipe is not None:
         best = summary.recipe.winner
         lines["best"] = f"{best.config.label()}: {candidate_line(best)}"
-    if broken := broken_promise(summary):
-        lines["verify"] = broken
+        lines["search"] = savings(summary)
     return lines
 
 
@@ -170,6 +172,14 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
             "database with --storage"
         )
         return
+
+    running = sum(row.running for row in rows)
+    newest = rows[-1]
+    speed = fmt_count(newest.tokens_per_s)
+    print_text(
+        f"{len(rows)} {'study' if len(rows) == 1 else 'studies'}, {running} running; the newest is "
+        f"{newest.study}: {newest.model} on {newest.device}, {speed} tokens/s"
+    )
 
     columns = {
         "study": "left",

@@ -155,6 +155,16 @@ def test_what_is_proposed_again_has_its_line_already(capsys: pytest.CaptureFixtu
     assert said.count(REUSED) == 1
 
 
+def test_what_the_study_itself_measured_is_not_called_reused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A new study probes the baseline while it looks for one, and its first trial takes that."""
+    with Display(budget_s=600.0) as one:
+        one.trial(replace(summary().trials[0], reused=True, is_own=True))
+    said = capsys.readouterr().err
+    assert "    0    8,000   20.0  best     lora r16" in said and "reused" not in said
+
+
 def test_the_word_reused_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = summary().trials[:2]
     with Display(budget_s=600.0) as one:

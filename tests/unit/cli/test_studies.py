@@ -1,10 +1,11 @@
 """The commands about stored studies: what they print, and where they write."""
 
+import itertools
 import json
-import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def test_every_column_of_the_list_has_a_heading(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     studies.list_all(URL)
-    _, heading, _, row, _ = capsys.readouterr().out.splitlines()
+    answer, _, heading, _, row, _ = capsys.readouterr().out.splitlines()
+    assert answer == ("1 study, 0 running; the newest is one: demo-3m on h200-sxm, 1,020 tokens/s")
     headings = ["study", "model", "device", "trials", "tokens/s", "running"]
     assert [cell.strip() for cell in heading.strip("┃").split("┃")] == headings
     assert [cell.strip() for cell in row.strip("│").split("│")][3:] == ["8", "1,020", "no"]
@@ -72,19 +74,43 @@ def test_oom_prints_the_answer_and_on_request_the_details(
     assert not any(mark in shown for mark in ("# ", "|--", "`", "**"))
 
 
+def test_status_begins_with_the_answer_and_calls_no_own_result_reused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    studies.status("one", URL)
+    answer, *lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"1\.\d times the speed of the baseline: the full run takes \d+ ", answer)
+    assert "(demo-3m on h200-sxm)" in answer
+    named = {line[:7].strip(): line[9:] for line in lines}
+    assert [*named] == ["study", "trials", "time", "files", "best", "search"]
+    assert named["search"].startswith("saves ")
+    assert any(row.reused for row in load_study("one", URL).summary.trials)
+    assert "reused" not in named["trials"]
+    studies.status("one", URL, json_=True)
+    assert json.loads(capsys.readouterr().out)["trials"]["reused"] > 0
+
+
+@pytest.mark.parametrize("command", [studies.oom, studies.status, studies.list_all])
 @pytest.mark.parametrize("columns", [40, 80, 100, 160])
 def test_a_terminal_of_any_width_breaks_no_word(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    columns: int,
+    command: Callable[..., None],
 ) -> None:
-    """Only a word that is wider than the terminal stands out."""
-    studies.oom("one", storage=URL)
-    words = capsys.readouterr().out.split()
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    """Only a word that is wider than the terminal, such as a path, stands out."""
+    command(storage=URL)
+    words = [word for line in capsys.readouterr().out.splitlines() for word in line.split()]
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", screen := Terminal())
-    studies.oom("one", storage=URL)
+    command(storage=URL)
     lines = screen.getvalue().splitlines()
+    if command is studies.list_all:  # the rest is a table
+        lines = list(itertools.takewhile(lambda line: "━" not in line, lines))
+        words = words[: words.index("tokens/s") + 1]
     assert " ".join(lines).split() == words
-    assert all(len(line) <= columns or " " not in line.strip() for line in lines)
+    assert all(len(line) <= columns or len(line.split()) <= 2 for line in lines)
 
 
 def test_two_studies_make_one_page(

@@ -148,6 +148,7 @@ def test_the_stored_answer_is_taken_across_sessions_and_studies(
     again, prober = session(machine(), study="another")
     verdict = again.evaluate(MIDDLE, 7)
     assert verdict.reused and not stored.reused and verdict.seconds == 0.0
+    assert not verdict.is_own and first.evaluate(MIDDLE, 1).is_own
     assert verdict.result == replace(stored.result, log=None)
     assert prober.num_probes == 0
 

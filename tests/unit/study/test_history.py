@@ -90,6 +90,7 @@ def test_a_trial_has_its_own_result_or_that_of_its_configuration_or_what_optuna_
     # with the truncated models, and nothing for what is reused
     assert [row.seconds for row in rows] == [7.0, 0.0, 0.0]
     assert [row.reused for row in rows] == [False, True, False]
+    assert [row.is_own for row in rows] == [True, True, False]
     assert (rows[2].reason, rows[2].rung, rows[2].config) == ("elsewhere", Rung.FULL, OTHER)
     assert selection.record(BASELINE).measured == measurement(0.25)
     assert selection.tried == {BASELINE, OTHER}
