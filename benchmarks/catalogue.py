@@ -38,7 +38,7 @@ def row_of(model: ModelSpec) -> dict[str, Any]:
 
     digest = model.digest  # before transformers completes the config in place
     config = transformers.AutoConfig.for_model(**model.config)
-    kind = transformers.AutoModelForImageTextToText
+    kind = transformers.AutoModelForMultimodalLM
     if (
         "text_config" not in model.config
         and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -8,6 +8,7 @@ from autotune.catalog.models import ModelSpec
 from autotune.core.lora_targets import target_modules
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
+from autotune.trainer.settings import DEQUANTISED
 
 # The model families with a memory formula; `kept_factors.yaml` has a row for each.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma", "gemma2", "phi3", "qwen3"})
@@ -18,7 +19,8 @@ class Sizes:
     """The sizes of a model that determine its memory.
 
     `tied` means that the head uses the embedding's weights. `capped` means that the logits are
-    soft-capped after the head. `params` counts all parameters.
+    soft-capped after the head. `params` counts all parameters. `packed_bytes` is the size of the
+    weight files of a checkpoint that stays quantised, or 0 if it is unknown.
     """
 
     family: str
@@ -32,6 +34,7 @@ class Sizes:
     tied: bool
     capped: bool
     params: int = 0
+    packed_bytes: int = 0
 
     @classmethod
     @functools.lru_cache(maxsize=256)
@@ -57,7 +60,14 @@ class Sizes:
             capped=family == "gemma2" and config.get("final_logit_softcapping", 30.0) is not None,
         )
         ends = sizes.embedding * (1 if sizes.tied else 2)
-        return replace(sizes, params=model.params or ends + sizes.linear_params)
+        files = model.checkpoint
+        stays_packed = model.stored_as is not None and model.stored_as not in DEQUANTISED
+        packed = files.stored if files and files.params and stays_packed else ()
+        return replace(
+            sizes,
+            params=model.params or ends + sizes.linear_params,
+            packed_bytes=sum(size for _, size in packed),
+        )
 
     @property
     def queries(self) -> int:

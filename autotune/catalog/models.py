@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from autotune.catalog.checkpoint import Checkpoint, num_mtp_layers, read_checkpoint
 from autotune.catalog.fast_kernels import kernel_packages
 from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
@@ -52,12 +53,15 @@ class ModelSpec:
     """The shape of a model, and the files to load for it.
 
     `config` has the keyword arguments of the transformers config, including `model_type`. `params`
-    is the exact total, with tied weights counted once; it is unknown outside the catalogue.
+    is the exact total, with tied weights counted once; outside the catalogue, it comes from the
+    headers of the weight files, and is unknown without files.
     `weights` is a directory with safetensors, or None for random weights. `tokenizer` is a
     directory with the model's tokenizer. `processor` is the content of a preprocessor_config.json,
     which determines the scale of images. `stored_as` is the format of a quantised checkpoint.
     Weights in 'fp8' or 'mxfp4' become 16-bit weights before the training. Weights in 'int8', 'nf4'
-    or 'nf4-double' stay quantised, and only adapters are trained.
+    or 'nf4-double' stay quantised, and only adapters are trained. `checkpoint` is what the weight
+    files on this machine hold. `mtp_layers` is the number of the checkpoint's layers for
+    multi-token prediction.
     """
 
     JSON: ClassVar = keys(
@@ -72,6 +76,8 @@ class ModelSpec:
     tokenizer: str | None = None
     processor: dict[str, Any] | None = None
     stored_as: str | None = None
+    checkpoint: Checkpoint | None = None
+    mtp_layers: int = 0
     license: str | None = None
     source: str | None = None
     as_of: str | None = None
@@ -153,7 +159,7 @@ class ModelSpec:
                 remedy="correct the key, or give a model directory whose config.json has the key",
             )
 
-        return replace(self, config=shape, params=None, weights=None)
+        return replace(self, config=shape, params=None, weights=None, checkpoint=None)
 
     def _required_size(self, keys: tuple[str, ...]) -> int:
         size = self.size(*keys)
@@ -289,11 +295,9 @@ def _from_directory(path: Path) -> ModelSpec:
             remedy="merge them into the weights, or move the files adapter_* away",
         )
 
-    config, stored_as = _read_config(path / "config.json")
-    return ModelSpec(
-        name=path.name,
-        config=config,
-        stored_as=stored_as,
+    model = _read_model(path / "config.json", path.name)
+    return replace(
+        model,
         weights=str(path) if has_weights else None,
         tokenizer=str(path) if (path / "tokenizer.json").is_file() else None,
         processor=_processor_in(path),
@@ -331,8 +335,7 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
             remedy="pass a local directory with the model's config.json,"
             " or a name that `autotune models` lists",
         ) from None
-    config, stored_as = _read_config(Path(path), name)
-    return ModelSpec(name=name, config=config, stored_as=stored_as, source="Hugging Face Hub")
+    return replace(_read_model(Path(path), name, shown=name), source="Hugging Face Hub")
 
 
 def reach_hub(name: str, *files: str) -> None:
@@ -349,17 +352,33 @@ def reach_hub(name: str, *files: str) -> None:
             hub.get_hf_file_metadata(hub.hf_hub_url(name, files[0]))
 
 
-def _read_config(path: Path, shown: str | None = None) -> tuple[dict[str, Any], str | None]:
-    """Return the shape in a user's config.json, and the format of a quantised checkpoint.
+def _read_model(path: Path, name: str, shown: str | None = None) -> ModelSpec:
+    """Return the model of a user's config.json, with the sizes of the weight files beside it.
 
-    `shown` is the file's name in messages.
+    `shown` is the config's name in messages.
     """
     config = _read_object(path, shown)
     shown = shown or str(path)
 
     _refuse_unsupported(config, shown)
-    shape: dict[str, Any] = _shape_of(config)
-    return shape, _stored_as(config, shown)
+    model = ModelSpec(
+        name=name,
+        config=_shape_of(config),
+        stored_as=_stored_as(config, shown),
+        mtp_layers=num_mtp_layers(config),
+    )
+    quantised = quantization_of(config)
+    bits = quantised.get("bits") if isinstance(quantised, dict) else None
+    checkpoint = read_checkpoint(
+        path.parent,
+        model.config,
+        model.num_layers,
+        (model.vocab_size, model.hidden_size),
+        bits if bits in (2, 4, 8) else 4,
+    )
+    if checkpoint is None:
+        return model
+    return replace(model, checkpoint=checkpoint, params=checkpoint.params)
 
 
 def _stored_as(config: dict[str, Any], shown: str) -> str | None:
@@ -499,8 +518,10 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
     if config.get("model_type") not in _TIED + _UNTIED:
         return None
 
-    heads = config.get("num_attention_heads") or config["n_head"]
-    hidden = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    hidden = config.get("hidden_size") or config.get("n_embd")
+    if heads is None or hidden is None:  # the config.json leaves a size out
+        return None
     head_dim = config.get("head_dim") or hidden // heads
     context = sum(_mean_context(seq_len, window) for window in _windows(config))
     products = FLOPS_PER_PARAMETER[method] * _multiplied_params(config, params)

@@ -48,7 +48,7 @@ from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM
-from autotune.problem.setup import DEFAULT_TOKENS, set_up
+from autotune.problem.setup import DEFAULT_TOKENS, notes_of_checkpoint, set_up
 from autotune.problem.study_spec import StudySpec, make_spec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
@@ -385,6 +385,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     device = context.device
     if assumption:
         yield assumption
+    yield from (f"{note[0].upper()}{note[1:]}." for note in notes_of_checkpoint(context.model))
     if not device.supports_bf16 and config.precision.startswith("bf16"):
         yield (
             f"{device.name} has no bf16: torch emulates it slowly, and older versions refuse the "

@@ -547,6 +547,8 @@ def _head_in_tiles(
 def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
     """Return the bytes of the base model."""
     linear = sizes.linear_params
+    if config.quantization == "nf4" and sizes.packed_bytes:
+        return sizes.packed_bytes
     if config.quantization == "nf4":
         bytes_per_weight = 0.5 + NF4_STATISTICS[config.double_quant]
         return linear * bytes_per_weight + (sizes.params - linear) * base_bytes

@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     PreTrainedConfig,
 )
@@ -51,11 +51,11 @@ def describe(model: dict[str, Any]) -> ModelShape:
     """Describe a model, its layers and the features that it supports, from its transformers config.
 
     Raises ValueError if transformers has neither a causal language model of this type nor a model
-    of images and text.
+    of text and images or sound.
     """
     config = config_of(model)
     # Iterating over a mapping would import each of transformers' models, for a second and a half.
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
     if not any(type(config) in mapping for mapping in mappings):
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
 

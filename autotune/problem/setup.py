@@ -26,6 +26,7 @@ from autotune.core.objective import Objective
 from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib, gib
 from autotune.core.untested import untested
 from autotune.problem import constraints
 from autotune.problem.calibration import Calibration, read_calibration
@@ -153,7 +154,7 @@ def set_up(
     _require_quantization(spec, narrowing)
     cut_off = _cut_off(narrowing.space, workload)
     warnings = (
-        *_notes_of_checkpoint(model),
+        *notes_of_checkpoint(model),
         *_notes_of_kernels(model, probes_run_here),
         *_notes_of_images(spec, workload),
         *((cut_off,) if cut_off else ()),
@@ -544,13 +545,34 @@ def _rows_with_images(
     return lengths, ((lengths.longest, one),), 0
 
 
-def _notes_of_checkpoint(model: ModelSpec) -> list[str]:
-    if model.stored_as not in DEQUANTISED:
-        return []
-    return [
-        f"the checkpoint is stored in {model.stored_as}, and transformers trains it in 16 bits:"
-        " all memory numbers are for the dequantised weights"
-    ]
+def notes_of_checkpoint(model: ModelSpec) -> list[str]:
+    """Return notes about a checkpoint: its format, the layers that are not loaded, and damage."""
+    notes = []
+    files = model.checkpoint
+    sizes = files.stored if files is not None else ()
+    parts = ", ".join(f"{fmt_gib(gib(size))} of {dtype}" for dtype, size in sizes)
+    stored = f"the checkpoint is stored in {model.stored_as}" + (f" ({parts})" if parts else "")
+    if model.stored_as in DEQUANTISED:
+        notes.append(
+            f"{stored}, and transformers trains it in 16 bits: all memory numbers are for the"
+            " dequantised weights"
+        )
+    elif model.stored_as is not None and parts:
+        notes.append(f"{stored}, and stays so: only adapters are trained")
+
+    if model.mtp_layers or (files is not None and files.mtp_params):
+        about = []
+        if model.mtp_layers:
+            about.append(f"{model.mtp_layers} layer{'s' if model.mtp_layers > 1 else ''}")
+        if files is not None and files.mtp_params:
+            about.append(f"{files.mtp_params / 1e9:.3g} billion parameters")
+        notes.append(
+            f"the checkpoint has a head for multi-token prediction ({', '.join(about)}), which"
+            " transformers does not load for training: it is neither counted nor trained"
+        )
+    if files is not None and files.fault is not None:
+        notes.append(files.fault)
+    return notes
 
 
 def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:

@@ -24,7 +24,7 @@ from transformers import (
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -215,9 +215,9 @@ def _set_labels(config: Any, num_labels: int) -> None:
 def _model_class(settings: ModelSettings, config: Any) -> Any:
     if settings.num_labels is not None:
         return AutoModelForSequenceClassification
-    # Some image models also have a class for text only. The class for text only is preferred.
+    # Some models of images or sound also have a class for text only, which is preferred.
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    return AutoModelForCausalLM if is_causal else AutoModelForMultimodalLM
 
 
 def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
@@ -550,6 +550,10 @@ def _quantize(
 
     attribute = "is_loaded_in_4bit" if settings.quantization == "nf4" else "is_loaded_in_8bit"
     setattr(model, attribute, True)
+    # transformers sets this too. Without it, Jamba multiplies by the packed bytes of a weight.
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True
 
 
 def _cached_linear(device: torch.device) -> QuantizedLinear:

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from transformers.integrations.hub_kernels import _PACKAGE_TO_DISTRIBUTION
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 FILE = Path(__file__).parents[2] / "autotune/catalog/data/fast_kernels.yaml"
@@ -29,7 +29,7 @@ def imports() -> dict[str, list[str]]:
     """Return the packages that the code of each text model imports for its kernels."""
     found = {}
     for name in sorted(
-        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     ):
         try:
             text = CONFIG_MAPPING[name]().get_text_config(decoder=True)

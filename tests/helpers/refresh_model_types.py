@@ -12,11 +12,11 @@ import yaml
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 DATA = Path(__file__).parents[2] / "autotune/catalog/data"
@@ -34,8 +34,8 @@ NO_SINKS = {"gpt_oss"}
 
 
 def model_types() -> list[str]:
-    """Return the types of causal language models and of models of images and text."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    """Return the types of causal language models and of models of text and images or sound."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
 
 
 def default_sizes() -> dict[str, dict[str, int]]:
@@ -59,7 +59,7 @@ def lacking_attentions() -> dict[str, list[str]]:
     for name in model_types():
         config = CONFIG_MAPPING[name]
         built = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
-        built = built or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(config, None)
+        built = built or MODEL_FOR_MULTIMODAL_LM_MAPPING.get(config, None)
         if isinstance(built, tuple):
             built = built[0]
         if built is None:  # transformers lists the type, but not its class

@@ -10,9 +10,11 @@ import torch
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.dry.counting import dry_probe
 from autotune.probe.accounting import parameter_gib
 from autotune.probe.resident import build_resident
 from tests.helpers.factories import TINY
+from tests.helpers.probing import request
 
 pytestmark = pytest.mark.probe
 
@@ -56,3 +58,19 @@ def test_a_quantised_base_holds_what_it_weighs(quantization: str) -> None:
     request = ProbeRequest(config=config, model=MODEL, device="cpu", memory_gib=1.0)
     base = build_resident(request, torch.device("cpu")).base
     assert held_bytes(base) == pytest.approx(parameter_gib(base) * GIB, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT
+def test_a_model_that_reads_a_weight_itself_is_told_that_it_is_packed() -> None:
+    """Jamba multiplies by a weight itself, unless its config says that weights are quantised."""
+    jamba = MODEL | {
+        "model_type": "jamba",
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "mamba_dt_rank": 8,
+        "mamba_d_state": 8,
+    }
+    plain = dry_probe(request(model=jamba, precision="bf16_pure"))
+    packed = dry_probe(request(model=jamba, precision="bf16_pure", quantization="nf4"))
+    assert packed.model_gib < 0.9 * plain.model_gib

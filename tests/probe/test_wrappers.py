@@ -1,15 +1,20 @@
-"""Text on models that ship with a tower for images: the tower is loaded, frozen and never run."""
+"""Text on models that ship with a tower for images or sound: the tower is loaded, frozen and never
+run.
+"""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from autotune.catalog import resolve_model
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB
 from autotune.dry.counting import dry_probe
 from autotune.export.formats import export_all
 from autotune.probe.model_settings import model_settings
@@ -61,6 +66,27 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "out_hidden_size": 64,
         },
     },
+    "voxtral": {  # reads sound
+        "text_config": TEXT | {"model_type": "llama"},
+        "audio_config": TOWER | {"num_mel_bins": 8, "max_source_positions": 16},
+    },
+}
+# The last two of four layers use the keys and values of earlier layers, and each layer has an
+# embedding of its own.
+SHARING = TEXT | {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+SHARED: dict[str, dict[str, Any]] = {
+    "gemma4_text": SHARING,
+    "gemma3n_text": SHARING
+    | {
+        "laurel_rank": 8,
+        "intermediate_size": [128] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
 }
 
 
@@ -79,7 +105,9 @@ def test_adapters_are_on_the_language_model_alone(name: str) -> None:
         model = trainable_model(base, settings, torch.device("meta"))
         trained = [path for path, one in model.named_parameters() if one.requires_grad]
         assert trained and not any(
-            "vision" in path or "visual" in path or "projector" in path for path in trained
+            tower in path
+            for path in trained
+            for tower in ("vision", "visual", "audio_tower", "projector")
         )
 
 
@@ -106,6 +134,18 @@ def test_text_is_probed_as_on_a_model_of_text(prober: WorkerProber, name: str) -
     counted = dry_probe(asked)
     # a GPU allocates 512 bytes at least
     assert counted.model_gib == pytest.approx(probed.model_gib, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_keys_and_embeddings_of_layers_are_counted_once(name: str) -> None:
+    """The count is that of the parameters and buffers, in allocations of 512 bytes at least."""
+    model = {"model_type": name} | SHARED[name]
+    counted = dry_probe(request(model=model, loss="full"))  # in fp32
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config_of(model))
+    tensors = (*built.parameters(), *built.buffers())
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    assert counted.model_gib * GIB == sum(math.ceil(size / 512) * 512 for size in sizes)
 
 
 def test_the_exported_script_trains_a_wrappers_checkpoint_on_text(tmp_path: Path) -> None:

@@ -417,6 +417,11 @@ def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     assert "one GPU without sharding is assumed (--gpus N)" in out
 
 
+def test_a_checkpoints_files_are_reported(answer: Callable[..., CheckReport]) -> None:
+    found = answer(changed(TRL_7B, model_name_or_path="deepseek-ai/DeepSeek-V3"), "b200")
+    assert any("multi-token prediction (1 layer)" in note for note in found.notes)
+
+
 def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("100\n" * 900 + "5000\n" * 100)
     lengths = str(tmp_path / "lengths.txt")
