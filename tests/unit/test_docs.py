@@ -16,6 +16,7 @@ from autotune.catalog.devices import _device
 from autotune.catalog.models import ModelSpec
 from autotune.core import errors
 from autotune.core.errors import AutotuneError
+from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence
 from autotune.report.html import draw
@@ -106,6 +107,12 @@ def test_an_error_is_a_statement() -> None:
 def test_every_label_is_explained() -> None:
     for name in ("evidence.md", "reading-the-report.md"):
         assert all(kind.value in prose(ROOT / "docs" / name) for kind in Evidence)
+
+
+def test_the_glossary_has_the_terms_of_the_reports() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = load_data("autotune.report", "terms")
+    assert [name for name in terms if f"\n| {name} | {terms[name]} |" not in page] == []
 
 
 def example(kind: str) -> str:
