@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from autotune.core.errors import UsageError
+from autotune.core.notebook import progress_or_default
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import StudySpec
 
@@ -129,7 +130,7 @@ def longest(
     host_memory_gib: float | None = None,
     most_tokens: int | None = None,
     probe: bool = True,
-    progress: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[str], Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "tuple[Longest, list[LongestRow]]":
     """Find the longest row of tokens that fits a GPU with each method: full, lora, qlora.
@@ -156,7 +157,7 @@ def longest(
         host_memory_gib=host_memory_gib,
         most_tokens=most_tokens,
         probe=probe,
-        say=progress,
+        say=progress_or_default(progress),
         should_stop=should_stop,
     )
 
@@ -164,7 +165,7 @@ def longest(
 def calibrate(
     gpu: str = "auto",
     *,
-    progress: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[str], Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "Calibration":
     """Measure this machine's device and host, and keep the result for estimates.
@@ -184,6 +185,6 @@ def calibrate(
             remedy="omit --gpu to calibrate the GPU of this machine",
         )
 
-    calibration = measure(target, say=progress, should_stop=should_stop)
+    calibration = measure(target, say=progress_or_default(progress), should_stop=should_stop)
     write_calibration(calibration, kept_path(calibration.device))
     return calibration

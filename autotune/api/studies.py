@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.api.main import main
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.notebook import progress_or_default
 from autotune.core.text import study_command
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
@@ -39,9 +40,10 @@ def tune(
     Returns the results of the study. `options` are the options of the command, with underscores:
     budget="10m", examples=50_000, pins={"lora_rank": 32}. With several GPU counts in `gpus`, such
     as [1, 2, 4, 8], the study compares them. The function writes the same files and the same
-    database as the command. It does not print: `progress`, for example `print`, receives a line for
-    each step and trial. Ctrl-C during the search raises Interrupted after the files are written.
-    Another call with the same study name continues the study.
+    database as the command. `progress`, for example `print`, receives a line for each step and
+    trial; without it, only a notebook shows these lines. Ctrl-C during the search raises
+    Interrupted after the files are written. Another call with the same study name continues the
+    study.
 
     Raises:
         AutotuneError: the error of the command, with `remedy` and `exit_code`.
@@ -55,7 +57,7 @@ def tune(
             remedy="probe its configurations with `autotune run --spec`",
         )
 
-    say = progress or (lambda text: None)
+    say = progress_or_default(progress)
     outcome = main(spec, lambda plan: nullcontext(TextProgress(say)), say=say)
     if outcome.error is not None:
         raise outcome.error

@@ -16,6 +16,7 @@ from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
 from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
 from autotune.core.memory_budget import memory_limit_gib
+from autotune.core.notebook import ShownAsTable
 from autotune.core.probe_types import (
     DryCount,
     Evidence,
@@ -25,7 +26,7 @@ from autotune.core.probe_types import (
     ProbeResult,
 )
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import gib
+from autotune.core.units import fmt_gib, gib
 from autotune.planning.counted_memory import dry_count, no_count
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
@@ -81,8 +82,8 @@ TIME_ERROR = 1.3
 ALLOCATOR_SHARE = 0.06
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Longest:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Longest(ShownAsTable):
     """A query for the longest row of a model on a card.
 
     `limit_gib` is the card's memory for tensors. `host_limit_gib` is the host's memory for layer
@@ -97,6 +98,11 @@ class Longest:
     most_tokens: int | None = None
     rank: int = 16
     knobs: dict[str, Any] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """Return the model, the card and its memory."""
+        limit = fmt_gib(self.limit_gib)
+        return {"longest row": f"{self.model.name} on {self.device.label}", "memory": limit}
 
     def config(self, method: str, tokens: int) -> TrainConfig:
         """Return the configuration of a method for rows of `tokens` tokens.

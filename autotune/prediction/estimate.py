@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
 from autotune.core.json_view import keys
+from autotune.core.notebook import ShownAsTable
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import DryCount, Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import gib
+from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_usd, gib
 from autotune.core.untested import untested
 from autotune.prediction.collectives import (
     SLOWEST_LINK,
@@ -139,8 +140,8 @@ class MemoryBounds:
         return FITS if certain else TIGHT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate(ShownAsTable):
     """One configuration on one device: memory verdict, speed, and cost of the full run.
 
     Unknown speeds and costs are None.
@@ -194,6 +195,19 @@ class Estimate:
     accumulation: int | None = None
     single_gpu: StepTimeEstimate | None = None
     step: RankStepTime | None = None
+
+    def facts(self) -> dict[str, str]:
+        """Return the configuration with its memory, speed, time and cost, all estimated."""
+        need = f"{fmt_gib(self.need_gib)} of {fmt_gib(self.limit_gib)}, {self.state}"
+        facts = {"configuration": self.config.label(), "memory": need}
+        if self.interval is not None:
+            between = " to ".join(map(fmt_count, self.interval))
+            facts["speed"] = f"{fmt_count(self.tokens_per_s)} useful tokens/s ({between})"
+        if self.cost is not None:
+            between = " to ".join(map(fmt_hours, self.cost.interval_hours))
+            facts["full run"] = f"{fmt_hours(self.cost.full_run_hours)} ({between})"
+            facts["cost"] = fmt_usd(self.cost.full_run_usd)
+        return facts | {"evidence": self.evidence.value}
 
     @property
     def margin(self) -> float:

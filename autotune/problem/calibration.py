@@ -14,10 +14,12 @@ from pathlib import Path
 
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import read_user_text, write_atomic
+from autotune.core.notebook import ShownAsTable
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import CollectiveRates, DeviceRates, Fingerprint
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import kebab_case, printable
+from autotune.core.units import fmt_count, fmt_gib
 from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
@@ -27,8 +29,8 @@ LEAST = 1e-6
 MOST = 1e9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Calibration(ShownAsTable):
     """The measured rates of a card and its host. Raises ValueError for an implausible number.
 
     Args:
@@ -58,6 +60,16 @@ class Calibration:
     place: str = HERE
     collectives: tuple[CollectiveRates, ...] = ()
     schema_version: int = 1
+
+    def facts(self) -> dict[str, str]:
+        """Return the measured machine and its main rates."""
+        return {
+            "calibration": f"{self.device}, {self.day}",
+            "host": f"{self.processor}, {self.cores:g} cores, {fmt_gib(self.memory_gib)}",
+            "copy": f"{fmt_count(self.rates.copy_gb_s)} GB/s",
+            "layer": f"{self.layer_ms:.3g} ms of the host",
+            "disk": f"{fmt_count(self.disk_mb_s)} MB/s",
+        }
 
     def __post_init__(self) -> None:
         rates = self.rates

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autotune.core.json_view import View, keys
+from autotune.core.notebook import ShownAsTable
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence
+from autotune.core.units import fmt_hours, fmt_usd
 from autotune.prediction.collectives import RankStepTime
 from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
@@ -99,8 +101,8 @@ class RankPlan:
         return self.estimate.cost.interval_usd if self.estimate and self.estimate.cost else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuPlan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GpuPlan(ShownAsTable):
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
     `how_sure` says in words how the numbers were obtained. Besides the `limit_gib` for tensors, the
@@ -126,6 +128,15 @@ class GpuPlan:
     how_sure: str
     context_gib: float
     within_hours: float | None = None
+
+    def facts(self) -> dict[str, str]:
+        """Return one row for each number of GPUs."""
+        facts = {"plan": f"{self.task.model.name} on {self.task.device.label}"}
+        for row in self.rows:
+            name = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.name}"
+            numbers = (row.state, fmt_hours(row.hours), fmt_usd(row.usd), row.label)
+            facts[name] = row.problem or ", ".join(filter(None, numbers))
+        return facts
 
     @property
     def trainable(self) -> tuple[RankPlan, ...]:

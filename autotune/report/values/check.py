@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.core.json_view import add_prefix, keys
+from autotune.core.notebook import ShownAsTable
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -178,8 +179,8 @@ class Faster:
     command: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CheckReport(ShownAsTable):
     """The result of the check of one file.
 
     `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
@@ -230,6 +231,15 @@ class CheckReport:
     notes: tuple[str, ...]
     how_sure: str
     calibrated: str | None
+
+    def facts(self) -> dict[str, str]:
+        """Return the verdict on the file, and the estimates of its run."""
+        verdict = f"{self.checked.verdict} on {self.device.label}"
+        facts = {self.file.name: verdict, "model": self.model.name} | self.checked.estimate.facts()
+        if self.fix is not None:
+            edits = ", ".join(f"{key}: {value}" for key, value in self.fix.edits.items())
+            facts["change"] = f"{edits} ({self.fix.verdict})"
+        return facts
 
     @property
     def each_change(self) -> tuple[SingleChange, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autotune.catalog import NO_PRICE, DeviceSpec, Price
 from autotune.core.errors import UsageError
+from autotune.core.notebook import ShownAsTable
 from autotune.core.train_config import learning_differences
 from autotune.core.units import fmt_hours, fmt_usd
 from autotune.prediction.estimate import Estimate
@@ -296,8 +297,8 @@ class Advice:
     fastest: Option | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison(ShownAsTable):
     """A comparison of the same run on each card, for each model and method.
 
     The user may give a budget, and may own a card (`owned`).
@@ -311,6 +312,17 @@ class Comparison:
     calibrated: bool = False
     budget: Budget = Budget()
     owned: Owned | None = None
+
+    def facts(self) -> dict[str, str]:
+        """Return one row for each card, model and method."""
+        facts = {}
+        for group in self.groups:
+            several = f"{group.model}, {group.method}: " if len(self.groups) > 1 else ""
+            for card in group.cards:
+                hours = fmt_hours(card.cost.full_run_hours if card.cost else None)
+                numbers = f"{card.state}, {hours}, {fmt_usd(card.usd)}"
+                facts[f"{several}{card.device.name}"] = card.problem or numbers
+        return facts
 
     def own_card(self, group: Group) -> ComparedCard | None:
         """Return the user's card, or None.

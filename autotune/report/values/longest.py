@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from autotune.core.json_view import fields_plus
+from autotune.core.notebook import ShownAsTable
 from autotune.core.probe_types import Evidence
+from autotune.core.units import fmt_count, fmt_gib, fmt_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +23,8 @@ class Attempt:
     step_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongestRow:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class LongestRow(ShownAsTable):
     """The longest row of one method. Field names are keys of the JSON output.
 
     Unknown values are None. `evidence` is measured if the card ran a step with this row, and
@@ -48,6 +50,14 @@ class LongestRow:
     predicted_tokens: int | None = None
     problem: str | None = None
     attempts: tuple[Attempt, ...] = ()
+
+    def facts(self) -> dict[str, str]:
+        """Return the length of the row, with its memory and the time of its step."""
+        row = self.problem or f"{self.tokens or 0:,} tokens [{self.evidence}]"
+        step = f"{fmt_seconds(self.step_s)}, {fmt_count(self.tokens_per_s)} tokens/s"
+        return {"method": self.method, "longest row": row} | (
+            {} if self.problem else {"memory": fmt_gib(self.gpu_gib), "step": step}
+        )
 
     @property
     def tokens_per_s(self) -> float | None:

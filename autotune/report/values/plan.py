@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from autotune.core.json_view import keys
+from autotune.core.notebook import ShownAsTable
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
@@ -49,8 +50,8 @@ class Cell:
         return self.plain if self.plain.state == FITS else self.recomputed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Plan(ShownAsTable):
     """The plan for one model on one card.
 
     `best` is None if no configuration is certain to fit. `baseline` is the configuration that
@@ -86,6 +87,14 @@ class Plan:
     seen: tuple[str, ...] = ()
     from_reserve: bool = False
     what_fits: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, str]:
+        """Return the best configuration with its estimates, or else the baseline."""
+        subject = f"{self.task.model.name} on {self.task.device.label}"
+        if self.best is not None:
+            return {"plan": subject} | self.best.facts()
+        nothing = "no configuration is certain to fit; the baseline:"
+        return {"plan": subject, "best": nothing} | self.baseline.facts()
 
     @property
     def counted(self) -> bool:
