@@ -35,12 +35,12 @@ from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
 PAGE = "/dashboard/studies/0"  # the page of the only study in `Copy`, whose number is 0
-TITLES = {  # titles of the figures to show: the ones that are readable in half a window
-    "scatter": "Useful tokens/s against peak reserved memory",
+TITLES = {  # the figures that are readable in half a window, with titles for a phone
+    "scatter": "Speed against memory",
     "history": "Useful tokens/s of each trial",
-    "importances": "Share of the variation of speed that each knob explains",
+    "importances": "Which knobs the speed varies with",
     "memory": "Memory of winner and baseline",
-    "quality": "Held-out loss of the finalists against the hours of their full run",
+    "quality": "Held-out loss of the finalists",
 }
 REFUSED = (  # CSS selectors of the controls that would change the study
     '[aria-label="delete artifact"]',
@@ -49,6 +49,21 @@ REFUSED = (  # CSS selectors of the controls that would change the study
     *(f'button:has([data-testid="{icon}Icon"])' for icon in ("AddBox", "Edit", "StopCircle")),
     '.MuiCard-root:has(> button [data-testid="UploadFileIcon"])',
 )
+# optuna-dashboard's page, narrowed to one column on a phone. Our figures have a white ground, so
+# their colours are inverted in a dark window.
+LOOK = """
+@media (max-width: 760px) {
+  main { min-width: 0 }
+  main fieldset { flex-wrap: wrap }
+  .modebar { display: none !important }
+  main [class*="MuiGrid-grid-xs"] { flex-basis: 100%; max-width: 100%; width: 100% }
+}
+@media (prefers-color-scheme: dark) {
+  .js-plotly-plot:has(.main-svg[style*="background: white"]) {
+    filter: invert(0.9) hue-rotate(180deg);
+  }
+}
+"""
 Record = tuple[dict[str, Any], list[FrozenTrial]]  # a study's user attributes and trials
 
 
@@ -86,8 +101,8 @@ def gate(app: WSGIApplication) -> WSGIApplication:
     return application
 
 
-def without_refused(app: WSGIApplication) -> WSGIApplication:
-    """Hide the controls of optuna-dashboard's page whose requests `gate` refuses.
+def restyled(app: WSGIApplication) -> WSGIApplication:
+    """Fit optuna-dashboard's page to phones, and hide controls whose requests `gate` refuses.
 
     A button that always fails would only confuse.
     """
@@ -105,7 +120,8 @@ def without_refused(app: WSGIApplication) -> WSGIApplication:
 
         page = b"".join(app(environ, start))
         status, headers, *error = response
-        style = f"<style>{', '.join(REFUSED)} {{ display: none !important }}</style></head>"
+        hidden = f"{', '.join(REFUSED)} {{ display: none !important }}"
+        style = f"<style>{hidden}{LOOK}</style></head>"
         page = page.replace(b"</head>", style.encode())
         headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
         start_response(status, headers, *error)
@@ -276,7 +292,8 @@ def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
 
     optuna-dashboard reads them under the key `constraints`, as Optuna wrote them before version 5.
     The keys of Optuna 5 are removed, because otherwise the constraints would count twice. The
-    attribute `config` is removed, because it repeats the trial's parameters.
+    attribute `config` is removed, because it repeats the trial's parameters. Values have five
+    digits, because the page prints all digits and the card of the best trial cut them off.
     """
     visible = copy.copy(trial)
     others = {
@@ -286,6 +303,8 @@ def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
         "constraints": [value for _, value in sorted(trial.constraints.items())]
     }
     visible.user_attrs = {key: value for key, value in trial.user_attrs.items() if key != "config"}
+    if visible.values is not None:
+        visible.values = [float(f"{value:.5g}") for value in visible.values]
     return visible
 
 
@@ -297,12 +316,12 @@ def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
     for name, title in TITLES.items():
         if drawn[name] is not None:
             figure = go.Figure(drawn[name])
-            # The margins hold the title, a legend of three lines, and the mode bar.
-            figure.update_layout(
-                title={"text": title, "x": 0.02, "y": 0.98, "yanchor": "top"},
-                margin={"t": 110, "r": 44},
+            figure.update_layout(  # the margins hold the title and the mode bar
+                title={"text": title, "x": 0.02, "y": 0.97, "yanchor": "top", "font": {"size": 15}},
+                margin={"t": 48, "r": 44},
+                legend={"y": -0.24, "yanchor": "top"},
                 height=450,
-                paper_bgcolor="white",  # the window may be white or black
+                paper_bgcolor="white",  # LOOK finds our figures by this ground
                 plot_bgcolor="white",
                 modebar={"orientation": "v", "bgcolor": "white"},
             )

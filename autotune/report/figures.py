@@ -62,6 +62,7 @@ LONG_S = 900.0  # a time axis longer than this is in minutes, a shorter one in s
 FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
 NARROW = 20  # the most characters in a line of a model's name beside its figure
 WRAP = 26  # the most characters of a bar's name on one line; a phone shows a few more
+KNOB_WRAP = 14  # the most characters in a line of a knob's name below its axis
 # The memory axis ends at this multiple of the limit; trials with more memory are drawn at its end.
 EDGE = 1.5
 
@@ -653,8 +654,9 @@ def parallel_px(info: ParallelInfo) -> int:
 
     At this width, no label of an axis reaches the next axis.
     """
-    longest = max((len(value) for _, values in info.axes for value in values), default=0)
-    return round((len(info.axes) + 1) * (12 + 6.5 * max(longest, 12)))
+    values = max((len(value) for _, values in info.axes for value in values), default=0)
+    names = max((len(line) for knob, _ in info.axes for line in _name_lines(knob)), default=0)
+    return round((len(info.axes) + 1) * (12 + max(6.5 * max(values, 12), 7.5 * names)))
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:
@@ -697,15 +699,20 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
                 xshift=3,
             )
 
-    names = [escape(knob) for knob, _ in info.axes] + [
-        f"tokens/s<br>up to {fmt_count(info.fastest)}"
-    ]
+    names = ["<br>".join(_name_lines(knob)) for knob, _ in info.axes]
+    names.append(f"tokens/s<br>up to {fmt_count(info.fastest)}")
     figure.update_xaxes(
         tickvals=[*range(len(names))], ticktext=names, range=[-0.5, len(names) - 0.5], showgrid=True
     )
-    figure.update_xaxes(ticklabeloverflow="allow")
+    figure.update_xaxes(ticklabeloverflow="allow", tickfont={"size": 12})
     figure.update_yaxes(visible=False, range=[-0.06, 1.06])
     return finish(figure, x="", height=420)
+
+
+def _name_lines(knob: str) -> list[str]:
+    """Return the name of a knob in short lines, which end after an underscore."""
+    lines = textwrap.wrap(knob.replace("_", "_ "), KNOB_WRAP, break_long_words=False)
+    return [escape(line.replace("_ ", "_")) for line in lines]
 
 
 def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:

@@ -49,5 +49,8 @@ def test_the_atlas_filters_and_sorts(tmp_path: Path) -> None:
         assert 30 < len(sizes) < 90 and max(sizes) < 80  # of what fits an H100
         assert "GiB at the peak" in page.run("document.querySelector('#atlas td[title]').title")
 
+        page.run("document.querySelector('#atlas td[title]').click()")  # a phone has no pointer
+        assert "GiB at the peak" in page.run("document.getElementById('chosen').textContent")
+
         page.run(give("filter", "gemma"))
         assert {row[0].partition("-")[0] for row in page.run(ROWS)} == {"gemma"}

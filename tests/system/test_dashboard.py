@@ -185,7 +185,7 @@ def test_the_figures_of_the_report_are_served(study: dict[str, Any]) -> None:
         for one in study["plotly_graph_objects"]
     }
     assert {"scatter", "history", "memory"} <= drawn.keys()
-    assert drawn["scatter"]["title"]["text"] == "Useful tokens/s against peak reserved memory"
+    assert drawn["scatter"]["title"]["text"] == "Speed against memory"
 
 
 def test_the_reports_can_be_opened(served: Served, study: dict[str, Any]) -> None:
@@ -286,12 +286,19 @@ def test_a_browser_lists_the_study(served: Served, page: Page) -> None:
 @needs_chromium
 def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, page: Page) -> None:
     page.open(served.url)
-    shown = page.text(
-        "one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md"
-    )
+    shown = page.text("one (id=0)", "Best Trial", "Speed against memory", "oom_report.md")
     assert "report.html" in shown
     assert "fingerprint" not in shown  # internal data is not shown
     assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
+    assert "1020" in shown.splitlines()  # the best speed, with few digits
+
+    page.screen(390, 844, dark=True)
+    page.wait("document.documentElement.scrollWidth === 390")
+    filters = (
+        "[...document.querySelectorAll('.js-plotly-plot')].map(p => getComputedStyle(p).filter)"
+    )
+    assert page.run(f"{filters}.filter(one => one.includes('invert')).length") >= 3
+    page.screen(1200, 900)
 
 
 @needs_chromium

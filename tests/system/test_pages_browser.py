@@ -207,11 +207,12 @@ def test_an_answer_has_its_figures_and_terms_that_lead_to_their_meanings(
     browser.wait("document.querySelector(':target')?.closest('details').open")
 
 
+@pytest.mark.parametrize(("name", "column"), [("costs", "price"), ("report", "trial")])
 def test_the_rows_of_a_wide_table_are_cards_on_a_phone(
-    pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
+    name: str, column: str, pages: dict[str, Callable[[], str]], browser: Page, tmp_path: Path
 ) -> None:
     file = tmp_path / "page.html"
-    file.write_text(pages["costs"](), encoding="utf-8")
+    file.write_text(pages[name](), encoding="utf-8")
     beside = """(row => row.cells[1].getBoundingClientRect().top
         < row.cells[0].getBoundingClientRect().bottom)(
         document.querySelector('.rows tbody tr'))"""
@@ -220,4 +221,4 @@ def test_the_rows_of_a_wide_table_are_cards_on_a_phone(
         shown(browser, file)
         assert browser.run(beside) is expected
     label = "getComputedStyle(document.querySelector('.rows td'), '::before').content"
-    assert browser.run(label) == '"price"'
+    assert browser.run(label) == f'"{column}"'

@@ -40,7 +40,7 @@ def dashboard(
             "optuna-dashboard is not installed", remedy="pip install optuna-dashboard"
         )
     from autotune.api import load_study
-    from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback, without_refused
+    from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback, restyled
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import read_only
 
@@ -59,7 +59,7 @@ def dashboard(
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
 
     with _listen(host, port) as server:
-        server.set_app(gate(without_refused(app)))
+        server.set_app(gate(restyled(app)))
         actual_port = server.server_port
         if port not in (actual_port, 0):
             print(f"port {port} is taken, so the dashboard uses port {actual_port}")
