@@ -419,7 +419,7 @@ def trainable(result: Trainable) -> dict[str, Any] | None:
     figure.update_xaxes(
         type="log", tickformat="~s", dtick=dtick, minor={"dtick": "D2", "showgrid": True}
     )
-    return finish(figure, x="useful tokens/s", height=90 + 34 * (last + 1))
+    return finish(figure, x="useful tokens/s", height=90 + 38 * (last + 1))
 
 
 def _model_label(model: ModelSpec) -> str:
