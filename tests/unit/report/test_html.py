@@ -374,7 +374,3 @@ def test_no_baseline_and_no_price_render(study: StudySummary) -> None:
     assert "No price is known for this GPU" in page
     assert "$" not in page[page.index("<header>") : page.index("</header>")]
     assert ">None<" not in page and "None " not in without_plotly(page)
-
-
-def test_a_thousand_trials_stay_small() -> None:
-    assert len(render(summary(trials=1000), "out").encode()) < 8_000_000
