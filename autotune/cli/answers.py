@@ -5,7 +5,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autotune.cli.terminal import print_table
+from autotune.cli.terminal import print_table, print_text
 from autotune.core.files import write_atomic
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def print_answer(
     if silent:
         return
 
-    print(answer.title)
+    print_text(answer.title)
     for sentence in (*answer.found, *answer.notes):
-        print(sentence)
+        print_text(sentence)
     for table in answer.tables:
         print()
         print_table(table.title, table.columns, list(table.rows))

@@ -1,9 +1,13 @@
-"""The text of `autotune plan --gpus`: a table by strategy and GPU count, and the best rows."""
+"""The text of `autotune plan --gpus`: the answer, and a table by GPU count and strategy."""
 
-from autotune.cli.terminal import print_table
+from collections.abc import Sequence
+
+from autotune.cli.terminal import print_lines, print_table, print_text
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.problem.run_cost import FITS
 from autotune.report.answers import gpu_answer
-from autotune.study.scaling import GpuPlan, RankPlan
+from autotune.report.describe import gpu_choices
+from autotune.study.scaling import GpuPlan, RankPlan, fastest
 
 NO_LINK = "it is unknown how fast these cards exchange data: set link_gb_s in your own card's data"
 COLUMNS = {
@@ -17,60 +21,89 @@ COLUMNS = {
     "full run": "right",
     "USD": "right",
 }
+FEW_COLUMNS = tuple(name for name in COLUMNS if name not in ("verdict", "range", "efficiency"))
+MORE = "--details shows every strategy, ranges, the accuracy, and what was left out."
 
 
-def print_gpu_plan(gpu_plan: GpuPlan) -> None:
-    """Print the table, the reasons for rows without numbers, and the cheapest and fastest row."""
-    task = gpu_plan.task
+def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
+    """Print the answer and the best strategy of each GPU count; with `details`, every row."""
     answer = gpu_answer(gpu_plan)
-    hosts = "one host" if all(row.hosts == 1 for row in gpu_plan.rows) else "hosts"
-    print(f"{task.model.name} on {hosts} of {task.device.label}: {answer.needs}")
-    shape = (
-        f"{task.workload.trained:,} examples x {task.workload.epochs} epoch(s), global batch "
-        f"{task.workload.global_batch}"
-    )
-    print(f"{shape}. {answer.certainty}.")
+    print_text(answer.answer)
+    print_lines(answer.lines())
 
-    print_table(None, COLUMNS, [_cells(row) for row in gpu_plan.rows])
+    columns = tuple(COLUMNS) if details else FEW_COLUMNS
+    rows = gpu_plan.rows if details else _best_rows(gpu_plan)
+    print()
+    print_table(
+        None,
+        {name: COLUMNS[name] for name in columns},
+        [tuple(_cells(row)[name] for name in columns) for row in rows],
+    )
+    if gpu_plan.needs_link:
+        print_text(f"no speed for several GPUs: {NO_LINK}")
+    if details:
+        _print_details(gpu_plan)
+    else:
+        print_text(MORE)
+
+
+def _best_rows(gpu_plan: GpuPlan) -> Sequence[RankPlan]:
+    """Return the fastest row that fits for each number of GPUs, or its first row."""
+    rows: list[RankPlan] = []
+    for number in dict.fromkeys((row.hosts, row.num_gpus) for row in gpu_plan.rows):
+        same = [row for row in gpu_plan.rows if (row.hosts, row.num_gpus) == number]
+        fitting = [row for row in same if row.state == FITS]
+        rows += [best] if (best := fastest(fitting)) else same[:1]
+    return rows
+
+
+def _print_details(gpu_plan: GpuPlan) -> None:
+    task = gpu_plan.task
     for reason in dict.fromkeys(row.problem for row in gpu_plan.rows if row.problem):
-        rows = [
+        names = [
             f"{row.num_gpus} {row.parallelism.name}"
             for row in gpu_plan.rows
             if row.problem == reason
         ]
-        print(f"{', '.join(rows)}: {reason}")
+        print_text(f"{', '.join(names)}: {reason}")
 
-    for number, strategy, num_unknown in (
-        (row.num_gpus, row.parallelism.name, row.num_without_speed) for row in gpu_plan.rows
-    ):
-        if num_unknown:
-            print(
-                f"{number} {strategy}: {num_unknown:,} more configurations fit, but no formula "
-                "gives their speed: `autotune run` measures it"
+    for row in gpu_plan.rows:
+        if row.num_without_speed:
+            print_text(
+                f"{row.num_gpus} {row.parallelism.name}: {row.num_without_speed:,} more "
+                "configurations fit, but no formula gives their speed: `autotune run` measures it"
             )
 
-    if gpu_plan.needs_link:
-        print(f"no speed for several GPUs: {NO_LINK}")
-    beside = (
-        f"besides tensors and NCCL, a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
+    for choice in gpu_choices(gpu_plan, gpu_plan.within_hours):
+        print_text(choice)
+    print_text(
+        f"{fmt_gib(task.device.memory_gib)} on each GPU, {fmt_gib(gpu_plan.limit_gib)} of it for "
+        f"tensors and NCCL; besides, a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
         "context"
     )
-    print(f"{answer.cost}; {beside}")
-    print(answer.answer)
+    print_text(
+        f"{task.workload.trained:,} examples x {task.workload.epochs} epoch(s), global batch "
+        f"{task.workload.global_batch}"
+    )
+    print_text(f"Every number is projected, nothing was measured here: {gpu_plan.how_sure}.")
+    for removal in gpu_plan.left_out:
+        print_text(removal, "left out: ")
 
 
-def _cells(row: RankPlan) -> tuple[str, ...]:
+def _cells(row: RankPlan) -> dict[str, str]:
+    """Return the texts of a row by column."""
     estimated = row.estimate
     efficiency = row.efficiency
-    bounds = DASH if row.interval is None else " to ".join(map(fmt_count, row.interval))
-    return (
-        str(row.num_gpus) if row.hosts == 1 else f"{row.hosts} x {row.num_gpus // row.hosts}",
-        row.parallelism.name,
-        DASH if estimated is None else f"{estimated.need_gib:.1f}",
-        row.state or "impossible",
-        fmt_count(row.tokens_per_s),
-        bounds,
-        DASH if efficiency is None else f"{efficiency:.2f}",
-        fmt_hours(row.hours),
-        fmt_usd(row.usd),
-    )
+    return {
+        "GPUs": str(row.num_gpus)
+        if row.hosts == 1
+        else f"{row.hosts} x {row.num_gpus // row.hosts}",
+        "strategy": row.parallelism.name,
+        "GiB a GPU": DASH if estimated is None else f"{estimated.need_gib:.1f}",
+        "verdict": row.state or "impossible",
+        "tokens/s of all": fmt_count(row.tokens_per_s),
+        "range": DASH if row.interval is None else " to ".join(map(fmt_count, row.interval)),
+        "efficiency": DASH if efficiency is None else f"{efficiency:.2f}",
+        "full run": fmt_hours(row.hours),
+        "USD": fmt_usd(row.usd),
+    }

@@ -29,6 +29,7 @@ Storage = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Details = Annotated[bool, typer.Option("--details", help="Also print what the answer rests on.")]
 Html = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write tables and figures to this HTML file."),

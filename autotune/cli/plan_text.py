@@ -1,47 +1,54 @@
-"""The text of `autotune plan` for one GPU: the best configuration, and tables of sizes that fit."""
+"""The text of `autotune plan` for one GPU: the answer, and with `--details` what it rests on."""
 
 from collections.abc import Sequence
 
-from autotune.cli.terminal import print_table
+from autotune.cli.terminal import print_lines, print_table, print_text
 from autotune.core.units import fmt_gib
 from autotune.problem.run_cost import FITS, TIGHT
 from autotune.report.answers import estimate_lines, plan_answer
+from autotune.report.describe import estimate_basis
 from autotune.report.values.plan import Cell, Plan
 
+MORE = "--details shows the baseline, the accuracy, what was left out, and which sizes fit."
 
-def print_plan(study_plan: Plan) -> None:
-    """Print the best configuration and the baseline, then tables of the sizes that fit."""
-    task = study_plan.task
 
-    memory = fmt_gib(task.device.memory_gib)
-    print(
-        f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(study_plan.limit_gib)} of "
-        "it for tensors"
-    )
+def print_plan(study_plan: Plan, *, details: bool = False) -> None:
+    """Print the answer. With `details`, also print its basis and tables of the sizes that fit."""
     answer = plan_answer(study_plan)
-    print(f"{answer.certainty}.\n")
+    print_text(answer.answer)
+    print_lines(answer.lines())
+    if details:
+        _print_details(study_plan)
+    else:
+        print_text(MORE)
 
+
+def _print_details(study_plan: Plan) -> None:
     best = None if study_plan.best is study_plan.baseline else study_plan.best
-    for name, estimated in (("best", best), ("guides", study_plan.baseline)):
+    for name, estimated in (("best", best), ("baseline", study_plan.baseline)):
         if estimated is not None:
-            print(f"{name:>8}  {estimated.config.label()}")
-            for label, text in estimate_lines(estimated, task).items():
-                print(f"{label:>8}  {text}")
             print()
+            lines = estimate_lines(estimated, study_plan.task)
+            print_lines({name: estimated.config.label()} | lines)
 
-    if answer.reason:
-        print(f"{'why':>8}  {answer.reason}\n")
+    print()
+    print_text(f"{estimate_basis(study_plan.how_sure, study_plan.calibrated)}.")
+    for removal in study_plan.left_out:
+        print_text(removal, "left out: ")
     for name, cells in study_plan.what_fits.items():
+        print()
         _print_table(name, cells, study_plan.limit_gib)
 
 
 def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
     if not any(cell.chosen.state in (FITS, TIGHT) for cell in cells):
         least = min(cell.recomputed.need_gib for cell in cells)
-        print(f"{name}: does not fit: it needs at least {fmt_gib(least)} of {fmt_gib(limit_gib)}")
+        print_text(
+            f"{name}: does not fit: it needs at least {fmt_gib(least)} of {fmt_gib(limit_gib)}"
+        )
         return
 
-    print(
+    print_text(
         f"{name}: GiB by row length and micro batch size (c: fits only if every layer is "
         "recomputed, ?: too close to tell)"
     )

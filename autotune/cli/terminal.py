@@ -9,10 +9,12 @@ dash is replaced by a hyphen, and any other character by a question mark.
 import codecs
 import io
 import json
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autotune.core.text import printable_lines
@@ -86,12 +88,54 @@ def wrapped(text: str, start: str, width: int) -> list[str]:
     return [(" " * len(start) if index else start) + line for index, line in enumerate(texts)]
 
 
+def text_width() -> int | None:
+    """Return the width of a terminal, or COLUMNS; None for a pipe or a file without COLUMNS."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return shutil.get_terminal_size().columns
+    return None
+
+
 def print_text(text: str, start: str = "") -> None:
-    """Print `start` and a text on stdout. On a terminal, the text is wrapped between words."""
-    lines = [f"{start}{text}"]
-    if sys.stdout.isatty():
-        lines = wrapped(text, start, shutil.get_terminal_size().columns)
-    print("\n".join(lines))
+    """Print `start` and a text on stdout, wrapped between words to the width of the terminal."""
+    width = text_width()
+    print("\n".join(wrapped(text, start, width) if width else [f"{start}{text}"]))
+
+
+def print_lines(lines: Mapping[str, str]) -> None:
+    """Print labelled texts on stdout, one below the other, without those that are empty."""
+    width = max(map(len, lines))
+    for label, text in lines.items():
+        if text:
+            print_text(text, f"{label:>{width}}  ")
+
+
+@contextmanager
+def notes_last() -> Iterator[Callable[[str], None]]:
+    """Yield a function for the messages of a computation, so that its answer is printed first.
+
+    Warnings are printed on stderr when the block ends. Messages of progress appear only on a
+    terminal, and disappear when the block ends.
+    """
+    screen = console(stderr=True)
+    status = screen.status("", spinner="line") if screen.is_terminal else None
+    warnings: dict[str, None] = {}
+
+    def say(text: str) -> None:
+        if text.startswith("warning: "):
+            warnings[text] = None
+        elif status is not None:
+            from rich.text import Text
+
+            status.start()
+            status.update(Text(text))
+
+    try:
+        yield say
+    finally:
+        if status is not None:
+            status.stop()
+        for text in warnings:
+            print_note(text)
 
 
 def print_note(text: str) -> None:
@@ -111,23 +155,63 @@ def print_answer_json(answer: Any) -> None:
     print_json(json_data(answer))
 
 
-def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
-    """Print a table on stdout; `columns` maps each heading to the justification of its cells."""
+def print_table(
+    title: str | None, columns: dict[str, Any], rows: Sequence[tuple[str, ...]]
+) -> None:
+    """Print a table on stdout; `columns` maps each heading to the justification of its cells.
+
+    Cells are wrapped between words. If even their longest words do not fit side by side, the
+    columns are divided into several tables, and each table begins with the first column.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    screen = console()
-    if not screen.is_terminal:
-        screen = console(width=_PIPE_WIDTH)
+    width = text_width() or _PIPE_WIDTH
+    texts = [(heading, *cells) for heading, *cells in zip(columns, *rows, strict=True)]
+    least = [max(len(word) for text in cells for word in (text or "-").split()) for cells in texts]
+    # The first column names the rows. If it is short, its cells are never wrapped.
+    names = max(map(len, texts[0]))
+    if names <= width // 3:
+        least[0] = names
 
-    table = Table(title=title, title_justify="left")
-    for number, (heading, justify) in enumerate(columns.items()):
-        longest = max((len(row[number]) for row in rows), default=0)
-        # The first column names the rows. If it is short, its cells are never wrapped.
-        is_whole = number == 0 and longest <= screen.width // 3
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
+    for part in _parts(least, width):
+        most = [max(map(len, texts[number])) for number in part]
+        widths = _widths([least[number] for number in part], most, width)
+        table = Table(title=title, title_justify="left")
+        for number, cell_width in zip(part, widths, strict=True):
+            heading = texts[number][0]
+            table.add_column(heading, justify=columns[heading], overflow="fold", width=cell_width)
 
-    for row in rows:
-        # The cells are Text, because rich would read brackets in names as markup.
-        table.add_row(*map(Text, row))
-    screen.print(table)
+        for row in rows:
+            # The cells are Text, because rich would read brackets in names as markup.
+            table.add_row(*(Text(row[number]) for number in part))
+        console(width=max(width, sum(widths) + _frame(len(part)))).print(table)
+        title = None
+
+
+def _frame(num_columns: int) -> int:
+    """Return the characters that the lines and spaces between the columns of a table take."""
+    return 3 * num_columns + 1
+
+
+def _parts(least: Sequence[int], width: int) -> Iterator[list[int]]:
+    """Divide columns of these least widths into tables that fit; all have the first column."""
+    part = [0]
+    for number in range(1, len(least)):
+        needed = sum(least[index] for index in (*part, number)) + _frame(len(part) + 1)
+        if len(part) > 1 and needed > width:
+            yield part
+            part = [0]
+        part.append(number)
+    yield part
+
+
+def _widths(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
+    """Return widths of columns from `least` to `most`, so that most columns need no wrapping."""
+    free = width - _frame(len(least)) - sum(least)
+    widths = list(least)
+    for number in sorted(range(len(least)), key=lambda number: most[number] - least[number]):
+        extra = max(0, min(free, most[number] - least[number]))
+        widths[number] += extra
+        free -= extra
+    return widths

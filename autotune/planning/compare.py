@@ -17,6 +17,7 @@ from typing import Any
 from autotune.catalog import (
     DeviceSpec,
     Price,
+    find_price,
     find_spot,
     list_devices,
     load_prices,
@@ -62,7 +63,7 @@ QUIET_S = 2.0  # the shortest pause between two lines of progress
 def compare(
     specs: Sequence[StudySpec],
     *,
-    gpus: Sequence[str],
+    gpus: Sequence[str] = (),
     methods: Sequence[str] = (),
     budget: Budget | None = None,
     owned: Owned | None = None,
@@ -71,13 +72,15 @@ def compare(
 ) -> Comparison:
     """Compare cards for each spec in `specs` (one per model) and each search space in `methods`.
 
-    An entry of `gpus` or `methods` may hold several names with commas between them. `owned`
-    describes the user's card, which is compared too. `say` receives warnings and progress.
+    An entry of `gpus` or `methods` may hold several names with commas between them. By default, the
+    cards are those of the catalogue with a price. `owned` describes the user's card, which is
+    compared too. All cards train adapters of the same rank. `say` receives warnings and progress.
 
     Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
     any card.
     """
-    cards = _named_cards([*gpus, owned.device.option] if owned else gpus)
+    names = _names(gpus) if gpus else priced_cards(specs)
+    cards = _named_cards([*names, owned.device.option] if owned else names)
     studies = _studies(specs, methods)
     titles = [
         (printable(resolve_model(spec.model).name), printable(spec.space_name or "default"))
@@ -103,7 +106,7 @@ def compare(
                 last_progress = time.monotonic()
 
             try:
-                setup = planned_setup(spec, card, say_once)
+                setup = with_one_rank(planned_setup(spec, card, say_once))
                 result = compare_card(setup, limit_of(spec, card), observations)
                 compared.append(replace(result, spot=_spot(spec, card)))
             except UsageError as error:
@@ -147,7 +150,12 @@ def _spot(spec: StudySpec, card: DeviceSpec) -> Price | None:
     """Return the cheapest spot price of a card, or None if the user gave a price."""
     if spec.price is not None:
         return None
-    return find_spot(card.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
+    return find_spot(card.name, _own_prices(spec))
+
+
+def _own_prices(spec: StudySpec) -> tuple[Price, ...]:
+    """Return the prices in the user's file."""
+    return load_prices(Path(expanduser(spec.prices))) if spec.prices else ()
 
 
 def _names(values: Sequence[str]) -> list[str]:
@@ -157,10 +165,33 @@ def _names(values: Sequence[str]) -> list[str]:
 
 def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
     """Return the cards with these names, each once. Raises UsageError."""
-    cards = list(dict.fromkeys(resolve_device(name) for name in _names(names)))
+    cards = list(dict.fromkeys(resolve_device(name) for name in names))
     if not cards:
         raise UsageError("no GPU is named", remedy="for example --gpus a10,l4,a100-80gb,h100")
     return cards
+
+
+def priced_cards(specs: Sequence[StudySpec]) -> list[str]:
+    """Return the names of the cards whose price is known to the catalogue or to a spec's file."""
+    own = [price for spec in specs if spec.prices for price in _own_prices(spec)]
+    return [device.name for device in list_devices() if find_price(device.name, own)]
+
+
+def with_one_rank(setup: Setup) -> Setup:
+    """Return the setup with the smallest LoRA rank that its study may choose, for every card.
+
+    A study prefers a larger rank if it costs little more. Cards with different ranks would train
+    different adapters, so neither their speeds nor their costs could be compared.
+    """
+    ranks = [rank for rank in setup.task.space.choices("lora_rank") if rank is not None]
+    if len(ranks) < 2:
+        return setup
+    space = setup.task.space.pin("lora_rank", min(ranks))
+    return replace(
+        setup,
+        task=replace(setup.task, space=space),
+        reserve=setup.reserve.pin("lora_rank", min(ranks)),
+    )
 
 
 def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySpec]:

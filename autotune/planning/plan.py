@@ -65,7 +65,7 @@ def plan(
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
     If no configuration of the space fits, the plan is for the reserve space, which has more values
-    (`setup.open_reserve`). `say` gets warnings, progress, and the values left out of the space.
+    (`setup.open_reserve`). `say` gets warnings and progress.
     With `counted`, a dry probe counts the baseline's memory if no formula covers the model.
 
     Raises UsageError if a part of the spec is unknown or impossible, or if the model or the card
@@ -73,15 +73,10 @@ def plan(
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
-    say_removals(setup, say)
     result = plan_setup(setup, limit_of(spec, device), observations, counted=counted)
-    return replace(result, what_fits=memory_tables(result))
-
-
-def say_removals(setup: Setup, say: Say) -> None:
-    """Report each value that is left out of the search space, and the reason."""
-    for removal in setup.removals:
-        say(f"left out: {removal}")
+    return replace(
+        result, what_fits=memory_tables(result), left_out=tuple(map(str, setup.removals))
+    )
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = ignore_message) -> Setup:

@@ -15,7 +15,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
 from autotune.planning.device_estimate import RANK_ACCURACY, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Say, ignore_message
-from autotune.planning.plan import candidates, distinguishable, planned_setup, say_removals
+from autotune.planning.plan import candidates, distinguishable, planned_setup
 from autotune.prediction.estimate import Estimate, estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.observed_speed import Observation
@@ -96,10 +96,9 @@ def plan_spec(
     pins = {knob: value for knob, value in spec.pins.items() if knob not in OF_RANKS}
 
     setup = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say)
-    say_removals(setup, say)
     links = {number: network_gb_s if number > 1 else None for number in hosts}
     limit_gib = limit_of(spec, device)
-    return plan_gpus(
+    result = plan_gpus(
         setup.task,
         limit_gib,
         counts,
@@ -108,6 +107,7 @@ def plan_spec(
         hosts=links,
         of_ranks=rank_pins,
     )
+    return replace(result, left_out=tuple(map(str, setup.removals)))
 
 
 def plan_gpus(

@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.catalog import NO_PRICE, ModelSpec, age, describe_price
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
-from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.run_cost import OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import figures
 from autotune.report.comparison import basis_sentence, heading, workload_text
@@ -147,14 +147,11 @@ def _largest_models(result: Trainable) -> Iterator[str]:
     A model that fits only with a setting that changes learning does not count.
     """
     for method, title in METHODS.items():
-        entries = [one for one in result.entries if one.method == method]
-        fits = {one.model for one in entries if one.state == FITS}
-        fits -= {one.model for one in entries if one.learns_differently}
-        largest = next((model for model in reversed(result.models) if model.name in fits), None)
-
-        if largest is None:
+        entry = result.largest(method)
+        if entry is None:
             yield f"{title}: none of these models surely fits."
         else:
+            largest = next(model for model in result.models if model.name == entry.model)
             size = ""
             if largest.params is not None:
                 size = f" ({largest.params / 1e9:.3g} billion parameters)"
@@ -222,7 +219,7 @@ def costs_answer(
         costs = size_costs(group, sizes)
         group_tables = [
             _prices_table(group, today),
-            *(_size_table(costs, examples) for examples in sizes),
+            *(size_table(costs, examples) for examples in sizes),
         ]
         group_drawings: dict[str, Callable[[], dict[str, Any] | None]] = {}
         group_sentences: list[str] = []
@@ -313,7 +310,7 @@ def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
         yield f"Cheapest {how} for {examples:,} examples: {cost}"
 
 
-def _size_table(costs: Sequence[SizeCost], examples: int) -> Table:
+def size_table(costs: Sequence[SizeCost], examples: int) -> Table:
     """Return the table of each card's hours and USD for one number of examples."""
     columns = {"card": "left"} | dict.fromkeys(
         ("hours (80 %)", "USD on demand (80 %)", "USD at spot (80 %)"), "right"
@@ -399,11 +396,7 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
         return [f"No card that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
 
     best = bought[0]
-    rivals = [
-        one.card
-        for one in bought[1:]
-        if (one.tokens_per_s_high or 0.0) >= (best.tokens_per_s_low or 0.0)
-    ]
+    rivals = buying_rivals(bought)
     text = f"Buy {best.card}, the fastest for at most {fmt_usd(budget.budget_usd)}"
     text += f"; no clear difference from {' and '.join(rivals)}" if rivals else ""
 
@@ -416,6 +409,12 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
         if rented
     ]
     return [text, *(pays or [f"It is unknown when the card pays off: {NO_PRICE}"])]
+
+
+def buying_rivals(bought: Sequence[Bought]) -> list[str]:
+    """Return the cards that may be as fast as the first card."""
+    least = bought[0].tokens_per_s_low or 0.0
+    return [one.card for one in bought[1:] if (one.tokens_per_s_high or 0.0) >= least]
 
 
 def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) -> str:

@@ -8,24 +8,30 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from autotune.catalog import NO_PRICE, describe_price
-from autotune.core.probe_types import Phase
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.catalog import NO_PRICE, DeviceSpec, describe_price
+from autotune.core.probe_types import Evidence, Phase
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import describe
 from autotune.report.values.check import VERDICTS, CheckReport
 from autotune.report.values.estimate import Estimate
+from autotune.report.values.longest import LongestAnswer, LongestRow
 from autotune.report.values.plan import LITTLE_KNOWN, Plan
-from autotune.study.scaling import GpuPlan
+from autotune.report.values.trainable import METHODS, Entry, Trainable
+from autotune.study.scaling import GpuPlan, RankPlan
 from autotune.study.summary import Recipe
+
+_METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full fine-tuning"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer of a command in words, in the order of a reader's questions.
 
-    `needs` is about memory. `details` is the command's complete value.
+    `answer` is a verdict or a name with its most important numbers. `needs` is about memory.
+    `details` is the command's complete value.
     """
 
     answer: str
@@ -35,6 +41,76 @@ class Answer:
     reason: str
     details: Any
 
+    def lines(self) -> dict[str, str]:
+        """Return the texts after `answer`, by label."""
+        return {
+            "needs": self.needs,
+            "cost": self.cost,
+            "certainty": self.certainty,
+            "why": self.reason,
+        }
+
+
+# --- one configuration, in the answers of several commands
+
+
+def shape(config: TrainConfig) -> str:
+    """Describe the method and the micro batch, such as 'LoRA r16, 1 x 1,024'."""
+    kind = "full fine-tuning"
+    if config.method != "full":
+        name = "QLoRA" if config.quantization == "nf4" else "LoRA"
+        kind = f"{name} r{config.lora_rank}"
+    base = "" if config.quantization in ("none", "nf4") else f" on {config.quantization}"
+    return f"{kind}{base}, {config.micro_batch_size} x {config.seq_len:,}"
+
+
+def run_numbers(estimated: Estimate, num_gpus: int = 1) -> str:
+    """Return the speed, time and cost of the run, such as '1,069 tokens/s, 2 h 40 min, $3.44'."""
+    cost = estimated.cost
+    if estimated.tokens_per_s is None or cost is None:
+        return f"{fmt_gib(estimated.need_gib)}, at an unknown speed"
+    usd = [] if cost.full_run_usd is None else [fmt_usd(cost.full_run_usd)]
+    speed = f"{fmt_count(num_gpus * estimated.tokens_per_s)} tokens/s"
+    return ", ".join([speed, fmt_hours(cost.full_run_hours), *usd])
+
+
+def memory_text(estimated: Estimate, device: DeviceSpec) -> str:
+    """Return the memory that a configuration needs, its limit, and the memory of the card."""
+    card = f" (the GPU has {fmt_gib(device.memory_gib)})" if device.memory_gib else ""
+    return f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
+
+
+def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
+    """Return the cost of the run with its interval, its price and its work.
+
+    `at` stands before the price: "each GPU at" if several GPUs do the run.
+    """
+    cost = estimated.cost
+    price = task.price
+    if cost is None:
+        return f"{DASH} (the speed is unknown)"
+    work = task.workload
+    assumed = " (assumed)" if work.examples_assumed else ""
+    epochs = "1 epoch" if cost.epochs == 1 else f"{cost.epochs:g} epochs"
+    run = f"{cost.examples:,} examples{assumed} of {work.lengths}, {epochs}"
+    if price is None or cost.interval_usd is None:
+        return f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR), for {run}"
+    spot = f", {fmt_usd(cost.spot_usd)} at spot" if cost.spot_usd is not None else ""
+    bounds = " to ".join(map(fmt_usd, cost.interval_usd))
+    return f"{bounds}{spot}, {at} {describe_price(price, date.today())}, for {run}"
+
+
+def certainty(estimated: Estimate, num_gpus: int = 1) -> str:
+    """Return the evidence of an estimate and the interval of its speed."""
+    basis = f"estimated, {estimated.calibrated or 'nothing was measured here'}"
+    if estimated.interval is None:
+        return basis
+    low, high = (fmt_count(num_gpus * bound) for bound in estimated.interval)
+    count = estimated.num_observations
+    narrowed = f", narrowed by measurements on this card: {count}" if count else ""
+    guess = ", a guess without a measurement of this kind of card" if estimated.is_guess else ""
+    return f"{basis}; {low} to {high} tokens/s in 80 % of cases{narrowed}{guess}"
+
 
 # --- plan
 
@@ -42,7 +118,6 @@ class Answer:
 def plan_answer(plan: Plan) -> Answer:
     """Return an answer with the best configuration on one card."""
     chosen = plan.best or plan.baseline
-    lines = estimate_lines(chosen, plan.task)
 
     little_known = plan.reason in LITTLE_KNOWN
     reason = plan.reason if little_known or plan.best is not None else ""
@@ -51,13 +126,34 @@ def plan_answer(plan: Plan) -> Answer:
         reason += f" (of the first {plan.num_estimated:,} of {plan.space_size:,} configurations)"
 
     return Answer(
-        answer=plan.best.config.label() if plan.best else "no configuration is certain to fit",
-        needs=lines["memory"],
-        cost=lines.get("cost", DASH),
-        certainty=describe.estimate_basis(plan.how_sure, plan.calibrated),
+        answer=_plan_verdict(plan),
+        needs=memory_text(chosen, plan.task.device),
+        cost=cost_text(chosen, plan.task) if plan.best else "",
+        certainty=certainty(chosen),
         reason=reason,
         details=plan,
     )
+
+
+def _plan_verdict(plan: Plan) -> str:
+    model = plan.task.model.short
+    card = plan.task.device.label
+    if plan.best is not None:
+        numbers = run_numbers(plan.best)
+        return f"{model} fits {card}: {shape(plan.best.config)}, {numbers} (estimated)"
+
+    need = f"the baseline needs {fmt_gib(plan.baseline.need_gib)}"
+    verdict = "does not surely fit"
+    cells = [cell for cells in plan.what_fits.values() for cell in cells]
+    if plan.reason in LITTLE_KNOWN:
+        verdict = "fits"
+    elif cells and {one.state for one in (plan.baseline, *(cell.chosen for cell in cells))} == {
+        OOM
+    }:
+        verdict = "does not fit"
+        need = f"it needs at least {fmt_gib(min(cell.chosen.need_gib for cell in cells))}"
+    speed = ", at an unknown speed" if plan.reason in LITTLE_KNOWN else ""
+    return f"{model} {verdict} {card}{speed}: {need} of {fmt_gib(plan.limit_gib)} (estimated)"
 
 
 def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
@@ -110,22 +206,158 @@ def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
 
 
 def gpu_answer(plan: GpuPlan) -> Answer:
-    """Return an answer with the cheapest and the fastest number of GPUs."""
+    """Return an answer with the cheapest number of GPUs, within the deadline if there is one."""
     task = plan.task
-    choices = describe.gpu_choices(plan, plan.within_hours)
-    price = f"{NO_PRICE}: --price USD_PER_HOUR"
-    if task.price:
-        price = describe_price(task.price, date.today())
+    chosen = plan.cheapest if plan.within_hours is None else plan.cheapest_within
+    shown = chosen or min(
+        (row for row in plan.rows if row.estimate),
+        key=lambda row: row.estimate.need_gib if row.estimate else 0.0,
+        default=None,
+    )
+    estimated = shown.estimate if shown else None
+    num_gpus = shown.num_gpus if shown else 1
 
     return Answer(
-        answer="\n".join(choices),
-        needs=f"{fmt_gib(task.device.memory_gib)} each, "
-        f"{fmt_gib(plan.limit_gib)} of it for tensors and NCCL",
-        cost=f"price of a GPU: {price}",
-        certainty=f"Every number is projected, nothing was measured here: {plan.how_sure}",
-        reason=next((row.problem for row in plan.rows if row.problem), ""),
+        answer=_gpus_verdict(plan, chosen, shown),
+        needs=f"{memory_text(estimated, task.device)}, on each GPU" if estimated else "",
+        cost=cost_text(estimated, task, "each GPU at" if num_gpus > 1 else "at")
+        if estimated and chosen
+        else "",
+        certainty=certainty(estimated, num_gpus) if estimated else "",
+        reason=_gpus_reason(plan, chosen),
         details=plan,
     )
+
+
+def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None) -> str:
+    model = plan.task.model.short
+    card = plan.task.device.label
+    deadline = "" if plan.within_hours is None else f" within {fmt_hours(plan.within_hours)}"
+    if chosen is not None and chosen.estimate is not None:
+        known = " (of the known speeds)" if plan.has_unknown_speed else ""
+        numbers = run_numbers(chosen.estimate, chosen.num_gpus)
+        config = shape(chosen.estimate.config)
+        verb = "trains" if chosen.num_gpus == 1 else "train"
+        who = f"{_layout(chosen, card)} {verb} {model} cheapest{deadline}{known}"
+        return f"{who}: {config}, {numbers} (estimated)"
+
+    if shown is None or shown.estimate is None:
+        return f"No number of {card} trains {model}: 0 of {len(plan.rows)} plans are possible"
+    need = f"{fmt_gib(shown.estimate.need_gib)} of {fmt_gib(plan.limit_gib)} on each GPU"
+    if any(row.state == FITS for row in plan.rows):
+        late = f", and no plan is known to end{deadline}" if deadline else ", at an unknown speed"
+        return f"{model} fits {_layout(shown, card)}{late}: it needs {need} (estimated)"
+    return f"{model} does not surely fit {_layout(shown, card)}: it needs {need} (estimated)"
+
+
+def _layout(row: RankPlan, card: str) -> str:
+    """Return '1 h100-sxm', '8 h100-sxm with fsdp2' or '16 h100-sxm with fsdp2 on 2 hosts'."""
+    hosts = f" on {row.hosts} hosts" if row.hosts > 1 else ""
+    strategy = f" with {row.parallelism.name}" if row.num_gpus > 1 else ""
+    return f"{row.num_gpus} {card}{strategy}{hosts}"
+
+
+def _gpus_reason(plan: GpuPlan, chosen: RankPlan | None) -> str:
+    """Compare the cheapest plan with the fastest, and say whether it may miss the deadline."""
+    if chosen is None or chosen.estimate is None or chosen.estimate.cost is None:
+        return next((row.problem for row in plan.rows if row.problem), "")
+    high = chosen.estimate.cost.interval_hours[1]
+    if plan.within_hours is not None and high > plan.within_hours:
+        return f"the cheapest in time; it may take {fmt_hours(high)}"
+
+    fastest = plan.fastest
+    if fastest is None or fastest == chosen:
+        return "it is the cheapest and the fastest"
+    usd = "" if fastest.usd is None else f", {fmt_usd(fastest.usd)}"
+    layout = _layout(fastest, plan.task.device.label)
+    return f"it is the cheapest; the fastest is {layout}: {fmt_hours(fastest.hours)}{usd}"
+
+
+# --- plan of a card, without a model
+
+
+def card_answer(result: Trainable) -> Answer:
+    """Return an answer with the largest model that a card trains by each method."""
+    largest = [entry for method in METHODS if (entry := result.largest(method))]
+    card = result.device.label
+    answer = f"{card} surely trains none of {len(result.models)} models of different sizes"
+    if largest:
+        answer = f"{card} trains models of up to {', '.join(map(_largest_text, largest))}"
+
+    cost = ""
+    if largest:
+        entry = largest[0]
+        price = describe_price(result.price, date.today())
+        cost = f"{fmt_usd(entry.usd_per_1000)} for 1,000 examples of {result.lengths} with "
+        cost += f"{entry.model.rpartition('/')[2]} and {_METHODS[entry.method]}, at {price}"
+    guess = "; the speeds are guesses: no card of this kind was measured" * result.is_guess
+
+    return Answer(
+        answer=f"{answer} (estimated)",
+        needs=f"{fmt_gib(result.limit_gib)} of {fmt_gib(result.device.memory_gib)} are for tensors",
+        cost=cost,
+        certainty=f"estimated, {result.calibrated or 'nothing was measured here'}{guess}",
+        reason=f"of {len(result.models)} models, one of each size, these are the largest that "
+        "surely fit without a setting that changes learning",
+        details=result,
+    )
+
+
+def _largest_text(entry: Entry) -> str:
+    """Return a text such as '8.03 billion parameters with LoRA (Llama-3.1-8B)'."""
+    size = f"{entry.params / 1e9:.3g} billion parameters" if entry.params else "unknown size"
+    return f"{size} with {_METHODS[entry.method]} ({entry.model.rpartition('/')[2]})"
+
+
+# --- longest
+
+
+def row_answer(found: LongestAnswer) -> Answer:
+    """Return an answer with the longest row of all methods."""
+    longest = max(found.rows, key=lambda row: row.tokens or 0)
+    model = found.model.rpartition("/")[2]
+    if longest.tokens is None:
+        problems = "; ".join(f"{row.method}: {row.problem}" for row in found.rows if row.problem)
+        is_known = any(row.limited_by for row in found.rows)
+        verdict = (
+            f"no row of {model} fits" if is_known else f"the longest row of {model} is unknown"
+        )
+        limit = f"{fmt_gib(found.limit_gib)} for tensors"
+        return Answer(
+            answer=f"{found.device}, which has {limit}: {verdict}",
+            needs="",
+            cost="",
+            certainty="",
+            reason=problems,
+            details=found,
+        )
+
+    about = "about " if longest.step_s_low != longest.step_s_high else ""
+    speed = ""
+    if longest.tokens_per_s is not None:
+        speed = f", {about}{longest.tokens_per_s:,.0f} tokens/s"
+    row = f"rows of up to {longest.tokens:,} tokens of {model}"
+    host = "" if longest.host_gib is None else f", and {fmt_gib(longest.host_gib)} of the host"
+    times = dict.fromkeys((fmt_seconds(longest.step_s_low), fmt_seconds(longest.step_s_high)))
+    method = _METHODS[longest.method]
+    return Answer(
+        answer=f"{found.device} trains {row} with {method}{speed} ({longest.evidence})",
+        needs=f"{fmt_gib(longest.gpu_gib)} of {fmt_gib(found.limit_gib)} for tensors{host}",
+        cost=f"{' to '.join(times)} for a step",
+        certainty=_row_certainty(found, longest),
+        reason=f"it is limited by {longest.limited_by}" if longest.limited_by else "",
+        details=found,
+    )
+
+
+def _row_certainty(found: LongestAnswer, longest: LongestRow) -> str:
+    """Return the evidence of a row, and whether the model was trained for rows of this length."""
+    basis = "a step with this row was measured"
+    if longest.evidence is Evidence.ESTIMATED:
+        basis = "estimated: memory was counted without a GPU"
+    if found.positions and (longest.tokens or 0) > found.positions:
+        basis += f"; the model was trained for {found.positions:,.0f} positions"
+    return basis
 
 
 # --- check

@@ -233,7 +233,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
                 "left out: " + "; ".join(f"{name} ({why})" for name, why in advice.excluded)
             )
     if comparison.owned is not None:
-        sentences.append(_own_card(comparison, group))
+        sentences.append(own_card_sentence(comparison, group))
     return sentences
 
 
@@ -267,7 +267,7 @@ def _rivals(names: tuple[str, ...]) -> str:
     return f"; no clear difference from {' and '.join(names)}" if names else ""
 
 
-def _own_card(comparison: Comparison, group: Group) -> str:
+def own_card_sentence(comparison: Comparison, group: Group) -> str:
     """Describe the cost of a run on the user's card, and when the card is cheaper than renting."""
     owned = comparison.owned
     own_run = comparison.own_run(group)

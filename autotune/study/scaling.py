@@ -106,7 +106,8 @@ class GpuPlan(ShownAsTable):
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
     `how_sure` says in words how the numbers were obtained. Besides the `limit_gib` for tensors, the
-    CUDA context of a process takes `context_gib`.
+    CUDA context of a process takes `context_gib`. `left_out` names the values that are not in the
+    search space, with reasons.
     """
 
     JSON: ClassVar = keys(
@@ -128,6 +129,7 @@ class GpuPlan(ShownAsTable):
     how_sure: str
     context_gib: float
     within_hours: float | None = None
+    left_out: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, str]:
         """Return one row for each number of GPUs."""

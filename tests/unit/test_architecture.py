@@ -539,8 +539,8 @@ H100, CARDS = (*RUN, "--gpu", "h100"), (*RUN, "--gpus", "h100")
         (("suites", "--json"), "a10-mistral-7b"),
         (("plan", *H100), "tokens/s"),
         (("plan", *H100, "--json"), '"tokens_per_s"'),
-        (("plan", *H100, "--gpus", "2", "--set", "kernels=torch"), "fsdp2"),
-        (("plan", "--spec", "a10-mistral-7b"), "optimised"),
+        (("plan", *H100, "--gpus", "2", "--set", "kernels=torch"), "with ddp"),
+        (("plan", "--spec", "a10-mistral-7b", "--details"), "optimised"),
         (("compare", *CARDS, "--sizes", "10000"), "h100-sxm"),
         (("compare", *CARDS, "--json"), '"usd_per_1000_samples"'),
         (("compare", *CARDS, "--format", "markdown"), "| h100-sxm "),
@@ -565,7 +565,7 @@ def test_the_longest_row_is_only_counted_by_a_process_of_its_own(tmp_path):
     asked = ("longest", "--model", "mistral-7b", "--gpu", "h100", "--method", "lora", "--predict")
     status, loaded, errors, printed = run(BLOCKING, tmp_path, *asked)
     assert status == 2 and "no sequence of Mistral-7B-v0.3 can be predicted: torch" in errors
-    assert "limited by" in printed
+    assert "the longest row of Mistral-7B-v0.3 is unknown" in printed
     assert not loaded & set(BLOCKED)
 
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import Json
-from autotune.cli.terminal import print_answer_json, print_json, print_table
+from autotune.cli.options import Details, Json
+from autotune.cli.terminal import print_answer_json, print_json, print_table, print_text
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
 if TYPE_CHECKING:
     from autotune.catalog import Price
 
 
-def gpus(json_: Json = False) -> None:
+def gpus(json_: Json = False, details: Details = False) -> None:
     """Print every GPU of the catalogue with its default price per hour and its price to buy."""
     from autotune.catalog import age, find_price, find_purchase, list_devices
 
@@ -33,54 +33,77 @@ def gpus(json_: Json = False) -> None:
         print_answer_json(answer)
         return
 
+    sizes = [device.memory_gib for device, _, _ in rows if device.memory_gib]
+    cards = [device for device, _, _ in rows if device.kind != "cpu"]
+    print_text(
+        f"{len(cards)} GPUs with {min(sizes):.0f} to {max(sizes):.0f} GiB of memory are known"
+    )
+    print_text("Peak rates are without sparsity. Prices are no quotes; --price sets another.")
+    columns = {"name": "left"} | dict.fromkeys(
+        ("memory GiB", "bf16 TFLOP/s", "GB/s", "USD/h of one GPU"), "right"
+    )
+    cells = [
+        (
+            device.name,
+            DASH if device.memory_gib is None else f"{device.memory_gib:.1f}",
+            fmt_count(device.bf16_tflops),
+            fmt_count(device.bandwidth_gb_s),
+            fmt_usd(price.usd_per_hour if price else None),
+        )
+        for device, price, _ in rows
+    ]
+    if not details:
+        print_table(None, columns, cells)
+        print_text("--details shows who offers the price, its age, and the price to buy.")
+        return
+
     print_table(
-        "GPUs (peak rates without sparsity; prices are no quotes, --price sets another)",
-        {
-            "name": "left",
-            "memory GiB": "right",
-            "bf16 TFLOP/s": "right",
-            "GB/s": "right",
-            "USD/h of one GPU": "left",
-        }
-        | {"USD to buy, at launch": "right"},
+        None,
+        columns | {"offer": "left", "USD to buy, at launch": "right"},
         [
             (
-                device.name,
-                DASH if device.memory_gib is None else f"{device.memory_gib:.1f}",
-                fmt_count(device.bf16_tflops),
-                fmt_count(device.bandwidth_gb_s),
-                f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})"
-                if price
-                else DASH,
+                *row,
+                f"{price.provider}, {age(price.as_of, today)}" if price else DASH,
                 f"{fmt_usd(purchase.usd)} ({purchase.as_of[:4]})" if purchase else DASH,
             )
-            for device, price, purchase in rows
+            for row, (_, price, purchase) in zip(cells, rows, strict=True)
         ],
     )
 
 
-def models(json_: Json = False) -> None:
-    """Print every model of the catalogue."""
+def models(json_: Json = False, details: Details = False) -> None:
+    """Print every model of the catalogue; with `details`, also aliases, layers and vocabulary."""
     from autotune.catalog import list_models
 
     specs = list_models()
     if json_:
         print_answer_json(specs)
         return
+
+    sizes = [spec.params for spec in specs if spec.params]
+    least, most = (fmt_count(size / 1e9) for size in (min(sizes), max(sizes)))
+    print_text(f"{len(specs)} models with {least} to {most} billion parameters are known")
+    print_text("A local directory or the name of any other model on the Hub works too.")
+    columns = {"name": "left", "billion": "right", "context": "right"}
+    cells = [
+        (
+            spec.name,
+            fmt_count(spec.params / 1e9 if spec.params else None),
+            DASH if spec.max_seq_len is None else f"{spec.max_seq_len:,}",
+        )
+        for spec in specs
+    ]
+    if not details:
+        print_table(None, columns, cells)
+        print_text("--details shows short names, layers and vocabularies.")
+        return
+
     print_table(
-        "Models (a local directory or a Hub id works too)",
-        {"alias": "left", "name": "left", "params (B)": "right"}
-        | dict.fromkeys(("layers", "vocab", "context"), "right"),
+        None,
+        columns | {"layers": "right", "vocab": "right", "alias": "left"},
         [
-            (
-                ", ".join(spec.aliases) or DASH,
-                spec.name,
-                DASH if spec.params is None else f"{spec.params / 1e9:.3g}",
-                str(spec.num_layers),
-                str(spec.vocab_size),
-                DASH if spec.max_seq_len is None else str(spec.max_seq_len),
-            )
-            for spec in specs
+            (*row, str(spec.num_layers), str(spec.vocab_size), ", ".join(spec.aliases) or DASH)
+            for row, spec in zip(cells, specs, strict=True)
         ],
     )
 
@@ -98,16 +121,18 @@ def prices(
         typer.Option("--live", help="Ask the clouds for today's prices (pip install gpuhunt)."),
     ] = False,
     json_: Json = False,
+    details: Details = False,
 ) -> None:
-    """Print the prices of `gpu`, or of all GPUs.
+    """Print the cheapest price of each GPU, or of `gpu`, the cheapest first.
 
     Prices in the user's file `own` come first, then live prices, then the prices in the package.
+    Later prices of a GPU appear only with `details` or `json_`, which have all of them.
 
     Raises:
         UsageError: there is no such GPU, or the price file cannot be read.
         EnvironmentProblem: `live` without gpuhunt or without a network.
     """
-    from autotune.catalog import age, list_devices, resolve_device
+    from autotune.catalog import age, describe_price, list_devices, resolve_device
     from autotune.catalog.prices import best_first, list_prices, load_prices
 
     devices = list_devices() if gpu is None else (resolve_device(gpu),)
@@ -115,13 +140,18 @@ def prices(
     today = date.today()
 
     rows: list[Price] = []
+    cheapest: list[Price] = []
     for device in devices:
-        rows += best_first(device.name, own_prices)
+        offers = [best_first(device.name, own_prices), best_first(device.name, list_prices())]
         if live:
             from autotune.catalog.live_prices import live_prices
 
-            rows += live_prices(device, today=today)
-        rows += best_first(device.name, list_prices())
+            offers.insert(1, live_prices(device, today=today))
+
+        rows += [price for prices in offers for price in prices]
+        if first := next(filter(None, offers), None):
+            cheapest.append(min(first, key=lambda price: (not price.quotable, price.usd_per_hour)))
+    cheapest.sort(key=lambda price: price.usd_per_hour)
 
     if json_:
         from autotune.report.values.catalog import DatedPrice
@@ -130,15 +160,66 @@ def prices(
         return
 
     if not rows:
-        print(
+        print_text(
             f"no price of {devices[0].name} is known; give one with --price, or a file of your own "
             "with --prices"
         )
         return
 
-    print_table(
+    best = cheapest[0]
+    if len(devices) > 1:
+        print_text(f"{best.device} is the cheapest GPU: {describe_price(best, today)}")
+    else:
+        print_text(f"{best.device} costs {describe_price(best, today)}")
+    print_text(
         "USD of one GPU (no quotes; --prices reads a file of your own, --live asks for today's "
-        "offers)",
+        "offers)"
+    )
+
+    if details:
+        _print_offers(rows, today)
+    elif len(cheapest) > 1:
+        _print_cheapest(cheapest, today)
+    else:
+        print_text(f"{fmt_usd(best.usd_per_day)} a day, {fmt_usd(best.usd_per_week)} a week")
+
+    priced_names = {row.device for row in rows} | {"cpu"}
+    if unpriced_names := [device.name for device in devices if device.name not in priced_names]:
+        print_text(f"no price is known for {', '.join(unpriced_names)}")
+    if not details:
+        print_text(f"--details shows all {len(rows)} offers with their sources.")
+
+
+def _print_cheapest(rows: "list[Price]", today: date) -> None:
+    """Print the cheapest offer of each GPU in one line.
+
+    '1/8' marks the price of one GPU in an instance of eight.
+    """
+    from autotune.catalog import age
+
+    print_table(
+        None,
+        {"GPU": "left", "an hour": "right", "provider": "left", "age": "left"},
+        [
+            (
+                row.device,
+                fmt_usd(row.usd_per_hour),
+                row.provider
+                + f", 1/{row.count}" * (row.count > 1)
+                + ", no quote" * (not row.quotable),
+                age(row.as_of, today),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _print_offers(rows: "list[Price]", today: date) -> None:
+    """Print every offer of each GPU, with its source."""
+    from autotune.catalog import age
+
+    print_table(
+        None,
         {"GPU": "left", "provider": "left", "GPUs": "right"}
         | dict.fromkeys(("an hour", "a day", "a week", "an hour at spot"), "right")
         | {"age": "left", "source": "left"},
@@ -157,10 +238,6 @@ def prices(
             for row in rows
         ],
     )
-
-    priced_names = {row.device for row in rows} | {"cpu"}
-    if unpriced_names := [device.name for device in devices if device.name not in priced_names]:
-        print(f"no price is known for {', '.join(unpriced_names)}")
 
 
 def schema(
@@ -205,7 +282,7 @@ def spaces(json_: Json = False) -> None:
     )
 
 
-def suites(json_: Json = False) -> None:
+def suites(json_: Json = False, details: Details = False) -> None:
     """Print every suite of published results that comes with the package."""
     from autotune.problem.study_spec import make_spec, shipped_suites
 
@@ -226,11 +303,17 @@ def suites(json_: Json = False) -> None:
             ]
         )
         return
-    print_table(
-        "Published results to compare with estimates: `autotune plan --spec NAME`",
-        {"name": "left", "GPU": "left", "configurations": "right", "published": "left"},
-        [
-            (name, spec.gpu, str(len(spec.configs)), spec.source or DASH)
-            for name, (_, spec) in suites_by_name.items()
-        ],
-    )
+
+    num_configs = sum(len(spec.configs) for _, spec in suites_by_name.values())
+    print_text(f"{len(suites_by_name)} suites have {num_configs} configurations with results")
+    print_text("`autotune plan --spec NAME` compares published results with estimates.")
+    columns = {"name": "left", "GPU": "left", "configurations": "right"}
+    rows = [
+        (name, spec.gpu, str(len(spec.configs)), spec.source or DASH)
+        for name, (_, spec) in suites_by_name.items()
+    ]
+    if details:
+        print_table(None, columns | {"published": "left"}, rows)
+    else:
+        print_table(None, columns, [row[: len(columns)] for row in rows])
+        print_text("--details shows where the results were published.")

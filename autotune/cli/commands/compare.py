@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune.cli.answers import print_answer
-from autotune.cli.options import Evidence, Html, Json
+from autotune.cli.options import Details, Evidence, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
-from autotune.cli.terminal import print_answer_json, print_note, print_table
+from autotune.cli.terminal import notes_last, print_answer_json
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_usd
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
+    from autotune.cli.compare_text import Shown
     from autotune.report.values.comparison import Comparison, Owned
-    from autotune.report.values.rent_or_buy import PurchaseBudget
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
@@ -41,7 +41,8 @@ def compare_command(
         typer.Option(
             "--gpus",
             metavar="NAMES",
-            help="GPUs, separated by commas; repeatable. [with --buy: all within that price]",
+            help="GPUs, separated by commas; repeatable. [all with a price; with --buy: all "
+            "within that price]",
         ),
     ] = None,
     model: Annotated[
@@ -70,7 +71,8 @@ def compare_command(
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Print the cost of these numbers of examples. [10000,50000,100000]",
+            help="Print the cost of these numbers of examples. [with --details: "
+            "10000,50000,100000]",
         ),
     ] = None,
     buy: Annotated[
@@ -92,6 +94,7 @@ def compare_command(
     ] = None,
     html: Html = None,
     json_: Json = False,
+    details: Details = False,
     evidence: Evidence = EVIDENCE,
     **options: Any,
 ) -> None:
@@ -102,6 +105,7 @@ def compare_command(
         NothingFits: no run fits any card, or no card that fits is within the budget.
         StorageError: `out` cannot be written.
     """
+    from autotune.cli.compare_text import FEW_ROWS, Shown
     from autotune.planning.compare import compare
     from autotune.planning.observations import known_observations
     from autotune.report.values.comparison import Budget
@@ -115,23 +119,30 @@ def compare_command(
     )
     numbers = parse_sizes(sizes)
 
-    comparison = compare(
-        [spec_of(options | {"model": name}) for name in model or (None,)],
-        gpus=_cards(gpus, buy),
-        methods=methods or (),
-        budget=Budget(max_usd=max_usd, max_hours=max_hours),
-        owned=_own_card(owned, owned_usd, owned_hours, usd_per_kwh),
-        observations=known_observations(evidence, print_note),
-        say=print_note,
-    )
+    with notes_last() as say:
+        comparison = compare(
+            [spec_of(options | {"model": name}) for name in model or (None,)],
+            gpus=_cards(gpus, buy),
+            methods=methods or (),
+            budget=Budget(max_usd=max_usd, max_hours=max_hours),
+            owned=_own_card(owned, owned_usd, owned_hours, usd_per_kwh),
+            observations=known_observations(evidence, say),
+            say=say,
+        )
 
-    unmet = comparison.unmet_reason()
-    buys_nothing = purchase_budget is not None and not any(
-        purchases(group, purchase_budget) for group in comparison.groups
-    )
-    # If the budget buys no useful card, only the error is printed, without a table before it.
-    if unmet or not buys_nothing or form != "table":
-        _show(comparison, form, numbers, purchase_budget, out=out, html=html)
+        unmet = comparison.unmet_reason()
+        buys_nothing = purchase_budget is not None and not any(
+            purchases(group, purchase_budget) for group in comparison.groups
+        )
+        # If the budget buys no useful card, only the error is printed, without a table before it.
+        if unmet or not buys_nothing or form != "table":
+            shown = Shown(
+                details=details,
+                most_rows=None if gpus or details else FEW_ROWS,
+                sizes=numbers if sizes or details else (),
+                purchase_budget=purchase_budget,
+            )
+            _show(comparison, form, numbers, shown, out=out, html=html)
 
     if unmet:
         raise NothingFits(unmet, remedy=comparison.remedy())
@@ -197,7 +208,7 @@ def _show(
     comparison: "Comparison",
     form: str,
     sizes: tuple[int, ...],
-    purchase_budget: "PurchaseBudget | None",
+    shown: "Shown",
     *,
     out: Path | None,
     html: Path | None,
@@ -206,58 +217,26 @@ def _show(
 
     With `html`, also write an HTML page.
     """
+    from autotune.cli.compare_text import print_comparison
     from autotune.report.answer import costs_answer
     from autotune.report.comparison import FORMATS
     from autotune.report.values.compared import to_compared
 
+    budget = shown.purchase_budget
     text = io.StringIO()
     # A table is as wide as the terminal or file that it is printed to.
     with redirect_stdout(text if out else sys.stdout):
         if form == "table":
-            _print(comparison, date.today())
+            print_comparison(comparison, shown)
         elif form == "json":
-            print_answer_json(to_compared(comparison, sizes, purchase_budget))
+            print_answer_json(to_compared(comparison, sizes, budget))
         else:
             print(FORMATS[form](comparison, date.today()), end="")
         if form == "table" or html:
             print_answer(
-                lambda today: costs_answer(comparison, sizes, purchase_budget, today),
+                lambda today: costs_answer(comparison, sizes, budget, today),
                 html=html,
-                silent=form != "table",
+                silent=form != "table" or not shown.details,
             )
     if out is not None:
         write_atomic(out, text.getvalue())
-
-
-def _print(comparison: "Comparison", today: date) -> None:
-    from autotune.report.comparison import (
-        COLUMNS,
-        basis_sentence,
-        cells,
-        heading,
-        verdicts,
-        workload_text,
-    )
-
-    print(f"{basis_sentence(comparison)}.")
-    for group in comparison.groups:
-        print(f"\n{heading(group)}\n{workload_text(group)}")
-        rows = [cells(group, card, today) for card in group.cards]
-
-        # Two tables instead of one, so that each fits the width of a terminal
-        for table in ("speed", "cost"):
-            columns = [
-                column for column in COLUMNS if column.table == table or column.title == "card"
-            ]
-            titles = {column.title: "right" if column.numeric else "left" for column in columns}
-            print_table(None, titles, [tuple(row[title] for title in titles) for row in rows])
-
-        width = max(len(row["card"]) for row in rows)
-        basis = [column.title for column in COLUMNS if column.table == "basis"]
-        for row, card in zip(rows, group.cards, strict=True):
-            if card.best:
-                print(f"{row['card']:>{width}}  {'; '.join(row[title] for title in basis)}")
-
-        print()
-        for verdict in verdicts(comparison, group):
-            print(verdict)

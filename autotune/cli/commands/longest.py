@@ -4,9 +4,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import Gpu, Json
+from autotune.cli.options import Details, Gpu, Json
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import print_answer_json, print_note, print_table
+from autotune.cli.terminal import (
+    notes_last,
+    print_answer_json,
+    print_lines,
+    print_table,
+    print_text,
+)
 from autotune.core.errors import Cancelled, Interrupted, NothingFits, UsageError
 from autotune.core.units import DASH, fmt_gib, fmt_seconds
 
@@ -20,6 +26,7 @@ COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "r
     "host": "right",
     "limited by": "left",
 }
+FEW_COLUMNS = ("method", "longest row", "known", "tokens/s", "limited by")
 
 
 def longest(
@@ -51,6 +58,7 @@ def longest(
         bool, typer.Option("--predict", help="Only predict, even if the card is here.")
     ] = False,
     json_: Json = False,
+    details: Details = False,
 ) -> None:
     """Print the longest row, in tokens, that fits a card, for each method.
 
@@ -67,8 +75,9 @@ def longest(
     from autotune.api import longest as find
     from autotune.cli.study_options import pins_of
     from autotune.planning.longest import longest_answer
+    from autotune.report.answers import row_answer
 
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, notes_last() as say:
         try:
             query, rows = find(
                 model,
@@ -80,16 +89,20 @@ def longest(
                 host_memory_gib=host_memory_gib,
                 most_tokens=most_tokens,
                 probe=not predict,
-                progress=print_note,
+                progress=say,
                 should_stop=stop,
             )
         except Cancelled:
             raise Interrupted("stopped", exit_code=128 + (stop.signal or 2)) from None
 
+    answer = longest_answer(query, rows)
     if json_:
-        print_answer_json(longest_answer(query, rows))
+        print_answer_json(answer)
     else:
-        _print(query, rows)
+        first = row_answer(answer)
+        print_text(first.answer)
+        print_lines(first.lines())
+        _print_rows(query, rows, details=details)
 
     if not any(row.tokens or row.limited_by for row in rows):
         raise UsageError(
@@ -103,32 +116,42 @@ def longest(
         )
 
 
-def _print(query: "Longest", rows: list["LongestRow"]) -> None:
-    """Print the table, and sentences that explain it."""
+def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) -> None:
+    """Print a row for each method; with `details`, every column and what the numbers rest on."""
+    if not details:
+        columns = {name: COLUMNS[name] for name in FEW_COLUMNS}
+        if len(rows) > 1:
+            print()
+            print_table(
+                None, columns, [tuple(_cells(row)[name] for name in columns) for row in rows]
+            )
+        print_text("--details shows times, memory, and what the numbers rest on.")
+        return
+
     limits = f"{fmt_gib(query.limit_gib)} for tensors"
     if query.host_limit_gib is not None:
         limits += f", {fmt_gib(query.host_limit_gib)} of the host for inputs of layers"
-
+    print()
     print_table(
         f"{query.model.short} on {query.device.name}: {limits}",
         COLUMNS,
-        [_cells(row) for row in rows],
+        [tuple(_cells(row).values()) for row in rows],
     )
     for row in rows:
         if row.problem:
-            print(f"{row.method}: {row.problem}.")
+            print_text(f"{row.method}: {row.problem}.")
 
     positions = query.model.max_seq_len
     max_tokens = max((row.tokens or 0 for row in rows), default=0)
     if positions and max_tokens > positions:
-        print(
+        print_text(
             f"The model was trained for {positions:,} positions. How well it learns from longer "
             "rows is not known."
         )
 
     estimated_rows = [row for row in rows if row.evidence == "estimated" and row.tokens]
     if estimated_rows:
-        print(
+        print_text(
             "For estimated rows, memory was counted without a GPU, and 6 % of it is left for the "
             "allocator. Their times are also estimates."
         )
@@ -136,7 +159,7 @@ def _print(query: "Longest", rows: list["LongestRow"]) -> None:
             row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
             for row in estimated_rows
         ):
-            print(
+            print_text(
                 "cuDNN's attention needs more memory than counted: on an H100 capped at 24 GB, a "
                 "row 9 % shorter than predicted did not fit."
             )
@@ -145,13 +168,15 @@ def _print(query: "Longest", rows: list["LongestRow"]) -> None:
         row.timed_on for row in rows if row.timed_on and row.timed_on != query.device.name
     }
     for card in sorted(other_cards):
-        print(f"Times were measured on {card}, whose memory was capped to stand in for this card.")
+        print_text(
+            f"Times were measured on {card}, whose memory was capped to stand in for this card."
+        )
 
 
-def _cells(row: "LongestRow") -> tuple[str, ...]:
-    """Return the cells of a row of the table."""
+def _cells(row: "LongestRow") -> dict[str, str]:
+    """Return the cells of a row of the table, by column."""
     if row.tokens is None:
-        return (row.method, DASH, DASH, DASH, DASH, DASH, DASH, DASH)
+        return dict.fromkeys(COLUMNS, DASH) | {"method": row.method}
     is_range = row.step_s_low != row.step_s_high
 
     step = (
@@ -160,7 +185,13 @@ def _cells(row: "LongestRow") -> tuple[str, ...]:
         else fmt_seconds(row.step_s)
     )
     about = "about " if is_range else ""
-    speed = DASH if row.tokens_per_s is None else f"{about}{row.tokens_per_s:,.0f}"
-
-    memory = fmt_gib(row.gpu_gib), fmt_gib(row.host_gib)
-    return row.method, f"{row.tokens:,}", row.evidence, step, speed, *memory, row.limited_by or DASH
+    return {
+        "method": row.method,
+        "longest row": f"{row.tokens:,}",
+        "known": row.evidence,
+        "step": step,
+        "tokens/s": DASH if row.tokens_per_s is None else f"{about}{row.tokens_per_s:,.0f}",
+        "GPU": fmt_gib(row.gpu_gib),
+        "host": fmt_gib(row.host_gib),
+        "limited by": row.limited_by or DASH,
+    }

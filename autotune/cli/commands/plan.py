@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autotune.cli.answers import print_answer
-from autotune.cli.options import Evidence, Gpu, Html, Json
+from autotune.cli.options import Details, Evidence, Gpu, Html, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
-from autotune.cli.terminal import print_answer_json, print_note, print_table
+from autotune.cli.terminal import (
+    notes_last,
+    print_answer_json,
+    print_lines,
+    print_table,
+    print_text,
+)
 from autotune.core.errors import NothingFits, UsageError
 from autotune.problem.gpu_counts import NETWORKS, split_count
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from autotune.catalog import DeviceSpec
-    from autotune.prediction.observed_speed import Observation
     from autotune.report.answer import Answer
+    from autotune.study.named_configs import ConfigResult
 
 ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan that tries many models
+DETAILED_COLUMNS = ("configuration", "published")  # of named configurations
 
 
 @with_study_options("model", *PLANNED)
@@ -54,6 +59,7 @@ def plan_command(
     evidence: Evidence = EVIDENCE,
     html: Html = None,
     json_: Json = False,
+    details: Details = False,
     **options: Any,
 ) -> None:
     """Print the plan of the study that these options describe, for one GPU or for several counts.
@@ -74,7 +80,7 @@ def plan_command(
     names_study = any(options[name] for name in ("model", "spec", "space", "dataset"))
     if not names_study and not any(gpu_options.values()) and gpu:
         spec = spec_of(options | {"gpu": gpu, "model": ANY_MODEL})
-        plan_card(spec, evidence=evidence, html=html, as_json=json_)
+        plan_card(spec, evidence=evidence, html=html, as_json=json_, details=details)
         return
     if html is not None:
         raise UsageError(
@@ -88,12 +94,12 @@ def plan_command(
             name: getattr(spec, name) for name in ("gpus", "within") if gpu_options[name] is None
         }
     if split_count(spec.gpu)[0] is None and all(value is None for value in gpu_options.values()):
-        plan(spec, evidence=evidence, as_json=json_)
+        plan(spec, evidence=evidence, as_json=json_, details=details)
     else:
-        plan_several(spec, gpu_options, evidence=evidence, as_json=json_)
+        plan_several(spec, gpu_options, evidence=evidence, as_json=json_, details=details)
 
 
-def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
+def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: bool = False) -> None:
     """Print a plan, or estimates of the configurations that the spec names.
 
     Raises:
@@ -107,18 +113,19 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     from autotune.report.values.plan import LITTLE_KNOWN
 
     device = planned_device(spec.gpu)
-    observations = known_observations(evidence, print_note)
     if spec.configs:
-        plan_named_configs(spec, device, observations, as_json=as_json)
+        plan_named_configs(spec, device, evidence=evidence, as_json=as_json, details=details)
         return
 
-    result = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)
-    if as_json:
-        print_answer_json(result)
-    else:
-        from autotune.cli.plan_text import print_plan
+    with notes_last() as say:
+        observations = known_observations(evidence, say)
+        result = make_plan(spec, device=device, observations=observations, say=say, counted=True)
+        if as_json:
+            print_answer_json(result)
+        else:
+            from autotune.cli.plan_text import print_plan
 
-        print_plan(result)
+            print_plan(result, details=details)
 
     if result.best is None and result.reason not in LITTLE_KNOWN:
         raise NothingFits(
@@ -128,38 +135,75 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
 
 
 def plan_named_configs(
-    spec: StudySpec, device: "DeviceSpec", observations: "Sequence[Observation]", *, as_json: bool
+    spec: StudySpec, device: "DeviceSpec", *, evidence: Path, as_json: bool, details: bool
 ) -> None:
     """Print estimates of the configurations that the spec names, next to their published results.
 
     Raises UsageError for an impossible configuration.
     """
+    from autotune.planning.named_estimates import estimate_named_configs
+    from autotune.planning.observations import known_observations
+    from autotune.study.named_configs import SourcedResult
+
+    with notes_last() as say:
+        results = estimate_named_configs(
+            spec,
+            device=device,
+            observations=known_observations(evidence, say),
+            say=say,
+            counted=True,
+        )
+        if as_json:
+            print_answer_json(
+                [SourcedResult(result=result, source=spec.source) for result in results]
+            )
+        else:
+            _print_named_configs(spec, device, results, details=details)
+
+
+def _print_named_configs(
+    spec: StudySpec, device: "DeviceSpec", results: "list[ConfigResult]", *, details: bool
+) -> None:
+    """Print how many configurations fit, and a table; with `details`, also the configurations."""
     from autotune.core.objective import Objective
     from autotune.planning.device_estimate import accuracy_text
-    from autotune.planning.named_estimates import estimate_named_configs
     from autotune.prediction.transfer import calibrated_parts
+    from autotune.problem.run_cost import FITS
     from autotune.problem.setup import calibration_of
     from autotune.report.describe import estimate_basis
-    from autotune.study.named_configs import COLUMNS, SourcedResult, agreement
+    from autotune.study.named_configs import COLUMNS, agreement
 
-    results = estimate_named_configs(
-        spec, device=device, observations=observations, say=print_note, counted=True
+    predicted = [result for result in results if not result.case.excluded]
+    fitting = sum(result.verdict == FITS for result in predicted)
+    print_text(
+        f"{fitting} of {len(predicted)} configurations surely fit {device.label} (estimated)"
     )
-    if as_json:
-        print_answer_json([SourcedResult(result=result, source=spec.source) for result in results])
-        return
-
-    calibrated = calibrated_parts(calibration_of(spec, device), device)
-    accuracy = accuracy_text(objective=Objective(spec.objective))
-    print(f"{device.label}. {estimate_basis(accuracy, calibrated)}.")
-    print_table(None, dict(COLUMNS), [result.cells() for result in results])
     if agreement_text := agreement(results):
-        print(agreement_text)
+        print_text(agreement_text)
     if spec.source:
-        print(f"Published: {spec.source}")
+        print_text(f"Published: {spec.source}")
+
+    columns = {
+        name: side for name, side in COLUMNS.items() if details or name not in DETAILED_COLUMNS
+    }
+    rows = [dict(zip(COLUMNS, result.cells(), strict=True)) for result in results]
+    print_table(None, columns, [tuple(row[name] for name in columns) for row in rows])
+    if details:
+        calibrated = calibrated_parts(calibration_of(spec, device), device)
+        accuracy = accuracy_text(objective=Objective(spec.objective))
+        print_text(f"{device.label}. {estimate_basis(accuracy, calibrated)}.")
+    else:
+        print_text("--details shows the configurations, the published numbers and the accuracy.")
 
 
-def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bool = False) -> None:
+def plan_card(
+    spec: StudySpec,
+    *,
+    evidence: Path,
+    html: Path | None,
+    as_json: bool = False,
+    details: bool = False,
+) -> None:
     """Print the models of each size that the spec's card can train; the spec's model is ignored.
 
     Raises:
@@ -171,6 +215,7 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
     from autotune.planning.observations import known_observations
     from autotune.planning.trainable import trainable
     from autotune.problem.run_cost import FITS
+    from autotune.report.answers import card_answer
 
     def answer(today: date) -> "Answer":
         from autotune.report.answer import trainable_answer
@@ -178,13 +223,17 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
         return trainable_answer(result, today)
 
     device = planned_device(spec.gpu)
-    result = trainable(
-        spec, device, observations=known_observations(evidence, print_note), say=print_note
-    )
-
-    if as_json:
-        print_answer_json(result)
-    print_answer(answer, html=html, silent=as_json)
+    with notes_last() as say:
+        result = trainable(spec, device, observations=known_observations(evidence, say), say=say)
+        if as_json:
+            print_answer_json(result)
+        else:
+            first = card_answer(result)
+            print_text(first.answer)
+            print_lines(first.lines())
+        print_answer(answer, html=html, silent=as_json or not details)
+        if not as_json and not details:
+            print_text("--details shows every model with its verdict, speed and longest row.")
 
     if not any(entry.state == FITS for entry in result.entries):
         raise NothingFits(
@@ -194,7 +243,12 @@ def plan_card(spec: StudySpec, *, evidence: Path, html: Path | None, as_json: bo
 
 
 def plan_several(
-    spec: StudySpec, query: dict[str, Any], *, evidence: Path, as_json: bool = False
+    spec: StudySpec,
+    query: dict[str, Any],
+    *,
+    evidence: Path,
+    as_json: bool = False,
+    details: bool = False,
 ) -> None:
     """Print a plan for several GPU counts; `query` has the arguments of `plan_spec`.
 
@@ -211,17 +265,16 @@ def plan_several(
 
     gpus = query["gpus"]
     within = query["within"]
-    observations = known_observations(evidence, print_note)
-    result = plan_spec(spec, **query, observations=observations, say=print_note)
+    with notes_last() as say:
+        result = plan_spec(spec, **query, observations=known_observations(evidence, say), say=say)
+        if as_json:
+            print_answer_json(result)
+        else:
+            from autotune.cli.gpus_text import print_gpu_plan
+
+            print_gpu_plan(result, details=details)
+
     task = result.task
-
-    if as_json:
-        print_answer_json(result)
-    else:
-        from autotune.cli.gpus_text import print_gpu_plan
-
-        print_gpu_plan(result)
-
     if not any(row.state == FITS for row in result.rows):
         leanest = task.space.config(task.space.leanest())
         raise NothingFits(

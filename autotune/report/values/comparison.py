@@ -18,6 +18,7 @@ from autotune.problem.run_cost import FITS, CostProjection
 from autotune.problem.search_space import ways_to_fit
 from autotune.report.values.plan import Plan
 
+OWN = "your own "  # before the name of the user's card, as an option within a budget
 Interval = Callable[["ComparedCard"], tuple[float, float] | None]
 
 
@@ -155,6 +156,20 @@ class Group:
         """The compared card with the least memory that holds the run."""
         fitting = [card.device for card in self.cards if card.holds_it]
         return min(fitting, key=lambda device: device.memory_gib or math.inf, default=None)
+
+    @property
+    def by_cost(self) -> tuple[ComparedCard, ...]:
+        """The cards with a best configuration: `cheapest` first, those without a price last."""
+        fitting = [card for card in self.cards if card.best]
+
+        def key(card: ComparedCard) -> tuple[bool, bool, float, float]:
+            return card.usd is None, card.is_guess, card.usd or 0.0, -card.tokens_per_s
+
+        return tuple(sorted(fitting, key=key))
+
+    def card(self, name: str) -> ComparedCard | None:
+        """Return the card of this name, or None."""
+        return next((card for card in self.cards if card.device.name == name), None)
 
     def relative_speed(self, card: ComparedCard) -> float | None:
         """Return this card's speed divided by the speed of the fastest card."""
@@ -369,7 +384,7 @@ class Comparison(ShownAsTable):
         own_card = self.own_card(group)
         own_run = self.own_run(group)
         if own_card and own_card.cost and own_run:
-            options.append(_option(f"your own {own_card.device.name}", own_card.cost, own_run.usd))
+            options.append(_option(f"{OWN}{own_card.device.name}", own_card.cost, own_run.usd))
 
         by_cost = sorted(
             options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours)

@@ -60,7 +60,8 @@ class Plan(ShownAsTable):
     only configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
     memory of all configurations that may win. `how_sure` says how the numbers were estimated.
     `calibrated` says which of the numbers were calibrated and when. `what_fits` maps the name of
-    each table to its cells.
+    each table to its cells. `left_out` names the values that are not in the search space, with
+    reasons.
     """
 
     JSON: ClassVar = keys(
@@ -87,6 +88,7 @@ class Plan(ShownAsTable):
     seen: tuple[str, ...] = ()
     from_reserve: bool = False
     what_fits: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, str]:
         """Return the best configuration with its estimates, or else the baseline."""

@@ -6,6 +6,7 @@ from typing import ClassVar
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_model
 from autotune.core.json_view import fields_plus, keys
 from autotune.core.probe_types import Evidence
+from autotune.problem.run_cost import FITS
 
 METHODS = {
     "lora": "LoRA",
@@ -76,3 +77,16 @@ class Trainable:
     def row(self, model: ModelSpec) -> list[Entry]:
         """Return the entries of a model, in the order of METHODS."""
         return [entry for entry in self.entries if entry.model == model.name]
+
+    def largest(self, method: str) -> Entry | None:
+        """Return the entry of the largest model that surely fits with this method, or None.
+
+        A model that fits only with a setting that changes learning does not count.
+        """
+        fitting = {
+            entry.model: entry
+            for entry in self.entries
+            if entry.method == method and entry.state == FITS and not entry.learns_differently
+        }
+        names = [model.name for model in self.models if model.name in fitting]
+        return fitting[names[-1]] if names else None

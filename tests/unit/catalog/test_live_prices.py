@@ -459,7 +459,7 @@ def test_a_catalogue_that_gpuhunt_published(
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]) -> None:
-    prices("A10", write(MINE), live=False, json_=False)
+    prices("A10", write(MINE), live=False, json_=False, details=True)
     lines = [
         [cell.strip() for cell in line.strip("│").split("│")]
         for line in capsys.readouterr().out.splitlines()
@@ -497,11 +497,18 @@ def test_no_price_and_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no price of a2 is known" in capsys.readouterr().out
     prices(None, None, live=False, json_=False)
     text = capsys.readouterr().out
+    priced = [line for line in text.splitlines() if line.startswith("│ ")]
+    usd = [float(line.split("│")[2].strip(" $")) for line in priced]
+    names = {line.split("│")[1].strip() for line in priced}
+    assert usd == sorted(usd) and len(names) == len(usd) and ", no quote " in priced[0]
+    assert text.startswith(f"{priced[0].split()[1]} is the cheapest GPU: {priced[0].split()[3]}/h")
     unpriced = {device.name for device in list_devices() if find_price(device.name) is None} - {
         "cpu"
     }
-    assert set(text.splitlines()[-1].removeprefix("no price is known for ").split(", ")) == unpriced
-    assert "(a reference, not a quote)" in text
+    said = text.splitlines()[-2]
+    assert set(said.removeprefix("no price is known for ").split(", ")) == unpriced
+    prices(None, None, live=False, json_=False, details=True)
+    assert "(a reference, not a quote)" in capsys.readouterr().out
     with pytest.raises(UsageError, match="unknown gpu 'a11'"):
         prices("a11", None, live=False, json_=False)
 

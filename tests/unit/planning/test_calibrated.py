@@ -196,7 +196,7 @@ def test_a_plan_says_what_was_calibrated(
 ) -> None:
     kept(replace(calibration(), processor=processor_name()))
     spec = StudySpec(model="mistral-7b", gpu="auto", pins={"seq_len": 512, "lora_rank": 16})
-    command.plan(spec, evidence=Path("none"))
+    command.plan(spec, evidence=Path("none"), details=True)
     text = capsys.readouterr().out
     assert (
         f"Estimated, card and host {LABEL}: memory by a formula" in text
@@ -204,7 +204,8 @@ def test_a_plan_says_what_was_calibrated(
     )
     assert "tightened" not in text  # what others measured of the card is not needed
     assert f", card and host {LABEL})" in text
-    command.plan(replace(spec, pins={}, configs=(NamedConfig(name="one"),)), evidence=Path("none"))
+    named = replace(spec, pins={}, configs=(NamedConfig(name="one"),))
+    command.plan(named, evidence=Path("none"), details=True)
     assert f"a10. Estimated, card and host {LABEL}: " in capsys.readouterr().out
     command.plan(spec, evidence=Path("none"), as_json=True)
     assert json.loads(capsys.readouterr().out)["calibrated"] == f"card and host {LABEL}"

@@ -438,7 +438,7 @@ def run(*args: str, model: str = "smollm2-135m") -> Any:
 
 
 def test_a_table_with_every_cell_whole() -> None:
-    result = run("--gpus", "a10,l4", "--gpus", "gb200", "--max-hours", "100")
+    result = run("--gpus", "a10,l4", "--gpus", "gb200", "--max-hours", "100", "--details")
     assert result.exit_code == 0, result.output
     assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
     assert "1/4 of an instance with 4 GPUs" in result.stdout and "within 100 h: " in result.stdout
@@ -499,7 +499,10 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     No speed is known of it.
     """
     monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
-    result = run("--gpus", "t4,a10,h100", "--methods", "lora", model="mixtral-8x7b")
+    asked = ("--gpus", "t4,a10,h100", "--methods", "lora")
+    first = run(*asked, model="mixtral-8x7b").stdout.splitlines()[0]
+    assert first.startswith("Mixtral-8x7B-v0.1 fits ") and "at an unknown speed: it needs" in first
+    result = run(*asked, "--details", model="mixtral-8x7b")
     assert result.exit_code == 0, result.output
     assert f": {COUNTED}." in result.stdout and ACCURACY not in result.stdout
     assert f"cheapest: {DASH} (no formula gives the speed)" in result.stdout
@@ -673,9 +676,10 @@ def test_methods_that_a_card_cannot_run_are_reported_in_their_rows() -> None:
 
 
 def test_nothing_within_the_budget_is_an_exit_code_of_its_own() -> None:
-    result = run("--gpus", "h100", "--max-usd", "0.0001")
+    result = run("--gpus", "h100", "--max-usd", "0.0001", "--details")
     assert isinstance(result.exception, NothingFits) and "within $0.0001: none" in result.stdout
     result = run("--gpus", "t4", model="llama-3.1-70b")
+    assert result.stdout.startswith("Llama-3.1-70B surely fits none of these GPUs: it needs at ")
     assert isinstance(
         result.exception, NothingFits
     ) and "the smallest card that holds the run is" in str(result.exception)
@@ -694,7 +698,7 @@ def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
         json.dumps({"model_type": "llama", "vocab_size": 100, **sizes})
     )
     for form in ("table", "markdown", "csv", "html", "json"):
-        result = run("--gpus", "l4", "--format", form, model=str(name))
+        result = run("--gpus", "l4", "--format", form, "--details", model=str(name))
         assert result.exit_code == 0, result.output
         assert ("[bold]<script>" in result.stdout) is (form in ("table", "csv", "json"))
         assert form != "table" or "[bold]<script>|=cmd: default" in result.stdout

@@ -251,9 +251,11 @@ def test_the_command_prints_a_table_or_json(
     (row,) = json.loads(ended.stdout)["rows"]
     assert row["tokens"] > 131_072 and row["config"]["tiling"] == "tokens"
     ended = CliRunner().invoke(app, options)
-    assert f"{row['tokens']:,}" in ended.stdout and "trained for 131,072 positions" in ended.stdout
+    first = ended.stdout.splitlines()[0]
+    assert first.startswith(f"rtx-4090 trains rows of up to {row['tokens']:,} tokens of ")
+    assert "trained for 131,072 positions" in ended.stdout and ended.stderr == ""
     assert "cuDNN" not in ended.stdout
-    ended = CliRunner().invoke(app, [*options, "--set", "attention=sdpa_cudnn"])
+    ended = CliRunner().invoke(app, [*options, "--details", "--set", "attention=sdpa_cudnn"])
     assert "cuDNN's attention needs more memory than counted" in ended.stdout
     ended = CliRunner().invoke(app, [*options, "--memory-gib", "4"])
     assert isinstance(ended.exception, NothingFits) and "qlora: " in ended.stdout

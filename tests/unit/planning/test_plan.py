@@ -548,13 +548,25 @@ def test_evidence_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_estimates_and_their_basis(capsys: pytest.CaptureFixture[str]) -> None:
-    command.plan(StudySpec(model="mistral-7b", gpu="a10"), evidence=HERE)
-    text = capsys.readouterr().out
-    assert (
-        "Nothing was measured here" in text and "narrowed by measurements on this card: 2" in text
+    spec = StudySpec(model="mistral-7b", gpu="a10")
+    command.plan(spec, evidence=HERE)
+    short = capsys.readouterr()
+    first, *lines = short.out.splitlines()
+    assert re.fullmatch(
+        r"Mistral-7B-v0.3 fits a10: LoRA r\d+, \d+ x [\d,]+, [\d,]+ tokens/s, \d+ .*, \$[\d.]+ "
+        r"\(estimated\)",
+        first,
     )
-    assert "best  lora r" in text and "guides  lora r16" in text
-    assert re.search(r"\$1\.29/h, lambda, .* old", text)
+    labels = [line.split("  ")[0].strip() or line.split()[0] for line in lines]
+    assert labels == ["needs", "cost", "certainty", "why", lines[-1]] and short.err == ""
+    assert "narrowed by measurements on this card: 2" in short.out and len(short.out.split()) < 120
+    assert re.search(r"\$1\.29/h, lambda, .* old", short.out)
+
+    command.plan(spec, evidence=HERE, details=True)
+    text = capsys.readouterr().out
+    assert text.startswith(short.out.removesuffix(lines[-1] + "\n"))
+    assert "Nothing was measured here. Estimated: memory by a formula" in text
+    assert "best  lora r" in text and "baseline  lora r16" in text
     assert "full fine-tuning, bf16_mixed, adamw_torch_fused: does not fit" in text
 
 
@@ -562,8 +574,9 @@ def test_a_plan_prints_what_it_left_out_and_does_not_miss_packages_of_this_machi
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    command.plan(StudySpec(model="mistral-7b", gpu="a10", allow_quantized=True), evidence=HERE)
-    text = capsys.readouterr().err
+    spec = StudySpec(model="mistral-7b", gpu="a10", allow_quantized=True)
+    command.plan(spec, evidence=HERE, details=True)
+    text = capsys.readouterr().out
     assert "left out: lora_rank 8: below the smallest rank of 16 (--min-rank)" in text
     assert "left out: quantization fp8: a10 does not multiply 8-bit floats" in text
     assert "is not installed" not in text
@@ -600,7 +613,8 @@ def test_a_card_of_the_users_own_is_marked(
     like = plan(StudySpec(model="qwen2.5-0.5b", gpu="a10"), observations=()).best
     assert like and made[0].tokens_per_s == pytest.approx(like.tokens_per_s, rel=0.05)
     command.plan(StudySpec(model="qwen2.5-0.5b", gpu=text), evidence=HERE)
-    assert "on card-24gb (as you described it): 23.8 GiB" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert " fits card-24gb (as you described it): " in text and "the GPU has 23.8 GiB" in text
     command.plan(StudySpec(model="qwen2.5-0.5b", gpu=str(file)), evidence=HERE, as_json=True)
     said = json.loads(capsys.readouterr().out)
     assert (said["device"], said["own_card"]) == ("mine", str(file))
@@ -629,7 +643,8 @@ def test_a_model_that_does_not_fit_has_its_own_exit_code(
     # the reserve has a quantised base
     assert caught.value.remedy and "qlora" not in caught.value.remedy
     printed = capsys.readouterr().out
-    assert "out of memory" in printed and "useful tokens/s" not in printed and "$" not in printed
+    assert printed.startswith("Llama-3.1-70B does not fit a10: it needs at least 39")
+    assert "tokens/s" not in printed and "$" not in printed
 
 
 def test_on_a_machine_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -650,7 +665,7 @@ def test_a_plan_starts_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stderr.strip().splitlines()[-1] == "[]" and "lora r16" in done.stdout
+    assert done.stderr.strip().splitlines()[-1] == "[]" and "LoRA r16" in done.stdout
 
 
 def test_several_gpus_have_a_plan_of_their_own() -> None:

@@ -8,7 +8,16 @@ import pytest
 
 import autotune
 from autotune.cli.last_screen import answer as last_screen
-from autotune.report.answers import Answer, check_answer, gpu_answer, plan_answer, study_answer
+from autotune.core.units import fmt_count, fmt_usd
+from autotune.report.answers import (
+    Answer,
+    check_answer,
+    gpu_answer,
+    plan_answer,
+    shape,
+    study_answer,
+)
+from autotune.report.describe import gpu_choices
 from tests.helpers.factories import summary
 
 MODEL = "qwen2.5-0.5b"
@@ -34,26 +43,29 @@ def test_the_last_screen_prints_the_answer_of_the_study() -> None:
 def test_the_answer_of_a_plan_is_its_best_configuration() -> None:
     made = autotune.plan(MODEL, gpu="a10", tokens_per_example=512)
     found = plan_answer(made)
-    assert made.best is not None and found.answer == made.best.config.label()
-    assert (
-        "fits: weights" in found.needs
-        and found.cost.startswith("$")
-        and made.how_sure in found.certainty
-    )
+    assert made.best is not None and made.best.cost is not None
+    speed, usd = fmt_count(made.best.tokens_per_s), fmt_usd(made.best.cost.full_run_usd)
+    assert f"fits a10: {shape(made.best.config)}, {speed} tokens/s, " in found.answer
+    assert found.answer.endswith(f", {usd} (estimated)")
+    assert "GiB for tensors" in found.needs and found.cost.startswith("$")
+    assert "nothing was measured here; " in found.certainty
     assert found.reason.startswith(made.reason) and found.details is made and has_all(found)
 
 
 def test_the_answer_for_several_gpus_is_the_cheapest_and_the_fastest() -> None:
     made = autotune.plan(MODEL, gpu="h100", tokens_per_example=512, gpus=[1, 2])
     found = gpu_answer(made)
-    assert found.answer.startswith("cheapest: 1 GPU") and "\nfastest: 2 GPUs" in found.answer
-    assert made.how_sure in found.certainty and has_all(found)
+    assert found.answer.startswith("1 h100-sxm trains ") and " cheapest: LoRA r" in found.answer
+    assert "the fastest is 2 h100-sxm with ddp: " in found.reason and has_all(found)
 
 
 def test_a_comparison_says_that_it_leaves_out_unknown_speeds() -> None:
     """The interconnect of an RTX 4090 is unknown, so the speed of several is unknown."""
     made = autotune.plan(MODEL, gpu="rtx-4090", tokens_per_example=512, gpus=[1, 2])
-    cheapest, fastest = gpu_answer(made).answer.splitlines()
+    found = gpu_answer(made)
+    assert found.answer.startswith("1 rtx-4090 trains ")
+    assert " cheapest (of the known speeds): LoRA r" in found.answer
+    cheapest, fastest = gpu_choices(made, None)
     assert cheapest.startswith("cheapest of those with a known speed: 1 GPU (")
     assert fastest.startswith("fastest of those with a known speed: 1 GPU (")
 

@@ -1,0 +1,150 @@
+"""The text of `autotune compare`: the best GPU, a row for each GPU, and with `--details` more."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from autotune.cli.terminal import print_lines, print_table, print_text
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.report.answer import size_table
+from autotune.report.compared_answer import group_answer
+from autotune.report.comparison import (
+    COLUMNS,
+    basis_sentence,
+    cells,
+    heading,
+    own_card_sentence,
+    verdicts,
+    workload_text,
+)
+from autotune.report.values.comparison import ComparedCard, Comparison, Group
+from autotune.report.values.rent_or_buy import Bought, PurchaseBudget, purchases, size_costs
+
+FEW_ROWS = 10
+MORE = "--details shows configurations, ranges, spot prices, other sizes and the accuracy."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What to print: details, at most `most_rows` GPUs, and the cost of these numbers of examples.
+
+    With a purchase budget, the GPUs that it can buy are listed instead of those to rent.
+    """
+
+    details: bool = False
+    most_rows: int | None = None
+    sizes: tuple[int, ...] = ()
+    purchase_budget: PurchaseBudget | None = None
+
+
+def print_comparison(comparison: Comparison, shown: Shown) -> None:
+    """Print the best GPU for each model and method, with its basis and a table of the GPUs."""
+    for number, group in enumerate(comparison.groups):
+        if number:
+            print()
+        answer = group_answer(comparison, group, shown.purchase_budget)
+        print_text(answer.answer)
+        print_lines(answer.lines())
+        if comparison.owned is not None and group.plan is not None:
+            print_text(own_card_sentence(comparison, group))
+
+        if shown.details:
+            _print_details(comparison, group)
+        else:
+            _print_rows(group, shown)
+            for examples in shown.sizes:
+                table = size_table(size_costs(group, (examples,)), examples)
+                print_table(table.title, table.columns, table.rows)
+
+    if shown.details:
+        print()
+        print_text(f"{basis_sentence(comparison)}.")
+    else:
+        print_text(MORE)
+
+
+def _print_rows(group: Group, shown: Shown) -> None:
+    """Print a row for each GPU that surely fits, the cheapest first, and name the other GPUs."""
+    budget = shown.purchase_budget
+    bought = purchases(group, budget) if budget else []
+    if bought:
+        columns = {"GPU": "left"} | dict.fromkeys(
+            ("USD to buy", "GiB of limit", "tokens/s", "pays off after"), "right"
+        )
+        rows = [_bought_row(group, one) for one in bought]
+    else:
+        columns = {"GPU": "left"} | dict.fromkeys(
+            ("GiB of limit", "tokens/s", "full run", "USD"), "right"
+        )
+        rows = [_row(card) for card in group.by_cost]
+
+    if len(rows) > 1:
+        print()
+        print_table(None, columns, rows[: shown.most_rows])
+        if any(card.plan and card.plan.from_reserve for card in group.by_cost):
+            print_text("*: fits only with settings that change learning, such as a quantised base")
+    if num_hidden := len(rows) - len(rows[: shown.most_rows]):
+        print_text(f"{num_hidden} more GPUs fit.")
+    if unfit := [card for card in group.cards if card.best is None]:
+        print_text(_unfit_text(unfit, name_all=shown.most_rows is None))
+
+
+def _row(card: ComparedCard) -> tuple[str, ...]:
+    """Return the row of a GPU to rent."""
+    hours = card.cost.full_run_hours if card.cost else None
+    speed = fmt_count(card.tokens_per_s or None)
+    return _name(card), _memory(card), speed, fmt_hours(hours), fmt_usd(card.usd)
+
+
+def _bought_row(group: Group, bought: Bought) -> tuple[str, ...]:
+    """Return the row of a GPU to buy."""
+    card = group.card(bought.card)
+    assert card is not None
+    pays = DASH if bought.rented is None else "never"
+    if bought.pays_after_hours is not None:
+        pays = f"{bought.pays_after_hours:,.0f} h"
+    return _name(card), fmt_usd(bought.usd), _memory(card), fmt_count(bought.tokens_per_s), pays
+
+
+def _name(card: ComparedCard) -> str:
+    """Return the name of a GPU, with a star if only settings that change learning fit it."""
+    return card.device.label + "*" * bool(card.plan and card.plan.from_reserve)
+
+
+def _memory(card: ComparedCard) -> str:
+    if card.best is None:
+        return DASH
+    need, limit = map(fmt_gib, (card.best.need_gib, card.best.limit_gib))
+    return f"{need.removesuffix(' GiB')} of {limit.removesuffix(' GiB')}"
+
+
+def _unfit_text(unfit: Sequence[ComparedCard], *, name_all: bool) -> str:
+    """Say which GPUs do not surely fit; the reason follows the name if there are few."""
+    if name_all:
+        return "; ".join(f"{card.device.name}: {card.state}" for card in unfit)
+    return f"{len(unfit)} GPUs do not surely fit."
+
+
+def _print_details(comparison: Comparison, group: Group) -> None:
+    """Print the workload, every column of every GPU, the configurations, and comparisons."""
+    today = date.today()
+    print()
+    print_text(heading(group))
+    print_text(workload_text(group))
+    rows = [cells(group, card, today) for card in group.cards]
+
+    # Two tables instead of one, so that each fits the width of a terminal
+    for table in ("speed", "cost"):
+        columns = [column for column in COLUMNS if column.table == table or column.title == "card"]
+        titles = {column.title: "right" if column.numeric else "left" for column in columns}
+        print_table(None, titles, [tuple(row[title] for title in titles) for row in rows])
+
+    width = max(len(row["card"]) for row in rows)
+    basis = [column.title for column in COLUMNS if column.table == "basis"]
+    for row, card in zip(rows, group.cards, strict=True):
+        if card.best:
+            print_text("; ".join(row[title] for title in basis), f"{row['card']:>{width}}  ")
+
+    print()
+    for verdict in verdicts(comparison, group):
+        print_text(verdict)
