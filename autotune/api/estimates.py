@@ -85,7 +85,7 @@ def plan(
 
 def compare(
     models: str | Sequence[str],
-    gpus: Sequence[str],
+    gpus: Sequence[str] = (),
     *,
     methods: Sequence[str] = (),
     budget: "Budget | None" = None,
@@ -94,6 +94,7 @@ def compare(
 ) -> "Comparison":
     """Compare GPUs by formula for the same run of each model; needs no GPU.
 
+    Without `gpus`, all GPUs of the catalogue with a price are compared.
     `options` are the options of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import compare as planning

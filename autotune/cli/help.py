@@ -53,7 +53,18 @@ PANELS = {
         *("owned_hours", "usd_per_kwh", "sizes", "buy", "hours_per_week"),
     ),
     "The search": ("spec", "trials", "shallow_only", "quality", "verify", "evidence"),
-    "Output": ("study", "storage", "out", "format_", "html", "json_", "events", "quiet", "help"),
+    "Output": (
+        "details",
+        "study",
+        "storage",
+        "out",
+        "format_",
+        "html",
+        "json_",
+        "events",
+        "quiet",
+        "help",
+    ),
 }
 
 

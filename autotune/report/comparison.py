@@ -58,7 +58,7 @@ def _memory(row: CardRow) -> str:
         return f"{_gib(row.need_gib)} of {limit}"
     if row.limit_gib is None:
         return str(row.state)
-    need = f"at least {_gib(row.need_gib)} of {limit} (guides: {_gib(row.guides_need_gib)})"
+    need = f"at least {_gib(row.need_gib)} of {limit} (baseline: {_gib(row.guides_need_gib)})"
     return f"{row.state}: {need}"
 
 

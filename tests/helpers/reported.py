@@ -296,7 +296,7 @@ CHECKS = (
             ),
             Command(
                 line="plan --model llama-2-70b --gpu rtx-3090 --gpus 1,2 --space qlora --seq-len"
-                " 512",
+                " 512 --details",
                 code=4,
                 has=(
                     "which FSDP 1 keeps with bnb_4bit_quant_storage, but no formula covers FSDP 1",
@@ -933,7 +933,7 @@ STUDIES = (
         right="The fastest and the cheapest of GPU counts say that some speeds are unknown.",
         steps=(
             Command(
-                line="plan --model phi-3-mini --gpu rtx-4090 --gpus 1,2,4",
+                line="plan --model phi-3-mini --gpu rtx-4090 --gpus 1,2,4 --details",
                 has=(
                     "(?m)^fastest of those with a known speed: 1 GPU",
                     "(?m)^cheapest of those with a known speed: 1 GPU",
@@ -941,13 +941,13 @@ STUDIES = (
                 lacks=("(?m)^(fastest|cheapest): ",),
             ),
             Command(
-                line=f"plan --model phi-3-mini --gpu {CARD},link_gb_s=12 --gpus 1,2,4",
+                line=f"plan --model phi-3-mini --gpu {CARD},link_gb_s=12 --gpus 1,2,4 --details",
                 has=("(?m)^fastest: 4 GPUs", "(?m)^cheapest: 1 GPU"),
                 lacks=("with a known speed",),
             ),
             Command(
                 line="plan --model llama-3.1-8b --gpu rtx-4090 --gpus 1,2,4 --examples 100000"
-                " --within 3h",
+                " --within 3h --details",
                 code=4,
                 has=("cheapest within 3 h of those with a known speed: none is known",),
             ),

@@ -47,15 +47,15 @@ def test_a_family_without_a_formula_has_a_counted_baseline(
     assert made.baseline.state == FITS and made.baseline.memory is not None
     assert sum(made.baseline.memory.terms().values()) == pytest.approx(made.baseline.need_gib)
     assert made.baseline.memory.weights == pytest.approx(124.4e6 * 2 / 2**30, rel=0.02)
-    print_plan(made)
+    print_plan(made, details=True)
     printed = capsys.readouterr().out
     assert (
         "memory by counting a training step without a GPU" in printed
         and "by a formula" not in printed
     )
     assert (
-        f"     why  {ONLY_BASELINE}" in printed
-        and "    best  " not in printed
+        f"      why  {ONLY_BASELINE}" in printed
+        and "\n  best  " not in printed
         and "useful tokens/s" in printed
     )
     with pytest.raises(UsageError, match=r"there is no formula for gpt2 models$"):
@@ -75,9 +75,9 @@ def test_where_the_baseline_does_not_fit_the_leanest_is_counted(
         made.reason.endswith(ONLY_LEANEST)
         and made.best.need_gib < made.limit_gib < made.baseline.need_gib
     )
-    print_plan(made)
+    print_plan(made, details=True)
     printed = capsys.readouterr().out
-    assert f"{ONLY_LEANEST}\n" in printed and f"    best  {made.best.config.label()}" in printed
+    assert f"{ONLY_LEANEST}\n" in printed and f"  best  {made.best.config.label()}" in printed
 
 
 def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(

@@ -209,7 +209,7 @@ def test_a_card_that_is_too_small_shows_the_need() -> None:
     one = too_large("t4")
     shown = cells(group(one), one, TODAY)
     assert re.fullmatch(
-        r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", shown["GiB of limit"]
+        r"out of memory: at least 3\d\.\d of 10\.0 \(baseline: 3\d\.\d\)", shown["GiB of limit"]
     )
     assert {shown[name] for name in (column.title for column in COLUMNS if column.numeric)} == {
         DASH
