@@ -146,7 +146,7 @@ def prices(
         if live:
             from autotune.catalog.live_prices import live_prices
 
-            offers.insert(1, live_prices(device, today=today))
+            offers.insert(1, list(live_prices(device, today=today)))
 
         rows += [price for prices in offers for price in prices]
         if first := next(filter(None, offers), None):

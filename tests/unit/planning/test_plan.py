@@ -643,7 +643,7 @@ def test_a_model_that_does_not_fit_has_its_own_exit_code(
     # the reserve has a quantised base
     assert caught.value.remedy and "qlora" not in caught.value.remedy
     printed = capsys.readouterr().out
-    assert printed.startswith("Llama-3.1-70B does not fit a10: it needs at least 39")
+    assert printed.startswith("Llama-3.1-70B does not fit a10: it needs at least 41")
     assert "tokens/s" not in printed and "$" not in printed
 
 
