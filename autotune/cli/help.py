@@ -54,16 +54,8 @@ PANELS = {
     ),
     "The search": ("spec", "trials", "shallow_only", "quality", "verify", "evidence"),
     "Output": (
-        "details",
-        "study",
-        "storage",
-        "out",
-        "format_",
-        "html",
-        "json_",
-        "events",
-        "quiet",
-        "help",
+        *("details", "study", "storage", "out", "format_", "html", "json_", "events"),
+        *("quiet", "help"),
     ),
 }
 

@@ -143,5 +143,6 @@ def test_the_command_line_takes_it(copy: Path) -> None:
         "mistral-7b",
         "--set",
         "matmul_precision=high",
+        "--details",
     )
     assert "tf32" in planned

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autotune.catalog import Price, list_devices, resolve_device
+from autotune.catalog import Price, find_price, list_devices, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.json_view import json_data
@@ -443,6 +443,20 @@ def test_a_table_with_every_cell_whole() -> None:
     assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
     assert "1/4 of an instance with 4 GPUs" in result.stdout and "within 100 h: " in result.stdout
     assert "narrowed by measurements on this card: 2" in result.stdout
+
+
+def test_all_cards_with_a_price_are_compared_by_default_at_one_rank() -> None:
+    asked = ["compare", "--model", "smollm2-135m", "--seq-len", "512", "--space", "lora"]
+    group = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["groups"][0]
+    names = [card["card"] for card in group["cards"]]
+    assert names == [device.name for device in list_devices() if find_price(device.name)]
+    ranks = {card["configuration"].split()[1] for card in group["cards"] if card["configuration"]}
+    assert ranks == {"r16"} and len(names) > 40
+
+    lines = CliRunner().invoke(app, asked).stdout.splitlines()
+    assert lines[0].startswith(f"{group['cheapest']} trains SmolLM2-135M cheapest: LoRA r16, ")
+    rows = [line.split()[1] for line in lines if line.startswith("│ ")]
+    assert len(rows) == 10 and rows[0] == group["cheapest"]
 
 
 def test_an_own_card_joins_the_comparison() -> None:

@@ -267,7 +267,6 @@ def test_the_command_as_json() -> None:
 
 
 def test_what_the_command_refuses() -> None:
-    assert isinstance(run().exception, UsageError)
     nothing = run("--gpus", "h100", "--buy", "500")
     assert isinstance(nothing.exception, NothingFits)
     assert "no card that surely fits the run is known to cost at most $500" in str(
