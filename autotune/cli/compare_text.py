@@ -10,7 +10,6 @@ from autotune.report.answer import size_table
 from autotune.report.compared_answer import group_answer
 from autotune.report.comparison import (
     COLUMNS,
-    basis_sentence,
     cells,
     heading,
     own_card_sentence,
@@ -38,7 +37,10 @@ class Shown:
 
 
 def print_comparison(comparison: Comparison, shown: Shown) -> None:
-    """Print the best GPU for each model and method, with its basis and a table of the GPUs."""
+    """Print the best GPU for each model and method, its numbers, and a table of the GPUs.
+
+    After the details follows the answer about costs (`report.answer.costs_answer`).
+    """
     for number, group in enumerate(comparison.groups):
         if number:
             print()
@@ -56,10 +58,7 @@ def print_comparison(comparison: Comparison, shown: Shown) -> None:
                 table = size_table(size_costs(group, (examples,)), examples)
                 print_table(table.title, table.columns, table.rows)
 
-    if shown.details:
-        print()
-        print_text(f"{basis_sentence(comparison)}.")
-    else:
+    if not shown.details:
         print_text(MORE)
 
 
