@@ -18,7 +18,7 @@ from autotune.core.errors import (
 )
 from autotune.core.json_view import json_data
 from autotune.core.process import StopToken
-from autotune.core.text import short_path
+from autotune.core.text import operands, short_path
 from autotune.problem.setup import Setup
 from autotune.problem.study_spec import StudySpec
 from autotune.report import describe
@@ -260,10 +260,18 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
 
     interrupted = Interrupted(
         "stopped; the results so far are stored",
-        remedy=f"continue with the same command and --study={shlex.quote(plan.study)}",
+        remedy=f"continue with: {resume_command(plan)}",
         exit_code=128 + stop.signal,
     )
     return replace(outcome, error=interrupted)
+
+
+def resume_command(plan: SessionPlan) -> str:
+    """Return the command line that continues a study."""
+    from autotune.study.storage.database import public_url
+
+    storage = ["--storage", public_url(plan.spec.storage)] if plan.spec.storage else []
+    return shlex.join(["autotune", "resume", *storage, *operands(plan.study)])
 
 
 def _budget_too_short(plan: SessionPlan, missing: str) -> BudgetTooShort:

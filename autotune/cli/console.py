@@ -48,11 +48,19 @@ class Display(AbstractContextManager["Display"]):
 
     `quiet` suppresses all output except JSON. `events` adds a JSON line on stdout for each event.
     With `events` or `as_json`, stdout is only for JSON, so the answer is printed on stderr, too.
+    `storage` is the option of that name, which the printed commands repeat.
     """
 
     def __init__(
-        self, *, budget_s: float, quiet: bool = False, events: bool = False, as_json: bool = False
+        self,
+        *,
+        budget_s: float,
+        quiet: bool = False,
+        events: bool = False,
+        as_json: bool = False,
+        storage: str | None = None,
     ) -> None:
+        self._storage = storage
         tty = sys.stderr.isatty()
         self._console = console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
         self._for_answer = self._console
@@ -229,8 +237,10 @@ class Display(AbstractContextManager["Display"]):
         """Print the winner and the baseline, the costs, the files and the next steps."""
         self._event("result", **summary_data(summary, out_dir))
         recipe = summary.recipe
+        steps = next_steps(summary, out_dir, self._storage)
         if recipe is None:
             self._print("no configuration succeeded", "red")
+            self._next(steps)
             return
         if self._status is not None:
             self._status.stop()
@@ -241,7 +251,6 @@ class Display(AbstractContextManager["Display"]):
         title = describe.headline(summary)
         fields = answer(summary, recipe)
         table = side_by_side(summary, recipe)
-        steps = next_steps(summary, recipe, out_dir)
         if self._status is not None:
             # On a terminal, only the notes that fit on the screen are printed below the fields.
             height = len(self._wrap("", title)) + sum(self._height(field) for field in fields)
@@ -255,7 +264,10 @@ class Display(AbstractContextManager["Display"]):
         for field in fields:
             self._field(field.name, field.text, field.style)
         self._print("\n".join(["", *table, ""]))
+        self._next(steps)
 
+    def _next(self, steps: dict[str, str]) -> None:
+        """Print the next command lines, each below its purpose."""
         for index, (purpose, command) in enumerate(steps.items()):
             self._field("" if index else "next", f"{purpose}:")
             # A command is printed without line breaks, so that the user can copy it.

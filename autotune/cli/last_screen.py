@@ -3,17 +3,15 @@
 `answer` and `next_steps` return the texts, and `cli.console` prints them.
 """
 
-import getpass
-import os
 import shlex
-import shutil
-import socket
-from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from autotune.core.probe_types import Outcome
-from autotune.core.text import study_command
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.text import operands, short_path
 from autotune.core.units import DASH
+from autotune.export.header import has_published_weights
+from autotune.problem.demo import is_demo
 from autotune.report import describe
 from autotune.report.answers import study_answer
 from autotune.report.infos import candidates
@@ -97,45 +95,49 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
     ]
 
 
-def next_steps(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
-    """Return three command lines by purpose: train, read the report, and explain the winner.
+def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) -> dict[str, str]:
+    """Return the next command lines by purpose: train, verify and explain, as far as they apply.
 
-    The user can run the commands without a change.
+    The user can run the commands without a change. `storage` is the option of that name.
     """
-    training = describe.training_commands(summary, recipe, out_dir)
-    # The full run needs a file of examples. Without a dataset, the command that tries the run with
-    # random weights is shown instead.
-    purpose = list(training)[-1 if summary.dataset else 0]
-    return {
-        purpose: training[purpose],
-        **_report_command(f"{out_dir}/report.html"),
-        "ask why it won": study_command("explain", summary.study),
-    }
+    from autotune.study.storage.database import public_url
+
+    database = ["--storage", public_url(storage)] if storage else []
+
+    def command(verb: str, *options: str) -> str:
+        return shlex.join(["autotune", verb, *options, *database, *operands(summary.study)])
+
+    recipe = summary.recipe
+    if recipe is None:
+        return {"see what did not fit, and what would": command("oom")}
+
+    place = _place(recipe)
+    steps: dict[str, str] = {}
+    if recipe.trainer != "transformers":
+        steps |= describe.training_commands(summary, recipe, out_dir)
+    elif summary.dataset and has_published_weights(recipe):
+        dataset, *split = describe.training_data(summary)
+        options = [short_path(Path(dataset)), *split]
+        steps[f"start the full run{place}"] = command("train", "--dataset", *options)
+    else:
+        purpose = f"try the training{place}"
+        if has_published_weights(recipe) or is_demo(recipe.model):
+            purpose += "; for your file, --dataset FILE instead of --random-weights"
+        steps[purpose] = command("train", "--random-weights", "--max-steps", "5")
+
+    # Only a speed that was measured here can be verified here.
+    if recipe.winner.evidence is Evidence.MEASURED:
+        steps["check that the exported run keeps this promise"] = command("verify")
+    if recipe.baseline is not None:
+        report = f"{out_dir}/report.html"
+        steps[f"ask why it won; the report is {report}"] = command("explain")
+    return steps
 
 
-def _report_command(page: str) -> dict[str, str]:
-    """Return the command that opens a page on a desktop, or that copies it from this machine."""
-    desktop = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if desktop and shutil.which("xdg-open"):
-        return {"read the report": f"xdg-open {shlex.quote(page)}"}
-    return {
-        f"copy the report to your own computer ({page}), there": _copy_command(
-            os.path.abspath(page)
-        )
-    }
-
-
-def _copy_command(path: str) -> str:
-    """Return a command for the user's own computer that copies a file from this machine.
-
-    In an SSH session, the command has the machine's address, otherwise its host name.
-    """
-    # SSH_CONNECTION has the client's address and port, then this machine's address and port.
-    connection = os.environ.get("SSH_CONNECTION", "").split()
-    host, port = connection[2:] if len(connection) == 4 else (socket.gethostname(), "22")
-    host = f"[{host}]" if ":" in host else host
-    with suppress(KeyError, OSError):  # in a container, the user may have no name
-        host = f"{getpass.getuser()}@{host}"
-
-    options = [] if port == "22" else ["-P", port]
-    return shlex.join(["scp", *options, f"{host}:{path}", "."])
+def _place(recipe: Recipe) -> str:
+    """Return the place of the full run if it may not be this machine: ' on 8 GPUs'."""
+    num_gpus = recipe.config.num_gpus
+    if num_gpus > 1:
+        return f" on {num_gpus} GPUs"
+    is_here = recipe.winner.evidence is not Evidence.PROJECTED
+    return "" if is_here else f" on the {recipe.device.name}"

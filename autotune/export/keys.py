@@ -8,9 +8,11 @@ has no key for it.
 """
 
 import functools
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from autotune.core.files import load_data
@@ -22,7 +24,16 @@ from autotune.export.header import eval_steps, model_source, on_cpu, save_steps,
 from autotune.prediction.estimate import Evaluation, memory_of
 from autotune.prediction.memory_formula import EVALUATES
 from autotune.problem.run_options import KEPT_CHECKPOINTS
-from autotune.study.summary import Recipe
+from autotune.study.summary import Recipe, TrainingData
+from autotune.trainer.examples import MARKED
+from autotune.trainer.reading import is_on_hub
+
+# The names in `keys.yaml` and `tools.yaml` that stand for the study's dataset
+PLACEHOLDER = "your/dataset"
+PLACEHOLDER_FILE = "data.jsonl"
+# The builder of the library `datasets` for each kind of file
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+BUILDERS |= {".arrow": "arrow"}
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
@@ -109,6 +120,9 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "epochs": recipe.workload.epochs,
         "form": recipe.workload.form,
         "objective": str(recipe.workload.objective),
+        "has_dataset": recipe.data is not None,
+        "lists_datasets": evaluates or recipe.data is not None,
+        "finds_answers": finds_answers(recipe.data),
         "lora_task_type": "SEQ_CLS" if recipe.workload.objective is Objective.REWARD else None,
         "trains_on": recipe.workload.trains_on,
         "save_steps": save_steps(recipe),
@@ -192,6 +206,57 @@ def attention_of(tool: str, config: TrainConfig) -> str:
     return "fa2" if can_flash else "sdpa"
 
 
+def finds_answers(data: TrainingData | None) -> bool | None:
+    """Return whether TRL can find the assistant's answers in this data; None if unknown.
+
+    The chat template must mark the answers. If it does not, TRL may know the template, and then
+    replaces it by a copy that marks them.
+    """
+    if data is None or data.chat_template is None:
+        return None
+    digest = hashlib.sha256(data.chat_template.encode()).hexdigest()
+    known = load_data("autotune.export", "tools")["trl"]["templates"]
+    return bool(MARKED.search(data.chat_template)) or digest[:8] in known
+
+
+def dataset_source(tool: str, data: TrainingData) -> dict[str, Any]:
+    """Return the keys by which a tool finds the dataset: in its YAML, or in dataset_info.json."""
+    path = Path(data.path)
+    if is_on_hub(path):
+        name, _, config = data.path.partition(":")
+        names = ("hf_hub_url", "subset") if tool == "llamafactory" else ("path", "name")
+        entries = {names[0]: name, names[1]: config or None, "split": data.split or "train"}
+        return {key: value for key, value in entries.items() if value is not None}
+
+    if tool == "llamafactory":
+        return {"file_name": data.path}
+    builder = next((BUILDERS.get(Path(file).suffix.lower()) for file in data.files), None)
+    if builder is None:  # the dataset is not on this machine
+        return {"path": data.path}
+    # These tools choose files by `datasets`. It names its own split train, unless a folder's files
+    # have splits, and TRL gets the files of the study's split.
+    if tool == "trl":
+        files = data.files[0] if len(data.files) == 1 else list(data.files)
+        return {"path": builder, "data_files": files}
+    if path.is_dir():
+        return {"path": data.path, "split": data.split or "train"}
+    return {"path": data.path, "ds_type": builder, "split": "train"}
+
+
+def with_dataset(value: Any, tool: str, data: TrainingData | None) -> Any:
+    """Return `value` with the study's dataset in place of the placeholders, at every depth."""
+    if data is None:
+        return value
+    if isinstance(value, list):
+        return [with_dataset(item, tool, data) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("path") == PLACEHOLDER or value.get("file_name") == PLACEHOLDER_FILE:
+        others = {key: item for key, item in value.items() if key not in ("path", "file_name")}
+        return dataset_source(tool, data) | others
+    return {key: with_dataset(item, tool, data) for key, item in value.items()}
+
+
 def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
     """Return the keys of one section of a tool's file with their values, in the table's order."""
     values = settings(tool, recipe)
@@ -203,7 +268,8 @@ def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
             for name in outer:
                 inside = inside.setdefault(name, {})
             inside[key] = dict(value) if isinstance(value, dict) else value
-    return written
+    named: dict[str, Any] = with_dataset(written, tool, recipe.data)
+    return named
 
 
 def inexpressible_knobs(tool: str, recipe: Recipe) -> list[str]:

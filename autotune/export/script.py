@@ -146,6 +146,8 @@ def settings(recipe: Recipe) -> RunSettings:
         examples=examples,
         lengths=lengths,
         images=_images(recipe, lengths),
+        dataset=recipe.data.path if recipe.data else None,
+        split=recipe.data.split if recipe.data else None,
     )
 
 

@@ -42,10 +42,10 @@ def export(recipe: Recipe, tool: str) -> dict[str, str]:
         notes = texts([note for note in about["notes"] if note["section"] == name], values)
         with_notes.append((" ".join(notes), keys.write(tool, name, recipe)))
 
-    json_files = {
-        name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n"
-        for name, of in about.get("json_files", {}).items()
-    }
+    json_files = {}
+    for name, of in about.get("json_files", {}).items():
+        data = keys.with_dataset(of.get(values["form"], of["other"]), tool, recipe.data)
+        json_files[name] = json.dumps(data, indent=2) + "\n"
     return {file_of(recipe, tool): yaml_sections(head, with_notes), **json_files}
 
 

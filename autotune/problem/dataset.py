@@ -1,11 +1,13 @@
 """Read the user's examples, and count their tokens as the exported training script does."""
 
 import itertools
+import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
 from autotune.core.objective import Objective
+from autotune.core.train_config import TrainConfig
 from autotune.problem.image_files import flat, pictures_of, text_of
 from autotune.problem.images import Pictured, num_image_tokens, representative_examples
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.workload import Workload
 from autotune.trainer.examples import (
     Encoder,
     describe,
@@ -38,7 +42,7 @@ from autotune.trainer.forms import (
     texts_of,
 )
 from autotune.trainer.forms import COLUMNS as FORM_COLUMNS
-from autotune.trainer.reading import BadDataset, Located, find_files, read_rows
+from autotune.trainer.reading import BadDataset, Located, find_files, is_on_hub, read_rows
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
 COLUMNS = {
@@ -51,6 +55,8 @@ COLUMNS = {
 # columns.
 PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *CHATS)
 PAIR = ("chosen", "rejected", "label")
+WORTH_A_NOTE = 0.01  # a share of the tokens that is cut off
+OTHER_LENGTHS = 1.5  # the ratio of two mean lengths from which a measured speed may not hold
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
 
 
@@ -378,10 +384,90 @@ def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT)
     return chat or ("chat_completion" if "prompt" in columns else "alpaca")
 
 
+def full_path(dataset: str) -> str:
+    """Return the absolute path of a dataset, or its unchanged name on the Hub."""
+    path = Path(expanduser(dataset))
+    return dataset if is_on_hub(path) else str(path.absolute())
+
+
+def files_of(dataset: str, split: str | None) -> tuple[str, ...]:
+    """Return the paths of a local dataset's files; empty for a dataset that is not here."""
+    path = Path(dataset)
+    if is_on_hub(path):
+        return ()
+    with suppress(BadDataset, OSError):
+        return tuple(map(str, find_files(path, split)))
+    return ()
+
+
+def chat_template_in(folder: str) -> str | None:
+    """Return the chat template of the tokenizer in a directory, or None if it has none."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        if (file := Path(folder) / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+        text = (Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8")
+        template = json.loads(text).get("chat_template")
+        if isinstance(template, list):  # several templates, each with its name
+            template = {one["name"]: one["template"] for one in template}.get("default")
+        return template if isinstance(template, str) else None
+    return None
+
+
 def check_exists(path: Path, split: str | None) -> None:
     """Raise UsageError if the dataset does not exist."""
     with dataset_errors():
         find_files(path, split)
+
+
+def check_examples(
+    path: Path,
+    split: str | None,
+    tokenizer: str | None,
+    workload: Workload,
+    config: TrainConfig,
+) -> list[str]:
+    """Check that a configuration can be trained on these examples, and compare their lengths.
+
+    Every row is read. `tokenizer` is a directory with the tokenizer that counts the tokens; without
+    it, they are estimated. Returns notes for the user on lengths. Raises the errors of
+    `dataset_lengths`, and UsageError if the examples do not fill a micro batch.
+    """
+    if workload.pictured:
+        with dataset_errors():
+            number = sum(1 for where, row in read_rows(path, split) if parse_image_row(where, row))
+        lengths = None
+    else:
+        lengths = dataset_lengths(
+            path, tokenizer, split=split, loss_on=workload.loss_on, objective=workload.objective
+        )
+        number = lengths.number
+
+    trained = number - workload.held_out(number)
+    if trained < config.micro_batch_size and not config.packing:
+        raise UsageError(
+            f"--dataset: {trained} examples to train on do not fill a micro batch of"
+            f" {config.micro_batch_size}",
+            remedy="give more examples, or run a study with these examples",
+        )
+    return [] if lengths is None else _length_notes(lengths, workload, config.seq_len)
+
+
+def _length_notes(lengths: Lengths, workload: Workload, seq_len: int) -> list[str]:
+    """Return notes on examples that are cut off, or have other lengths than the study's."""
+    notes = []
+    cut = 1 - lengths.tokens_within(seq_len) / (lengths.mean * lengths.number)
+    if cut >= WORTH_A_NOTE:
+        notes.append(
+            f"note: {lengths.longer(seq_len):.0%} of the examples are longer than {seq_len:,}"
+            f" tokens (seq_len): {cut:.0%} of all tokens will be cut off"
+        )
+    ratio = lengths.mean / workload.lengths.mean
+    if max(ratio, 1 / ratio) >= OTHER_LENGTHS:
+        notes.append(
+            f"note: the examples have {lengths.mean:,.0f} tokens on average, and the study's had"
+            f" {workload.lengths.mean:,.0f}: its speed, memory and cost may not hold"
+        )
+    return notes
 
 
 def _load(directory: str) -> Any:

@@ -31,7 +31,14 @@ from autotune.core.untested import untested
 from autotune.problem import constraints
 from autotune.problem.calibration import Calibration, read_calibration
 from autotune.problem.constraints import Floors, Narrowing
-from autotune.problem.dataset import dataset_lengths, form_of, has_images, image_lengths
+from autotune.problem.dataset import (
+    check_exists,
+    dataset_lengths,
+    form_of,
+    has_images,
+    image_lengths,
+)
+from autotune.problem.demo import is_demo, with_weights
 from autotune.problem.images import LEAST_TEXT, Pictured, num_image_tokens
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
@@ -101,6 +108,9 @@ def set_up(
     """
     probes_run_here = isinstance(target, Target)
     model = resolve_model(spec.model)
+    if probes_run_here and spec.dataset is not None and spec.tokenizer is None and is_demo(model):
+        check_exists(Path(expanduser(spec.dataset)), spec.split)
+        model = with_weights(model, say)
     with_images = _with_images(spec, model)
     if with_images and not probes_run_here:
         raise UsageError(

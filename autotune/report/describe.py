@@ -48,6 +48,7 @@ NOT_MEASURED = "Nothing was measured here. Estimated"
 SPEED = "Performance"
 MEMORY = "Memory"
 COST = "Cost of the full run"
+LARGE = 2.0  # a deviation from a prediction by this factor is given as a factor, not in percent
 SAME_GIB = 0.005  # two needs for memory that differ by less GiB are called the same
 
 
@@ -411,7 +412,9 @@ def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> di
     if recipe.trainer == "trl":
         cd = shlex.join(["cd", *operands(f"{out_dir}/export")])
         file = tool_file.file_of(recipe, "trl")
-        purpose = f"name your dataset in export/{file}, then start the full run"
+        purpose = "start the full run"
+        if recipe.data is None:
+            purpose = f"name your dataset in export/{file}, then start the full run"
         return {purpose: f"{cd} && {tool_file.training_command(recipe, 'trl')}"}
 
     launch = shlex.join(["bash", *operands(f"{out_dir}/export/launch.sh")])
@@ -455,12 +458,14 @@ def verification(result: Verification) -> list[str]:
     if result.soak:
         lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short rows: succeeded"]
     else:
-        speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
+        slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
+        speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({slower})"
         lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {speed}"]
 
     peak = "this device does not report its peak"
     if result.reserved_gib is not None:
-        peak = f"{fmt_gib(result.reserved_gib)} reserved ({result.memory_error:+.1%})"
+        larger = _compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
+        peak = f"{fmt_gib(result.reserved_gib)} reserved ({larger})"
     lines.append(f"{fmt_gib(result.promised_gib)} predicted, {peak}")
 
     if not result.probed:
@@ -489,7 +494,25 @@ def failed_verification(result: Verification) -> str | None:
         return f"the exported run failed: {result.reason}"
     if result.memory_growth_gib is not None:
         return _memory_growth(result)
+    if result.worse == ("slower",) and result.seconds_per_step >= LARGE * result.promised_step_s:
+        slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
+        return f"the run is {slower}"
     return f"the run is {' and '.join(result.worse)} than predicted by over {result.tolerance:.0%}"
+
+
+def _compared(predicted: float, measured: float | None, more: str, less: str) -> str:
+    """Compare as '3.2% slower than predicted' or, from LARGE on, '5.2 times slower'.
+
+    `more` and `less` are the words for a measured number above and below the prediction.
+    """
+    if not measured or not predicted:
+        return "no prediction to compare with"
+    ratio = max(measured, predicted) / min(measured, predicted)
+    word = more if measured > predicted else less
+    if ratio >= LARGE:
+        return f"{ratio:.1f} times {word} than predicted"
+    share = f"{abs(measured / predicted - 1):.1%}"
+    return "as predicted" if share == "0.0%" else f"{share} {word} than predicted"
 
 
 def broken_promise(summary: StudySummary) -> str | None:
@@ -502,8 +525,6 @@ def broken_promise(summary: StudySummary) -> str | None:
         return None
     if (reason := failed_verification(result)) is None:
         return None
-    if result.worse == ("slower",) and result.speed_error is not None:
-        reason = f"the run takes {1 + result.speed_error:.1f} times as long as predicted"
     return f"verify failed: {reason}"
 
 

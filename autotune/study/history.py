@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from os.path import expanduser
 
 from autotune.core.probe_types import ProbeResult, Rung
 from autotune.prediction.projection import run_tokens_per_s
+from autotune.problem.dataset import chat_template_in, files_of, full_path
 from autotune.problem.performance import margins
 from autotune.problem.task import Task
 from autotune.study.decomposition import Decomposition
@@ -13,7 +15,7 @@ from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
-from autotune.study.summary import Projections, Recipe, StudySummary, TrialRecord
+from autotune.study.summary import Projections, Recipe, StudySummary, TrainingData, TrialRecord
 
 # Projects the winner's run to other devices. The float argument is the share of memory to keep
 # free.
@@ -115,7 +117,7 @@ def summarize(
         if recipe and record.learning and record.learning.config == recipe.config
         else None
     )
-    recipe = recipe and replace(recipe, learning=learning)
+    recipe = recipe and replace(recipe, learning=learning, data=training_data(record))
 
     if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
@@ -145,6 +147,22 @@ def summarize(
         notes=tuple(notes),
         dataset=record.spec.dataset,
         split=record.spec.split,
+    )
+
+
+def training_data(record: StudyRecord) -> TrainingData | None:
+    """Return the dataset of a study, or None if the study has none."""
+    spec = record.spec
+    if spec.dataset is None:
+        return None
+
+    path = full_path(spec.dataset)
+    tokenizer = spec.tokenizer or record.task.model.tokenizer
+    return TrainingData(
+        path=path,
+        split=spec.split,
+        files=files_of(path, spec.split),
+        chat_template=chat_template_in(expanduser(tokenizer)) if tokenizer else None,
     )
 
 

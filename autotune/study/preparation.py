@@ -16,6 +16,7 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
 from autotune.prediction.projection import with_transfer
+from autotune.problem.dataset import full_path
 from autotune.problem.gpu_counts import split_count
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
@@ -90,6 +91,8 @@ def prepare_session(
     shared = spec.workers > 1 or spec.ray is not None
     url = shared_url(spec.storage) if shared else storage_url(spec.storage)
 
+    if spec.dataset is not None:  # later commands may have another working directory
+        spec = replace(spec, dataset=full_path(spec.dataset))
     if spec.study is None:
         name = f"{setup.task.study}-suite" if spec.configs else _unused_name(setup.task.study, url)
         setup = replace(setup, task=replace(setup.task, study=name))

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.core.json_view import Native, View, add_prefix, json_data, keys, native_fields_plus
-from autotune.core.learning_rate import default_learning_rate
+from autotune.core.learning_rate import OF_DEMO, default_learning_rate
+from autotune.core.objective import Objective
 from autotune.core.probe_types import (
     Evidence,
     Fingerprint,
@@ -19,6 +20,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
+from autotune.problem.demo import is_demo
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.run_options import RunOptions
@@ -87,6 +89,20 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """The dataset of a study, which the exported run trains on.
+
+    `path` is absolute, or a name on the Hub (org/name[:config]). `files` are the paths of a local
+    dataset's files. `chat_template` is the template of the study's tokenizer, if it is known.
+    """
+
+    path: str
+    split: str | None = None
+    files: tuple[str, ...] = ()
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """The winner of a study, and the facts that reports and exporters need about it.
 
@@ -117,6 +133,7 @@ class Recipe:
     learning: Learning | None = None
     unsteady: str | None = None
     alone: bool = False
+    data: TrainingData | None = None  # None if the study had no dataset
 
     @property
     def learning_rate(self) -> float:
@@ -134,7 +151,11 @@ class Recipe:
     @property
     def default_learning_rate(self) -> float:
         """The usual learning rate for the winner's method, the objective and the model's size."""
-        return default_learning_rate(self.config.method, self.workload.objective, self.model.params)
+        method = self.config.method
+        objective = self.workload.objective
+        if is_demo(self.model) and self.model.weights is not None and objective is Objective.SFT:
+            return OF_DEMO[method]
+        return default_learning_rate(method, objective, self.model.params)
 
     @property
     def config(self) -> TrainConfig:

@@ -55,9 +55,9 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
 
     An invalid option ends the process with code 2.
     """
-    parser = _parser(settings.model)
+    parser = _parser(settings)
     given = parser.parse_args(arguments)
-
+    _add_study_dataset(given, settings)
     has_weights = given.model != settings.model or settings.has_published_weights
     if given.dataset and not has_weights:
         parser.error(
@@ -106,6 +106,9 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
             " or turn reporting off with --report-to none"
         )
 
+    if reason := ask_obstacle(settings, given):
+        parser.error(f"--ask needs {reason}")
+
     held_out, held_out_tokens = given.held_out
     return Options(
         model=given.model,
@@ -120,21 +123,50 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
         checkpoint=checkpoint,
         progress=given.progress,
         report_to=report_to,
+        ask=given.ask,
     )
 
 
-def _parser(model: str) -> argparse.ArgumentParser:
+def _add_study_dataset(given: argparse.Namespace, settings: RunSettings) -> None:
+    """Set the study's dataset, if the user gave neither a dataset nor --random-weights."""
+    if given.dataset is None and settings.dataset is not None and not given.random_weights:
+        given.dataset = settings.dataset
+        given.split = given.split or settings.split
+
+
+def ask_obstacle(settings: RunSettings, given: argparse.Namespace) -> str | None:
+    """Return what --ask lacks to answer its prompt, or None if it is not given or lacks nothing."""
+    if given.ask is None:
+        return None
+    if given.dataset is None:
+        return "--dataset, whose model has real weights"
+    if settings.num_gpus > 1:
+        return "a run on one GPU"
+    if settings.objective != "sft" or settings.images:
+        return "a training on text to continue (objective sft)"
+    if settings.model_settings.attention == "varlen":  # it needs the ends of packed examples
+        return "another attention than varlen"
+    return None
+
+
+def _parser(settings: RunSettings) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Fine-tune with exactly the configuration in train_config.json.",
     )
     add = parser.add_argument
-    add("--model", default=model, metavar="NAME_OR_DIR", help="Hub name or directory of weights")
+    add(
+        "--model",
+        default=settings.model,
+        metavar="NAME_OR_DIR",
+        help="Hub name or directory of weights",
+    )
     add(
         "--dataset",
         metavar="PATH",
         help="a file (.jsonl, .json, .parquet, .csv, .arrow), a folder of such files,"
-        " a dataset that the library datasets has saved, or org/name[:config] on the Hub",
+        " a dataset that the library datasets has saved, or org/name[:config] on the Hub"
+        + (" [the study's, in train_config.json]" if settings.dataset else ""),
     )
     add("--split", metavar="NAME", help="the part of --dataset to train on [train, if it exists]")
     add(
@@ -163,6 +195,11 @@ def _parser(model: str) -> argparse.ArgumentParser:
         "--report-to",
         choices=TRACKERS,
         help="tracker of a run on a dataset [from train_config.json]",
+    )
+    add(
+        "--ask",
+        metavar="PROMPT",
+        help="answer this prompt before and after the training, and print both answers",
     )
     add("--progress", metavar="FILE", help="append a line of JSON to this file after each step")
     return parser

@@ -53,6 +53,9 @@ MOST_NOTES = 20
 # The note for each kind of text that a template leaves out.
 NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}
 
+# Matches the beginning of the block with which a chat template marks the assistant's text.
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 Ranges = list[tuple[int, int]]  # the start and end of each range of characters to train on
 
 
@@ -112,7 +115,7 @@ class Encoder:
         template = tokenizer.chat_template
         self._template = (template.get("default") if isinstance(template, dict) else template) or ""
         # A template with a {% generation %} block itself marks the assistant's text.
-        self._is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
+        self._is_marked = bool(MARKED.search(self._template))
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
         """Yield the tokens of each row. Raises BadDataset with the row's location."""

@@ -156,6 +156,8 @@ class RunSettings:
     # The images of the random rows, one list for each of `lengths`; empty for a model that takes
     # text only
     images: list[list[dict[str, Any]]]
+    dataset: str | None = None  # the dataset of the study: a path, or a name on the Hub
+    split: str | None = None  # the part of `dataset` to train on
     cuda_graphs: str = "none"  # micro_batch: micro batches are replayed as CUDA graphs
 
     def to_json(self) -> str:
@@ -194,6 +196,7 @@ class Options:
     checkpoint: str | None  # the checkpoint to continue from
     progress: str | None  # a file that gets a line of JSON after each step
     report_to: str  # the experiment tracker, for example wandb, or none
+    ask: str | None = None  # a prompt to answer before and after the training
 
 
 def one_gpu(visible: str) -> dict[str, str]:

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from . import model_builder, ranks, rows
+from .answers import Prompt, first_example
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .examples import label_names
@@ -204,6 +205,8 @@ def train(
 
     # A model is sharded only once, when the training begins. A model that will be sharded is
     # therefore not evaluated before the training.
+    prompt = prompt_of(options)
+    answers = answer(prompt, model, trainer)
     losses = []
     if evaluates and settings.sharding in ("none", "ddp"):
         losses.append(trainer.evaluate()["eval_loss"])
@@ -219,6 +222,7 @@ def train(
     run_layers_eagerly(layers)
     if joined is not None:
         joined.undo()
+    answers += answer(prompt, model, trainer)
 
     # The result
     if options.saves:
@@ -228,10 +232,30 @@ def train(
     if trainer.is_world_process_zero():
         num_rows = len(trained) if settings.images else len(train_rows)
         result = summary(settings, clock, num_steps, trained, num_rows)
+        asked = dict(zip(("before", "after"), answers, strict=False))
+        result |= {"asked": {"prompt": options.ask, **asked}} if asked else {}
         print(json.dumps(result | {"held_out_loss": losses}))
     if dist.is_initialized():
         dist.destroy_process_group()
     return trainer
+
+
+def answer(prompt: Prompt | None, model: nn.Module, trainer: LeanTrainer) -> list[str]:
+    """Return the model's answer as a list; empty without a prompt."""
+    if prompt is None:
+        return []
+    return [prompt.answer(model, trainer.compute_loss_context_manager())]
+
+
+def prompt_of(options: Options) -> Prompt | None:
+    """Return the prompt to answer before and after the training, if the user gave one."""
+    if options.ask is None:
+        return None
+    assert options.dataset is not None
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
+    has_template = bool(tokenizer.chat_template)
+    example = first_example(Path(options.dataset), options.split, has_template=has_template)
+    return Prompt(options.ask, tokenizer, example)
 
 
 def compile_model(base: PreTrainedModel, layers: list[nn.Module], settings: RunSettings) -> None:

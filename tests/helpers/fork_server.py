@@ -51,7 +51,8 @@ READ_AT_START = (
     "HF_HOME",
 )
 FLAGS, OPTIONS = ("-P", "-u"), ("-m", "-c")
-LEAVES = ("autotune.probe.worker", "autotune.dry.worker")  # they start no Python process
+# they start no Python process
+LEAVES = ("autotune.probe.worker", "autotune.dry.worker", "autotune.probe.demo_model")
 PROGRAMS = (
     *LEAVES,
     "autotune.__main__",

@@ -417,6 +417,9 @@ def test_what_cannot_be_learned(weights: Path, dataset: Path, tmp_path: Path) ->
     recipe = to_learn(weights)
     assert "1% of 1,000 steps are too few: the smallest search takes" in refused(recipe, share=0.01)
     assert "--share 0." in refused(recipe, share=0.01)
+    short = replace(recipe.winner, cost=replace(recipe.winner.cost, num_steps=2))
+    too_short = refused(replace(recipe, winner=short), share=10)
+    assert "keep the usual rate" in too_short and "--share" not in too_short
     assert "it needs real weights" in refused(replace(recipe, model=resolve_model("demo-3m")))
     assert "on one GPU" in refused(to_learn(weights, config=replace(GOOD, num_gpus=2)))
     assert "with train.py" in refused(replace(recipe, trainer="trl"))

@@ -34,7 +34,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.formats import export_all
 from autotune.export.run.train import Progress, Run
 from autotune.problem.run_cost import Pauses
-from autotune.study.summary import Recipe
+from autotune.study.summary import Recipe, TrainingData
 from tests.helpers.factories import summary
 from tests.helpers.hostile import NAMES, arguments_of_autotune
 from tests.helpers.sessions import record_of
@@ -245,6 +245,52 @@ def test_missing_input_and_existing_output_are_usage_errors(
     assert (tmp_path / "locked" / "progress.jsonl").read_text() == "unchanged"
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "what"),
+    [
+        ('{"text": "a"}\n{"question": "b"}', {}, r"rows.jsonl:2: a row needs messages"),
+        ("", {}, "rows.jsonl has no rows"),
+        ('{"text": "a"}', {}, "1 examples to train on do not fill a micro batch of 2"),
+        ('{"text": "a"}\n{"text": "b"}', {"model": None}, "shape has no published weights"),
+    ],
+)
+def test_examples_are_checked_before_anything_is_loaded(
+    text: str,
+    options: dict[str, Any],
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(text)
+    model = replace(demo(CONFIG).model, name="shape")
+    _use_study(monkeypatch, tmp_path, model=model)
+    monkeypatch.setattr(Run, "_start", lambda _: pytest.fail("the script was started"))
+    with pytest.raises(UsageError, match=what):
+        command.train(
+            **(_NOTHING | {"dataset": Path("rows.jsonl"), "model": "org/model"} | options)
+        )
+    assert not (tmp_path / "trained").exists()
+
+
+def test_the_dataset_of_the_study_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n' * 2)
+    model = replace(demo(CONFIG).model, weights=str(tmp_path))
+    _use_study(
+        monkeypatch,
+        tmp_path,
+        model=model,
+        data=TrainingData(path=str(tmp_path / "rows.jsonl"), split=None),
+    )
+    script = "import sys; open('train.ran', 'w').write(' '.join(sys.argv[1:]))"
+    monkeypatch.chdir(tmp_path)
+    command.train(**(_NOTHING | {"output": _scripted(tmp_path, script), "resume": True}))
+    ran = Path("train.ran").read_text()
+    assert ran.startswith(f"--dataset {tmp_path / 'rows.jsonl'} ")
+
+
 def test_another_device_than_the_study_is_for_needs_a_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,7 +411,7 @@ def test_a_stopped_run_names_the_command_that_continues_it(
     _use_study(monkeypatch, tmp_path, study=name)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     dataset, output = folder / "rows.jsonl", _scripted(folder, f"raise SystemExit({PREEMPTED})")
-    dataset.write_text("{}")
+    dataset.write_text('{"text": "a few words"}\n' * 2)
     options: dict[str, Any] = {
         "dataset": dataset,
         "model": name,

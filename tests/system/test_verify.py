@@ -144,7 +144,7 @@ def test_a_soak_may_use_less_memory_than_predicted_but_not_more() -> None:
 def test_an_unprobed_file_fails_only_if_its_run_fails() -> None:
     other = promise(file="trl_sft.yaml", probed=False)
     done = with_result(other, {"steps": 3, "seconds_per_step": 3.0, "peak_reserved_gib": 40.0}, 3)
-    assert done.holds and "+50.0%" in describe.verification(done)[0]
+    assert done.holds and "50.0% slower than predicted" in describe.verification(done)[0]
     assert "differs from the probed run" in describe.verification(done)[-1]
     assert not with_result(other, "OutOfMemoryError: CUDA out of memory", 3).holds
     page = render(replace(summary(), verification=done), "out")

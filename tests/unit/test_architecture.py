@@ -70,6 +70,7 @@ CHILD = {
         "recorder",
         "resident",
         "schedule",
+        "demo_model",
         "synthetic_model",
         "tiny_probe",
         "trl_entry",

@@ -45,11 +45,12 @@ def learn(
         Interrupted: stopped by a signal; nothing is recorded.
     """
     from autotune.api import load_study
+    from autotune.export.run.learn import MAX_SHARE
     from autotune.export.run.learn import learn as try_rates
     from autotune.report import describe
     from autotune.study.session import amend_record, require_device
 
-    if not 0 < share <= 10:
+    if not 0 < share <= MAX_SHARE:
         raise UsageError("--share is a share of the full run, such as 0.1", remedy="see --help")
     result = load_study(study, storage)
     recipe = result.recipe

@@ -104,7 +104,13 @@ def run_spec(
     @contextmanager
     def shown(plan: "SessionPlan") -> Iterator[Display]:
         """Show the search on a Display while the block runs, and stop the search on a signal."""
-        display = Display(budget_s=plan.budget_s, quiet=quiet, events=events, as_json=as_json)
+        display = Display(
+            budget_s=plan.budget_s,
+            quiet=quiet,
+            events=events,
+            as_json=as_json,
+            storage=plan.spec.storage,
+        )
         with stop_on_signals(stop), display:
             yield display
 

@@ -5,6 +5,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,10 +41,14 @@ def train(
     study: StudyName = None,
     dataset: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="File or folder of examples, or org/name[:config]."),
+        typer.Option(
+            metavar="PATH",
+            help="File or folder of examples, or org/name[:config]. [the study's]",
+        ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Split of --dataset. [train, if any]")
+        str | None,
+        typer.Option(metavar="NAME", help="Split of --dataset. [the study's, or train, if any]"),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")
@@ -60,6 +65,13 @@ def train(
     ] = False,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Stop after this number of optimizer steps.")
+    ] = None,
+    ask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROMPT",
+            help="Answer this prompt before and after the training, and show both.",
+        ),
     ] = None,
     pass_env: Annotated[
         list[str] | None,
@@ -79,33 +91,42 @@ def train(
     """Train with a study's winner. The exported script, copied beside the weights, does the work.
 
     Raises:
-        UsageError: there is no such study, there are no data, an environment variable is not set,
-            or the directory has an earlier run.
+        UsageError: there is no such study, there are no data, an example cannot be read, the model
+            has no weights, an environment variable is not set, or the directory has an earlier run.
         EnvironmentProblem: the study is for another device, and `other_device` is false.
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
     """
     from autotune.api import load_study
     from autotune.export.run.train import Run
+    from autotune.problem.dataset import full_path
     from autotune.study.storage.database import public_url
 
     result = load_study(study, storage)
     recipe = result.recipe
+    if dataset is None and not random_weights and recipe.data is not None:
+        dataset = Path(recipe.data.path)
+        split = split or recipe.data.split
     _check(
         result,
         dataset,
-        split,
         random_weights=random_weights,
         pass_env=pass_env or [],
         other_device=other_device,
     )
+    prompt = ask
+    if dataset is not None:
+        recipe, default_prompt = _with_examples(recipe, dataset, split, model)
+        dataset = Path(full_path(str(dataset)))
+        prompt = ask or default_prompt
+
     # A run that only measures the speed saves nothing, unless the user gives a directory.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
     script = _script(output, recipe, resume=resume)
-    options = _script_options(dataset, split, model, max_steps)
+    arguments = _script_options(dataset, split, model, max_steps, prompt)
     directory = ["--output-dir", str(output)] if saves else []
-    arguments = [*options, *(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
+    arguments += [*(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
     run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
 
     display = TrainingDisplay()
@@ -116,11 +137,16 @@ def train(
     if code == 0:
         saved = f"the weights are in {output}" if saves else "nothing was saved"
         display.say(f"done: {display.line}; {saved}")
+        if run.asked:
+            display.say(f"asked:  {run.asked['prompt']}")
+            display.say(f"before: {run.asked['before']}")
+            display.say(f"after:  {run.asked['after']}")
         if json_:
             sys.stdout.write((output / "training.json").read_text())
         return
 
     if code in STOPPED:
+        options = _script_options(dataset, split, model, max_steps, ask)
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
         options += ["--other-device"] * other_device
         options += ["--storage", public_url(storage)] if storage else []
@@ -158,29 +184,28 @@ def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
 
 
 def _script_options(
-    dataset: Path | None, split: str | None, model: str | None, max_steps: int | None
+    dataset: Path | None,
+    split: str | None,
+    model: str | None,
+    max_steps: int | None,
+    ask: str | None,
 ) -> list[str]:
     """Return these options as arguments of the exported script, which has the same options."""
-    from autotune.trainer.reading import is_on_hub
-
-    options = ["--random-weights"]
-    if dataset:
-        options = ["--dataset", str(dataset if is_on_hub(dataset) else dataset.absolute())]
+    options = ["--dataset", str(dataset)] if dataset else ["--random-weights"]
     values = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
+    values |= {"--ask": ask}
     return options + [word for name, value in values.items() if value for word in (name, value)]
 
 
 def _check(
     result: "StudyResult",
     dataset: Path | None,
-    split: str | None,
     *,
     random_weights: bool,
     pass_env: list[str],
     other_device: bool,
 ) -> None:
     """Raise an error if no training is possible with these options, before any file is written."""
-    from autotune.problem.dataset import check_exists
     from autotune.report.describe import training_commands, training_data
     from autotune.study.session import require_device
 
@@ -203,9 +228,6 @@ def _check(
             f"--pass-env {missing[0]}: there is no such variable",
             remedy="export the variable first",
         )
-    if dataset is not None:
-        check_exists(dataset, split)
-
     try:
         remedy = "train there, or add --other-device: the run may be slower or not fit here"
         require_device(recipe.device, remedy, recipe.config.num_gpus)
@@ -213,6 +235,60 @@ def _check(
         if not other_device:
             raise
         print_note(f"warning: {difference}: the predicted speed, memory and cost do not hold")
+
+
+def _default_prompt(recipe: "Recipe", dataset: Path, split: str | None) -> str | None:
+    """Return the prompt of the first example, or None if the run can answer no prompt."""
+    from autotune.trainer.answers import first_prompt
+
+    config = recipe.config
+    is_sft = recipe.workload.objective.value == "sft"
+    if config.num_gpus > 1 or not is_sft or config.attention_implementation == "varlen":
+        return None
+    return first_prompt(dataset, split)
+
+
+def _with_examples(
+    recipe: "Recipe", dataset: Path, split: str | None, model: str | None
+) -> "tuple[Recipe, str | None]":
+    """Check the examples, and return the recipe and the default prompt to answer.
+
+    The demo model gets its weights, and answers the prompt of the first example. Other models have
+    no default prompt. Raises the errors of `_check_examples`.
+    """
+    from autotune.problem.dataset import check_exists
+    from autotune.problem.demo import TOY, is_demo, with_weights
+
+    check_exists(dataset, split)
+    if model is not None or not is_demo(recipe.model):
+        _check_examples(recipe, dataset, split, model)
+        return recipe, None
+
+    recipe = replace(recipe, model=with_weights(recipe.model, print_note))
+    _check_examples(recipe, dataset, split, model)
+    print_note(TOY)
+    return recipe, _default_prompt(recipe, dataset, split)
+
+
+def _check_examples(recipe: "Recipe", dataset: Path, split: str | None, model: str | None) -> None:
+    """Check the examples and the weights, before the seconds or minutes that loading takes.
+
+    Raises UsageError for a model without weights, for rows that are no examples, and for too few
+    examples. Prints a note if the examples are not like those of the study.
+    """
+    from autotune.export.header import has_published_weights
+    from autotune.problem.dataset import check_examples
+
+    if model is None and not has_published_weights(recipe):
+        raise UsageError(
+            f"{recipe.model.name} has no published weights to train", remedy="give --model DIR"
+        )
+
+    tokenizer = recipe.model.tokenizer
+    if model is not None:
+        tokenizer = model if (Path(model) / "tokenizer.json").is_file() else None
+    for note in check_examples(dataset, split, tokenizer, recipe.workload, recipe.config):
+        print_note(note)
 
 
 def _command(options: list[str], study: str) -> str:

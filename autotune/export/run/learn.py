@@ -19,6 +19,7 @@ from autotune.core.child_environment import child_environment
 from autotune.core.errors import AutotuneError, Cancelled, UsageError
 from autotune.core.objective import Objective
 from autotune.core.process import module_command
+from autotune.core.text import study_command
 from autotune.export import script
 from autotune.export.header import warmup_steps_of
 from autotune.export.run.process import last_error, scratch_folder, time_limit_s, write_files
@@ -27,6 +28,7 @@ from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
 
+MAX_SHARE = 10.0  # a search takes at most this number of times the full run's steps
 SHARE = 0.1  # by default, a search takes at most this share of the full run's steps
 HELD_OUT = 256  # the largest number of held-out examples
 WAIT_S = 0.2  # seconds between two checks for a stop request
@@ -101,10 +103,11 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
     Raises UsageError if a search is impossible.
     """
     if reason := measurement_obstacle(recipe.model, recipe.workload, str(dataset)):
-        raise UsageError(
-            f"learning is impossible: {reason}",
-            remedy="run the study with --model DIR --dataset FILE",
-        )
+        remedy = "run a study with --model DIR, a directory of weights"
+        if recipe.model.weights is not None:
+            train = study_command("train", recipe.study)
+            remedy = f"`{train}` uses the usual rate, {recipe.default_learning_rate:.2g}"
+        raise UsageError(f"learning is impossible: {reason}", remedy=remedy)
 
     if (
         recipe.config.num_gpus > 1
@@ -121,10 +124,14 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
     rounds = learning.rounds_of(int(share * run_steps))
     if rounds is None:
         least = learning.least_budget()
+        enough = least / run_steps + 0.005
+        remedy = f"allow more of the full run: --share {enough:.2f}"
+        if enough > MAX_SHARE:
+            remedy = f"keep the usual rate, {recipe.default_learning_rate:.2g}, for so short a run"
         raise UsageError(
             f"{share:.0%} of {run_steps:,} steps are too few: the smallest search takes {least}"
             " steps",
-            remedy=f"allow more of the full run: --share {min(least / run_steps + 0.005, 9):.2f}",
+            remedy=remedy,
         )
     return rounds
 

@@ -96,6 +96,8 @@ class Run:
         self._last: dict[str, Any] = {}
         self._log_begins = 0
         self.log = output / "train.log"
+        # The prompt of the script's --ask with the answers `before` and `after`, at a run's end
+        self.asked: dict[str, str] | None = None
 
     def train(
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
@@ -117,6 +119,7 @@ class Run:
             time.sleep(0.2)
 
         self._read()
+        self.asked = self._last_asked()
         if self._first is not None:
             progress = self._progress()
             on_progress(progress)
@@ -124,6 +127,15 @@ class Run:
             values |= {"wall_s": time.monotonic() - started, "exit_code": process.returncode}
             write_atomic(self._output / "training.json", json.dumps(values, indent=2) + "\n")
         return process.returncode, last_error(self.log, self._log_begins)
+
+    def _last_asked(self) -> dict[str, str] | None:
+        """Return the answers in the script's result, which is the last line of JSON in its log."""
+        session = self.log.read_bytes()[self._log_begins :].decode(errors="replace")
+        for line in reversed(session.splitlines()):
+            with suppress(ValueError, AttributeError):
+                asked: dict[str, str] | None = json.loads(line).get("asked")
+                return asked
+        return None
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._output.mkdir(parents=True, exist_ok=True)

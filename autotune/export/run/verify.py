@@ -5,6 +5,7 @@ import math
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -63,9 +64,12 @@ def verify(
         StorageError: The disk has no room for the random weights that `trl sft` reads.
     """
     # Default run options replace the recipe's: this short run evaluates and saves once, and reports
-    # to no tracker.
+    # to no tracker. It trains on random rows.
     recipe = replace(
-        recipe, workload=replace(recipe.workload, eval_share=0.0), run_options=RunOptions()
+        recipe,
+        workload=replace(recipe.workload, eval_share=0.0),
+        run_options=RunOptions(),
+        data=None,
     )
 
     winner = recipe.winner
@@ -156,7 +160,11 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 
 
 class _StepReporter:
-    """Reports progress after each tenth of a run, from a file with a line for each step."""
+    """Reports progress after each tenth of a run, from a file with a line for each step.
+
+    The remaining time follows the run's own pace. `step_s`, the predicted time of a step, counts
+    only until two steps are timed.
+    """
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
         self._added_lines = AddedLines(file)
@@ -164,15 +172,26 @@ class _StepReporter:
         self._step_s = step_s
         self._say = say
         self._done = 0
+        self._first: tuple[int, float] | None = None  # the steps done at the first line, and when
 
     def report(self) -> None:
         """Read the file's new lines, and report if another tenth of the run is complete."""
         tenths_before = self._done * 10 // self._steps
         self._done += len(self._added_lines.read())
+        now = time.monotonic()
+        if self._done and self._first is None:
+            self._first = self._done, now
         if self._done * 10 // self._steps > tenths_before:
             left = self._steps - self._done
-            then = f"about {fmt_seconds(left * self._step_s)} left" if left > 0 else "the last"
+            left_s = fmt_seconds(left * self._pace_s(now))
+            then = f"about {left_s} left" if left > 0 else "the last"
             self._say(f"verifying: step {self._done} of {self._steps}, {then}")
+
+    def _pace_s(self, now: float) -> float:
+        """Return the seconds of a step: measured, or predicted until two steps are timed."""
+        since, began = self._first or (self._done, now)
+        steps = self._done - since
+        return (now - began) / steps if steps else self._step_s
 
 
 def probed_format(recipe: Recipe) -> str:

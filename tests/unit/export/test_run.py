@@ -220,16 +220,22 @@ def test_full_fine_tuning_saves_nothing_in_a_verification(ran: list[Any], tmp_pa
     assert ran[0][2]["argv"][-2:] == ["--output-dir", ""]
 
 
-def test_a_tenth_of_the_steps_is_reported(tmp_path: Path) -> None:
+def test_a_tenth_of_the_steps_is_reported_at_the_pace_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 s a step were predicted, and the run takes 15 s."""
     said: list[str] = []
+    now = 100.0
+    monkeypatch.setattr(verify.time, "monotonic", lambda: now)
     reporter = verify._StepReporter(tmp_path / "steps", 20, 3.0, said.append)
     for _ in range(20):
+        now += 15.0
         with (tmp_path / "steps").open("a") as file:
             file.write("x\n")
         reporter.report()
     assert len(said) == 10
     assert (
-        said[0] == "verifying: step 2 of 20, about 54 s left"
+        said[0] == "verifying: step 2 of 20, about 4 min 30 s left"
         and said[-1] == "verifying: step 20 of 20, the last"
     )
     few = verify._StepReporter(tmp_path / "few", 2, 3.0, said.append)

@@ -33,7 +33,8 @@ def verified(**changes: Any) -> StudySummary:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"seconds_per_step": 10.2}, "the run takes 5.1 times as long as predicted"),
+        ({"seconds_per_step": 10.2}, "the run is 5.1 times slower than predicted"),
+        ({"seconds_per_step": 2.4}, "the run is slower than predicted by over 10%"),
         ({"reserved_gib": 30.0}, "the run is larger than predicted by over 10%"),
         ({"seconds_per_step": None, "reason": "exit 1"}, "the exported run failed: exit 1"),
     ],

@@ -79,6 +79,26 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     )
 
 
+def test_only_a_run_that_can_answer_takes_a_prompt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data := tmp_path / "rows").touch()
+    given = ["--dataset", str(data), "--ask", "Who?"]
+    assert parsed(*given).ask == "Who?"
+    assert "--ask needs --dataset" in refused(capsys, "--random-weights", "--ask", "Who?")
+    made = settings(recipe(TrainConfig()))
+    varlen = replace(made.model_settings, attention="varlen")
+    for change, needs in (
+        ({"num_gpus": 2}, "a run on one GPU"),
+        ({"objective": "classification"}, "objective sft"),
+        ({"images": [[{}]]}, "objective sft"),
+        ({"model_settings": varlen}, "another attention than varlen"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_options(replace(made, **change), given)
+        assert needs in capsys.readouterr().err
+
+
 def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parsed("--help")
@@ -89,10 +109,10 @@ def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> No
         " [--random-weights]"
         " [--lengths FILE] [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR]"
         " [--resume] [--report-to"
-        " {none,wandb,mlflow,tensorboard,trackio}] [--progress FILE]"
+        " {none,wandb,mlflow,tensorboard,trackio}] [--ask PROMPT] [--progress FILE]"
         " Fine-tune with exactly the configuration in train_config.json."
     )
-    assert all(action.help for action in _parser("m")._actions)
+    assert all(action.help for action in _parser(settings(recipe(TrainConfig())))._actions)
 
 
 def test_a_run_needs_a_dataset_or_random_weights(
