@@ -186,7 +186,7 @@ def test_messages_are_on_stderr_and_stdout_is_json(finished: Finished) -> None:
         "left out  lora_rank 8",
         "over the limit",
         "winner",
-        "the full run takes",
+        "full run takes",
         "the search cost $",
         "--max-steps 5",
     ):

@@ -10,7 +10,7 @@ import typer
 from autotune.cli.answers import print_answer
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import print_answer_json, print_json, print_note
+from autotune.cli.terminal import print_answer_json, print_json, print_note, print_text
 from autotune.core.errors import (
     Cancelled,
     EnvironmentProblem,
@@ -102,7 +102,8 @@ def explain(
     if json_:
         print_json(to_data(ablation))
     else:
-        print("\n".join(describe.ablation(ablation) or ["the winner is the baseline itself"]))
+        for line in describe.ablation(ablation) or ["the winner is the baseline itself"]:
+            print_text(line)
 
     if stop():
         raise _stopped(stop, "stopped; not every knob was probed")
@@ -305,7 +306,8 @@ def _print_verification(verification: "Verification", *, as_json: bool) -> None:
     if as_json:
         print_answer_json(verification)
     else:
-        print("\n".join(describe.verification(verification)))
+        for line in describe.verification(verification):
+            print_text(line)
 
 
 def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
