@@ -16,7 +16,7 @@ COPY studies/published /src/studies/published
 RUN python3 -m venv /opt/autotune \
     && awk -F== 'NR == FNR { measured[$1] } FNR < NR && $1 in measured { next } { print }' \
         /src/constraints-gpu.txt /src/constraints.txt > /src/versions.txt \
-    && /opt/autotune/bin/pip install --no-cache-dir --constraint /src/versions.txt /src \
+    && /opt/autotune/bin/pip install --no-cache-dir --constraint /src/versions.txt "/src[run]" \
     && rm -rf /src
 
 # Any user may run it: with your own, the files of a study are yours. Caches need a home and a name.

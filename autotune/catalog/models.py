@@ -21,6 +21,7 @@ from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
 from autotune.core.images import sees_images
+from autotune.core.installed import NotInstalled, is_installed
 from autotune.core.json_view import keys
 from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
@@ -320,6 +321,11 @@ def _processor_in(path: Path) -> dict[str, Any] | None:
 
 def _from_hub(name: str, hint: str) -> ModelSpec:
     """Return the model for a Hub id. Only its config.json is fetched."""
+    if not is_installed("huggingface_hub"):
+        raise NotInstalled(
+            f"model {name!r} is not in the catalogue{hint}, and asking the Hugging Face Hub",
+            otherwise="pass a local directory with the model's config.json",
+        )
     try:
         import huggingface_hub as hub
         from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -19,6 +19,7 @@ from autotune.cli.help import START, PanelCommand, write_groups
 from autotune.cli.terminal import guard
 from autotune.cli.usage import CLICK_USAGE_ERROR, no_such_command, with_remedy
 from autotune.core.errors import AutotuneError, EnvironmentProblem, StorageError
+from autotune.core.installed import NotInstalled, is_installed, missing
 from autotune.core.version import __version__
 
 # For each command: its function, as module:name in autotune.cli.commands, and its help text
@@ -128,6 +129,12 @@ COMMANDS = {
     "schema": ("catalogs:schema", "Print the JSON Schema of a command's --json output."),
     "dev": ("dev:dev", "Tests of a machine or a fleet."),
 }
+# The commands that run on any system, without the packages of the extra `run`
+ANYWHERE = frozenset(
+    {"plan", "compare", "check", "longest", "models", "gpus", "prices", "spaces", "suites"}
+    | {"import", "schema"}
+)
+HELP = ("--help", "-h")
 
 
 class LazyGroup(TyperGroup):
@@ -154,6 +161,9 @@ class LazyGroup(TyperGroup):
         name, entry, rest = super().resolve_command(ctx, args)
         if entry is None:
             return name, entry, rest
+        is_run = not ctx.resilient_parsing and not any(word in HELP for word in rest)
+        if is_run and entry.name not in ANYWHERE:
+            _check_machine(f"autotune {entry.name}")
 
         place, text = COMMANDS[entry.name or ""]
         module, _, function = place.partition(":")
@@ -173,7 +183,7 @@ app = typer.Typer(
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": list(HELP)},
 )
 
 
@@ -195,6 +205,21 @@ def _main(
         print(START)
 
 
+def _check_machine(command: str) -> None:
+    """Raise an error unless this system and its packages can run studies."""
+    if sys.platform != "linux":
+        raise EnvironmentProblem(
+            f"{command} runs on Linux only",
+            remedy="use WSL 2 (Windows Subsystem for Linux)"
+            if sys.platform == "win32"
+            else "use a machine or a container with Linux",
+        )
+    # One package stands for all. If another one is missing, the command may not need it; if the
+    # command does, its import fails. Doctor reports missing packages itself.
+    if command != "autotune doctor" and not is_installed("optuna"):
+        raise NotInstalled(command)
+
+
 def collect_rarely() -> None:
     """Collect garbage rarely, and not at exit. A short command then needs half the CPU time."""
     gc.set_threshold(100_000, 50, 100)
@@ -213,12 +238,6 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
-        # This check precedes the imports of modules that exist only on Linux.
-        if sys.platform == "win32":
-            raise EnvironmentProblem(
-                "autotune runs on Linux only",
-                remedy="use it in WSL 2 (Windows Subsystem for Linux)",
-            )
         sys.exit(app(prog_name="autotune", standalone_mode=False) or 0)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -247,6 +266,8 @@ def _with_remedy(error: Exception) -> AutotuneError:
         return error
     if isinstance(error, CLICK_USAGE_ERROR):
         return with_remedy(error, sys.argv[1:], COMMANDS)
+    if (not_installed := missing(error, "this command")) is not None:
+        return not_installed
     if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
         place = "" if error.filename is None else f"{error.filename}: "
         return StorageError(

@@ -9,6 +9,8 @@ from types import FrameType
 from autotune.core.process import StopToken
 from autotune.trainer.terminal import leave_terminal
 
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows lacks this signal
+
 
 @contextmanager
 def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
@@ -19,15 +21,16 @@ def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
     stop = stop or StopToken()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
+        if number == HANGUP:
             leave_terminal()
         elif stop():
             os._exit(128 + number)  # the worker of the probe ends when this process ends
         stop.request(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a process under nohup ignores SIGHUP
-        numbers.append(signal.SIGHUP)
+    # A process under nohup ignores SIGHUP.
+    if HANGUP is not None and signal.getsignal(HANGUP) != signal.SIG_IGN:
+        numbers.append(HANGUP)
     old_handlers = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stop

@@ -21,6 +21,9 @@ MAX_BYTES = 2**20  # the largest accepted configuration file, in bytes
 # The largest accepted number of values in a user's file, with YAML aliases expanded. Files that
 # come with the package have fewer than a hundred.
 MAX_VALUES = 10_000
+# Flags that Windows lacks
+NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 
 
 def load_yaml(text: str) -> Any:
@@ -67,7 +70,7 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
     Raises OSError for any other kind of file. A pipe without a writer raises this error at once.
     """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is not a regular file")
         data = file.read(max_bytes + 1)
@@ -245,7 +248,7 @@ def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
 def sync_directory(directory: Path) -> None:
     """Wait until a directory's list of files is on disk, if the file system supports it."""
     with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(directory, os.O_RDONLY | DIRECTORY)
         try:
             os.fsync(handle)
         finally:

@@ -40,14 +40,17 @@ def multiplies_bf16(path: Path = CPUINFO) -> bool:
 
 def num_cores(cgroup: Path = CGROUP) -> float:
     """Return the number of processors that this process may use, such as 1.5 under a CPU quota."""
-    cores = float(len(os.sched_getaffinity(0)))
+    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
+    cores = float(len(affinity(0)) if affinity else os.cpu_count() or 1)
     quota, _, period = _limit(cgroup / "cpu.max").partition(" ")
     return min(cores, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else cores
 
 
 def host_memory_gib(cgroup: Path = CGROUP) -> float:
     """Return the host memory in GiB that this process may use."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import psutil
+
+    total = psutil.virtual_memory().total
     limit = _limit(cgroup / "memory.max")
     return gib(min(total, int(limit)) if limit.isdigit() else total)
 
@@ -75,8 +78,11 @@ def disk_mb_s(directory: Path) -> float | None:
 
 
 def _cpuinfo(path: Path, key: str) -> str:
-    """Return the first value of a key, ignoring the key's case, or "" if the key is missing."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    """Return the first value of a key, ignoring the key's case, or "" without file or key."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # only Linux has the file
+        return ""
     pairs = (line.partition(":") for line in lines)
     return next((value.strip() for name, _, value in pairs if name.strip().lower() == key), "")
 

@@ -15,13 +15,13 @@ from autotune.core.errors import Cancelled, StorageError
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) -> None:
-    """Make Linux send the signal `number` to this process when its parent dies.
+def die_with_parent(parent: int | None = None, *, number: int | None = None) -> None:
+    """Make Linux send the signal `number`, by default SIGKILL, when this process's parent dies.
 
     If `parent`, the parent's process id, is given and the parent is already dead, this process
     exits.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if number is None else number)
     if parent is not None and os.getppid() != parent:
         sys.exit("the parent process is dead")
 

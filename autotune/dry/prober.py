@@ -14,6 +14,7 @@ import json
 import os
 import selectors
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from autotune.catalog.fast_kernels import counted_packages, kernel_packages
 from autotune.core.child_environment import child_environment
 from autotune.core.errors import StorageError
 from autotune.core.files import write_atomic
+from autotune.core.installed import INSTALL, is_installed
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
@@ -134,6 +136,9 @@ class DryProber:
         return from_data(DryAnswer, self._ask({"count": to_data(request)}))
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        if (reason := obstacle()) is not None:
+            return {"refused": reason}
+
         process = self._process = self._process or _start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -154,6 +159,13 @@ class DryProber:
     def _report_end(self) -> dict[str, Any]:
         self.__exit__()
         return {"refused": "the counting process ended"}
+
+
+def obstacle() -> str | None:
+    """Return why this machine cannot count a step, or None if it can."""
+    if sys.platform != "linux":
+        return "counting needs Linux"
+    return None if is_installed("torch") else f"counting needs torch: {INSTALL}"
 
 
 def _start() -> subprocess.Popen[str]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import PurePosixPath
+from pathlib import PureWindowsPath
 from typing import Any
 
 from autotune.catalog import ModelSpec
@@ -52,7 +52,7 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
             return _BY_STAGE[number]
         deepspeed = values.get("deepspeed_file")
     if isinstance(deepspeed, str) and (
-        stage := _STAGE.search(PurePosixPath(deepspeed).name.lower())
+        stage := _STAGE.search(PureWindowsPath(deepspeed).name.lower())
     ):
         return _BY_STAGE[int(stage[1])]
     if deepspeed not in _OFF:

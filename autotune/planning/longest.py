@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
+from autotune.core.installed import is_installed
 from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
 from autotune.core.memory_budget import memory_limit_gib
@@ -27,9 +28,11 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, gib
+from autotune.dry.prober import obstacle
 from autotune.planning.counted_memory import dry_count, no_count
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
+from autotune.prediction.long_rows import long_row_breakdown
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
@@ -138,8 +141,13 @@ class Longest(ShownAsTable):
         return dry_count(self.model, config, 1).count
 
     def need_gib(self, config: TrainConfig) -> float | None:
-        """Return the GiB that a step with one micro batch needs, or None without an estimate."""
+        """Return the GiB that a step with one micro batch needs, or None without an estimate.
+
+        If this machine cannot count a step, a formula replaces the count.
+        """
         memory = memory_of(self.model, config, 1, count=lambda *_: self.count(config))
+        if memory is None and obstacle() is not None:
+            memory = long_row_breakdown(self.model, config)
         return None if memory is None else memory.peak_reserved_gib
 
     def predict(self, method: str) -> LongestRow:
@@ -219,9 +227,10 @@ class Longest(ShownAsTable):
 
     def _predicted(self, method: str, tokens: int, limited_by: str) -> LongestRow:
         config = self.config(method, tokens)
-        if (steps := self.count(config)) is None:
+        count = self.count(config)
+        if count is None and obstacle() is None:
             return self._uncounted_row(method, tokens)
-        step_s = self.step_s(config, steps)
+        step_s = None if count is None else self.step_s(config, count)
         return LongestRow(
             method=method,
             config=config.as_dict(),
@@ -234,6 +243,9 @@ class Longest(ShownAsTable):
             gpu_gib=self.need_gib(config),
             host_gib=self.host_gib(config),
             limited_by=limited_by,
+            problem=None
+            if count is not None
+            else f"predicted by a formula, without a time: {no_count(self.model, config, 1)}",
         )
 
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
@@ -440,7 +452,7 @@ def find_longest(
     With `probe`, rows are verified on this machine's GPU if possible. Raises UsageError for an
     unknown method, knob or card, and any error that a probe raises.
     """
-    target = _target_here(gpu) if probe else None
+    target = _target_here(gpu) if probe and is_installed("torch") else None
     device = target.device if target else planned_device(gpu)
     if host_memory_gib is None and target is not None:
         host_memory_gib = host_memory_gib_here()
@@ -464,7 +476,8 @@ def find_longest(
 
     rows = []
     for method in methods:
-        say(f"{method}: counting without the GPU")
+        if obstacle() is None:
+            say(f"{method}: counting without the GPU")
         rows.append(query.predict(method))
 
     if target is None:

@@ -15,6 +15,7 @@ from autotune.catalog.models import reach_hub
 from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
+from autotune.core.installed import missing
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.problem.image_files import flat, pictures_of, text_of
@@ -222,7 +223,7 @@ def dataset_errors() -> Iterator[None]:
             f"--dataset: {error}", remedy="make room there, or check that the folder can be written"
         ) from None
     except ImportError as error:
-        raise EnvironmentProblem(
+        raise missing(error, "counting tokens") or EnvironmentProblem(
             f"--dataset: {error}", remedy="or give a file of JSON lines, or --lengths FILE"
         ) from None
 

@@ -24,7 +24,7 @@ def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
     The result is False if the name ends with one of the `suffixes`, because the user then means a
     local file.
     """
-    is_name = HUB_NAME.fullmatch(str(path)) and path.suffix.lower() not in suffixes
+    is_name = HUB_NAME.fullmatch(path.as_posix()) and path.suffix.lower() not in suffixes
     return bool(is_name) and not path.exists()
 
 

@@ -39,8 +39,8 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
     if os.path.commonpath([root, full]) != root:
         raise BadPicture(f"it is not below {folder}, the folder of the dataset")
     try:
-        # O_NONBLOCK: opening a named pipe does not wait.
-        handle = os.open(full, os.O_RDONLY | os.O_NONBLOCK)
+        # O_NONBLOCK, which Windows lacks: opening a named pipe does not wait.
+        handle = os.open(full, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
         raise BadPicture(getattr(error, "strerror", None) or str(error)) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):

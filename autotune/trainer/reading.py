@@ -55,7 +55,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
     """
     if is_on_hub(path):
         try:
-            return list(load_files(str(path), split or "train"))
+            return list(load_files(path.as_posix(), split or "train"))
         except CannotLoad as error:
             raise BadDataset(str(error)) from None
     if not path.is_dir():

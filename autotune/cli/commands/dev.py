@@ -134,7 +134,7 @@ def inject(
 
 def _strike(fault: str, gpu: str, folder: Path) -> Row:
     """Run a small study with a fault, and return how the study ended."""
-    (folder / "space.yaml").write_text(SPACE)
+    (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
     (folder / "tmp").mkdir()
 
     if fault in OUTCOMES:
@@ -222,7 +222,8 @@ def _study(
 def _trials(folder: Path) -> list[dict[str, Any]]:
     try:
         return [
-            json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (folder / "out" / "trials.jsonl").read_text(encoding="utf-8").splitlines()
         ]
     except (OSError, ValueError):  # the file does not exist yet, or its last line is incomplete
         return []

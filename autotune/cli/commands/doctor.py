@@ -1,6 +1,5 @@
 """`autotune doctor`: checks whether this machine can run a study, and names remedies."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from autotune.cli.commands.calibrate import facts
 from autotune.cli.options import Json, Storage
 from autotune.cli.terminal import print_answer_json, print_note
 from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
+from autotune.core.installed import INSTALL, is_installed
 from autotune.core.units import fmt_gib, gib
 from autotune.report.values.commands import Check
 from autotune.study.storage.location import storage_url
@@ -50,7 +50,7 @@ def _packages() -> list[Check]:
         try:
             checks.append(Check(name=name, ok=True, found=metadata.version(name)))
         except metadata.PackageNotFoundError:
-            remedy = f"pip install {name}" if is_needed else None
+            remedy = INSTALL if is_needed else None
             checks.append(
                 Check(
                     name=name, ok=False if is_needed else None, found="not installed", remedy=remedy
@@ -82,11 +82,11 @@ def _gpus() -> list[Check]:
 
 def _torch() -> list[Check]:
     """Check torch by training a tiny model in a worker."""
+    if not is_installed("torch"):
+        return [Check(name="torch", ok=False, found="not installed", remedy=INSTALL)]
+
     from autotune.core.nvml import list_gpus
     from autotune.probe.supervisor import check_worker
-
-    if importlib.util.find_spec("torch") is None:
-        return [Check(name="torch", ok=False, found="not installed", remedy="pip install torch")]
 
     on_gpu = bool(list_gpus())
     try:
@@ -154,6 +154,9 @@ def _calibration() -> list[Check]:
 
 
 def _storage(storage: str | None) -> Check:
+    if not is_installed("sqlalchemy"):
+        return Check(name="storage", ok=False, found="needs sqlalchemy", remedy=INSTALL)
+
     from autotune.study.storage.database import public_url
     from autotune.study.storage.probe_store import ProbeStore
 

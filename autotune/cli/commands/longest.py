@@ -149,7 +149,9 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
             "rows is not known."
         )
 
-    estimated_rows = [row for row in rows if row.evidence == "estimated" and row.tokens]
+    estimated_rows = [
+        row for row in rows if row.evidence == "estimated" and row.tokens and not row.problem
+    ]
     if estimated_rows:
         print_text(
             "For estimated rows, memory was counted without a GPU, and 6 % of it is left for the "

@@ -142,7 +142,7 @@ def train(
             display.say(f"before: {run.asked['before']}")
             display.say(f"after:  {run.asked['after']}")
         if json_:
-            sys.stdout.write((output / "training.json").read_text())
+            sys.stdout.write((output / "training.json").read_text(encoding="utf-8"))
         return
 
     if code in STOPPED:

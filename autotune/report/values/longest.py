@@ -30,8 +30,8 @@ class LongestRow(ShownAsTable):
     Unknown values are None. `evidence` is measured if the card ran a step with this row, and
     estimated otherwise. An estimated time lies between `step_s_low` and `step_s_high`. `timed_on`
     is the card that measured the times: a larger card with a memory cap may stand in. `gpu_gib`
-    excludes the CUDA context. `problem` says why there is no row. `limited_by` names the limit: the
-    GPU's memory, the host's memory or the user's limit.
+    excludes the CUDA context. `problem` says why there is no row, or no time. `limited_by` names
+    the limit: the GPU's memory, the host's memory or the user's limit.
     """
 
     JSON: ClassVar = fields_plus("tokens_per_s")

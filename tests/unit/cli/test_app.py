@@ -74,7 +74,9 @@ def test_windows_is_refused_before_a_module_is_missing(
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setitem(sys.modules, "fcntl", None)  # type: ignore[arg-type]
     ended = said(monkeypatch, capsys, *RUN)
-    assert ended.code == 3 and ended.is_one_error() and "autotune runs on Linux only" in ended.err
+    assert (
+        ended.code == 3 and ended.is_one_error() and "autotune run runs on Linux only" in ended.err
+    )
 
 
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
