@@ -1,4 +1,6 @@
-"""Run README's first command: record its screen, and check the speed that it predicts."""
+"""Time a newcomer's first minutes: README's first command, the speed that it predicts, and a light
+install.
+"""
 
 import argparse
 import fcntl
@@ -13,6 +15,7 @@ import signal
 import socket
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
@@ -247,7 +250,99 @@ def summarize_truth(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+# --- light
+
+PLAN = ["plan", "--model", "mistral-7b", "--gpu", "rtx-4090"]
+# The other commands of a light install
+OTHERS = [
+    ["compare", "--model", "mistral-7b", "--gpus", "a100,h100"],
+    ["check", "run.yaml", "--gpu", "h100"],
+    ["longest", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--method", "qlora"],
+    *(["models"], ["gpus"], ["prices"], ["suites"]),
+]
+RUN_YAML = "base_model: mistralai/Mistral-7B-v0.3\nadapter: lora\nlora_r: 16\n"
+IN_EVERY_ENVIRONMENT = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils")
+
+
+def run_light(args: argparse.Namespace) -> None:
+    """Install the package without extras in a new virtual environment, and run its commands.
+
+    pip downloads every package anew. Building the wheel and making the environment are not timed,
+    because PyPI has the wheel and a user has an environment. `mb` are the megabytes of the packages
+    as their wheels hold them; `bytecode_mb` is what pip compiles beside them.
+    """
+    with worker("cpu") as prober:
+        fingerprint = to_data(prober.fingerprint)
+    wheels = scratch()
+    _run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels), str(ROOT)])
+    (wheel,) = wheels.glob("*.whl")
+    rows: list[dict[str, Any]] = []
+    for _ in range(args.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            row = {"load_before": os.getloadavg()[0], **light_row(wheel, Path(folder))}
+        rows.append(row)
+        table(rows[-1:], ["load_before", "install_s", "plan_s", "mb", "bytecode_mb"])
+    finish(args, fingerprint, rows)
+
+
+def light_row(wheel: Path, folder: Path) -> dict[str, Any]:
+    """Install the wheel in a new environment in `folder`; return the times and sizes."""
+    environment = folder / "environment"
+    _run([sys.executable, "-m", "venv", str(environment)])
+    pip = [str(environment / "bin" / "pip"), "--disable-pip-version-check", "install", "-q"]
+    install_s = _run([*pip, "--no-cache-dir", str(wheel)])
+    program = str(environment / "bin" / "autotune-llm")
+    plan_s = _run([program, *PLAN], folder)
+    (site,) = environment.glob("lib/python*/site-packages")
+    mb, bytecode_mb = installed_mb(site)
+
+    (folder / "run.yaml").write_text(RUN_YAML, encoding="utf-8")
+    seconds = {words[0]: _run([program, *words], folder) for words in OTHERS}
+    return {
+        "install_s": install_s,
+        "plan_s": plan_s,
+        "mb": mb,
+        "bytecode_mb": bytecode_mb,
+        "seconds": seconds,
+    }
+
+
+def _run(command: list[str], folder: Path | None = None) -> float:
+    """Run a command without the packages of this environment; return its seconds."""
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    began = time.monotonic()
+    subprocess.run(
+        command, cwd=folder, env=outside, check=True, stdout=subprocess.DEVNULL, timeout=600
+    )
+    return round(time.monotonic() - began, 2)
+
+
+def installed_mb(site: Path) -> tuple[float, float]:
+    """Return the megabytes of files, and of bytecode, without pip and setuptools."""
+    sizes = {True: 0, False: 0}
+    for path in site.rglob("*"):
+        top = path.relative_to(site).parts[0].partition("-")[0]
+        if path.is_file() and top not in IN_EVERY_ENVIRONMENT:
+            sizes[path.suffix == ".pyc"] += path.stat().st_size
+    return sizes[False] / 1e6, sizes[True] / 1e6
+
+
+def summarize_light(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The slowest and the largest of all repetitions."""
+    names = {"light_install_s": "install_s", "plan_answer_s": "plan_s", "light_mb": "mb"}
+    names |= {"light_bytecode_mb": "bytecode_mb"}
+    return {name: max((row[key] for row in rows), default=None) for name, key in names.items()} | {
+        "commands": len(OTHERS) + 1
+    }
+
+
 MODES = {
+    "light": Mode(
+        run=run_light,
+        result="light_install",
+        summarize=summarize_light,
+        options={"--repeats": 3},
+    ),
     "record": Mode(
         run=run_record,
         result="first_minutes",

@@ -669,6 +669,7 @@ UNMEASURED = {
     "gate",
     "day_zero",
     "day_zero_fast",
+    "light_install",
 }  # results whose first measurement is still to be made
 
 
@@ -1096,6 +1097,27 @@ def test_the_committed_recordings_end_with_the_answer(
     last = "".join(text for _, text in frames).rpartition("\x1b[H")[2]
     assert all(word in last for word in ("winner", "sure", "next", "autotune explain"))
     assert ("example card" in last) == (name == "readme")
+
+
+def test_the_size_of_an_install_counts_packages_without_bytecode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = program("first_minutes", monkeypatch)
+    for name, size in {
+        "autotune/core/units.py": 3,
+        "autotune/core/__pycache__/units.cpython-311.pyc": 5,
+        "pip/main.py": 7,
+        "setuptools-65.5.0.dist-info/METADATA": 11,
+        "six.py": 13,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size * 1000))
+    assert module.installed_mb(tmp_path) == (0.016, 0.005)
+    rows = [{"install_s": 9.0, "plan_s": 2.0, "mb": 21.0, "bytecode_mb": 14.0}]
+    rows.append(rows[0] | {"install_s": 8.0, "plan_s": 3.0})
+    found = module.summarize_light(rows)
+    assert (found["light_install_s"], found["plan_answer_s"], found["light_mb"]) == (9.0, 3.0, 21.0)
+    assert found["commands"] == 8
 
 
 def test_readme_shows_what_was_measured_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
