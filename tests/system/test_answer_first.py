@@ -1,11 +1,14 @@
 """Line 1 of a command is its answer, at any width.
 
 `COMMANDS` has the commands with the pattern of line 1: a verdict or a name, a number and a unit. A
-new row needs a command line that ends within seconds and needs no GPU.
+new row needs a command line that ends within seconds and needs no GPU. `ABOUT_STUDIES` has the
+commands that read the study or the file of the fixture `folder`.
 """
 
 import functools
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,10 @@ from typer.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.cli.terminal import print_table
+from autotune.study.storage.study_record import start_record
+from tests.helpers.outage import make_tables
+from tests.helpers.replay import machine
+from tests.helpers.sessions import by_tokens, record_of, starter, whole
 
 WIDE = 1000
 LISTS = ("gpus", "models", "prices", "plan: suite")  # these have a row for each item
@@ -56,10 +63,45 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+ABOUT_STUDIES: dict[str, tuple[tuple[str, ...], str]] = {
+    "status": (("status",), r"1\.\d times the speed of the baseline: the full run takes \d+ min"),
+    "list": (("list",), rf"1 study, 0 running; the newest is one: demo-3m on h200-sxm, {SPEED}"),
+    "oom": (("oom",), r"1 of 8 trials ran out of memory: .* missed the limit by [\d.]+ %"),
+    "check": (
+        ("check", "trl.yaml", "--gpu", "a10"),
+        r"out of memory: needs [\d.]+ of [\d.]+ GiB on a10",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a study of eight trials, of which one ran out of memory, and with a file."""
+    folder = tmp_path_factory.mktemp("s")
+    (folder / "runs").mkdir()
+    make_tables(url := f"sqlite:///{folder}/runs/autotune.db")
+    opened: list[Any] = []
+    session = whole(
+        starter(url, folder / "logs", opened), machine(limit_gib=2.2, rate=by_tokens), trials=8
+    )
+    start_record(session.search, record_of(out=folder / "runs" / "one"))
+    for resource in opened:
+        resource.close()
+    (folder / "trl.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\nuse_peft: true\nmax_length: 8192\n"
+        "per_device_train_batch_size: 8\ngradient_checkpointing: true\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("AUTOTUNE_STORAGE", raising=False)
+        yield folder
+
+
 @functools.cache
 def run(name: str, width: int) -> Any:
     """Run a command of COMMANDS in a terminal of this width."""
-    return CliRunner(env={"COLUMNS": str(width)}).invoke(app, list(COMMANDS[name][0]))
+    arguments, _ = (COMMANDS | ABOUT_STUDIES)[name]
+    return CliRunner(env={"COLUMNS": str(width)}).invoke(app, list(arguments))
 
 
 def words(text: str) -> set[str]:
@@ -68,11 +110,11 @@ def words(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-@pytest.mark.parametrize("name", list(COMMANDS))
-def test_line_1_is_the_answer_and_no_word_is_broken(name: str, width: int) -> None:
+@pytest.mark.parametrize("name", [*COMMANDS, *ABOUT_STUDIES])
+def test_line_1_is_the_answer_and_no_word_is_broken(name: str, width: int, folder: Path) -> None:
     result = run(name, width)
     first, *others = result.stdout.splitlines()
-    assert re.match(COMMANDS[name][1], first), first
+    assert re.match((COMMANDS | ABOUT_STUDIES)[name][1], first), first
     # The output of both streams, in the order of writing, begins with the answer.
     assert result.output.startswith(first)
 
