@@ -76,6 +76,7 @@ REASONS = {
     "a package is missing": "pip install",
     "transformers cannot build it": "cannot build a",
     "transformers cannot train it on text alone": "cannot train this model on text alone",
+    "its code reads values, which a count lacks": "reads the values of tensors",
     "transformers has no causal class": "has no causal language model",
     "no recomputation": "does not support activation checkpointing",
     "no linear layers with the usual names": "not found in the base model",

@@ -370,6 +370,23 @@ def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # as the worker does
+@pytest.mark.filterwarnings("ignore")  # as the worker does
+def test_a_model_whose_code_reads_values_is_left_to_probes() -> None:
+    """The experts of DBRX are chosen one after the other, by the numbers of a tensor."""
+    model = {
+        "model_type": "dbrx",
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "vocab_size": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 2},
+    }
+    knobs = {"lora_targets": "all-linear", "loss": "full", "checkpointing": "none"}
+    request = replace(REQUEST, model=model, config=TrainConfig(precision="bf16_pure", **knobs))
+    assert dry_worker._answer({"count": to_data(request)}) == {"refused": dry_worker.READS_VALUES}
+
+
 def test_a_model_that_masks_no_token_is_counted() -> None:
     """BART's decoder makes a mask for all tokens, whose values do not exist on the meta device."""
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "vocab_size": 512}
