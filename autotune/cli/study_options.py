@@ -139,8 +139,8 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
         parameters += [parameter.replace(kind=keyword) for parameter in own_parameters.values()]
 
         @functools.wraps(command)
-        def with_rare(**options: Any) -> None:
-            command(**dict.fromkeys(rare), **options)
+        def with_rare(*arguments: Any, **options: Any) -> None:
+            command(*arguments, **dict.fromkeys(rare), **options)
 
         with_rare.__dict__ |= {"rare": rare, "__signature__": inspect.Signature(parameters)}
         with_rare.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -960,9 +960,9 @@ STUDIES = (
         steps=(
             Command(line=STUDY, code=4, has=("nothing in the search space fits",)),
             Command(
-                line="oom nothing",
-                begins="# Out of memory: `nothing`",
-                has=("1 of 1 trials ran out of memory", r"\| oom \| forward \|"),
+                line="oom nothing --details",
+                begins=r"# 1 of 1 trials ran out of memory: \w+ hold",
+                has=("First change: ", r"\| oom \| forward \|"),
             ),
             Command(line="status nothing", has=("nothing",)),
             Command(line="list", has=("nothing",)),
