@@ -224,8 +224,7 @@ class OomReport:
         if self.num_oom and self.num_refused:
             were = "trial was" if self.num_refused == 1 else "trials were"
             sentences.append(
-                f"{self.num_refused} more {were} refused before launch, because they were "
-                "predicted not to fit"
+                f"{self.num_refused} more {were} predicted not to fit, and refused before launch"
             )
 
         if (closest := self.closest) is not None:
