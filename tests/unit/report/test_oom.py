@@ -208,9 +208,7 @@ def test_the_answer_is_the_cause_and_the_first_change() -> None:
         "First change: micro_batch_size 4 → 2."
     )
     assert rest[0].startswith("Fewer sequences at a time; more micro batches")
-    assert rest[1] == (
-        "2 more trials were refused before launch, because they were predicted not to fit."
-    )
+    assert rest[1] == ("2 more trials were predicted not to fit, and refused before launch.")
     assert rest[2].startswith("Closest to fitting: trial 2, lora r16 4x2048 ")
     assert rest[2].endswith("missed the limit of 132.0 GiB by 0.8 % (1.00 GiB) in backward.")
     assert rest[3].startswith("A similar configuration fits: trial ") and len(rest) == 4
