@@ -8,7 +8,7 @@ from autotune.catalog.models import ModelSpec
 from autotune.core.lora_targets import target_modules
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
-from autotune.trainer.settings import DEQUANTISED
+from autotune.trainer.settings import DEQUANTISED, EXPERT_PARAMETERS
 
 # The model families with a memory formula; `kept_factors.yaml` has a row for each.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "gemma", "gemma2", "phi3", "qwen3"})
@@ -132,7 +132,8 @@ class Sizes:
         if config.method == "full":
             return set()
         names = target_modules(self.family, config.lora_targets)
-        return set(self.matrices) if names is None else set(names)
+        # These sizes are of models without experts.
+        return set(self.matrices) if names is None else set(names) - set(EXPERT_PARAMETERS)
 
     def adapter_params(self, config: TrainConfig) -> int:
         """Return the number of parameters of the adapters in all layers."""

@@ -2,13 +2,16 @@
 
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
+from autotune.trainer.settings import EXPERT_PARAMETERS
 
 ALL_LINEAR: str = KNOBS["lora_targets"].default
+ATTENTION_EXPERTS = "attention_experts"
 
 
 def target_modules(model_type: str, targets: str) -> list[str] | None:
     """Return the path endings of the modules that a value of the knob `lora_targets` selects.
 
+    With adapters on experts, the result also has the path endings of the experts' parameters.
     `model_type` is transformers' name of the model family. If adapters are on all linear layers
     except the head, the result is None, because PEFT finds these layers itself. If PEFT refuses
     adapters on some layers of the family, the result lists the other layers. The result is empty if
@@ -17,7 +20,10 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
     if targets not in KNOBS["lora_targets"].choices:
         return targets.split(",")
     table = load_data("autotune.core", "lora_targets")
-    names = (table["usual"] | table.get(model_type, {}))[targets]
+    rows = table["usual"] | table.get(model_type, {})
+    if targets == ATTENTION_EXPERTS:
+        return [*rows["attention"], *EXPERT_PARAMETERS]
+    names = rows[targets]
     return names if names is None else list(names)
 
 

@@ -103,8 +103,10 @@ class ModelShape:
         untrained: The share of all parameters that is in `unquantized` and gets no adapter, even if
             adapters are on every linear layer. The rest of `unquantized` gets adapters by PEFT's
             parametrized weights (`parametrized`).
-        parametrized: Whether PEFT parametrizes weights of the model; such weights cannot be
-            compiled.
+        parametrized: Whether PEFT parametrizes weights of the model if adapters are on all linear
+            layers; such weights cannot be compiled.
+        experts: The paths of experts' parameters inside a layer, sorted, if the experts use
+            transformers' interface for experts. Their adapters can be grouped products.
         plain_head: Whether the logits are neither capped nor scaled after the head.
         liger: Whether the Liger library has kernels for the model.
         sdpa: Whether transformers has SDPA attention for the model.
@@ -121,6 +123,7 @@ class ModelShape:
     unquantized: float = 0.0
     untrained: float = 0.0
     parametrized: bool = False
+    experts: tuple[str, ...] = ()
     plain_head: bool = False
     liger: bool = False
     sdpa: bool = True

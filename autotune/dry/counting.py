@@ -27,7 +27,6 @@ from autotune.probe.accounting import logical_params, trained_parameters
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.trainer.chunked_loss import chunked_loss
-from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.labels import label_loss
 from autotune.trainer.model_builder import (
     base_dtype,
@@ -37,6 +36,7 @@ from autotune.trainer.model_builder import (
     decoder_layers,
     require_input_gradients,
     set_checkpointing,
+    set_lora_kernels,
     trainable_model,
 )
 from autotune.trainer.settings import ModelSettings
@@ -74,7 +74,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
 
             stack.enter_context(simulate_trl(padded=padded))
             request = replace(request, config=replace_fp16(config))
-        workspace = WORKSPACE if config.lora_kernels == "peft" else WORKSPACE + SIDE_WORKSPACE
+        workspace = WORKSPACE + SIDE_WORKSPACE if config.lora_kernels == "joined" else WORKSPACE
         return CountedStep(request, META, cuda_workspace).count(workspace)
 
 
@@ -123,7 +123,7 @@ class CountedStep:
         self._model.train()
 
     def _prepare_training(self, settings: ModelSettings) -> None:
-        """Add checkpointing and adapters to the base; if `settings.joined`, join the adapters."""
+        """Add checkpointing and adapters to the base; join or group them as `settings` require."""
         set_checkpointing(self._base, settings)
         self._model = trainable_model(self._base, settings, self._device)
         if not settings.adapters_in_fp32:
@@ -132,9 +132,7 @@ class CountedStep:
             compute_in_tiles(self._base)
 
         before = self._counter.live
-        self._joined = (
-            JoinedLayers(self._base, decoder_layers(self._base)) if settings.joined else None
-        )
+        self._joined = set_lora_kernels(self._base, settings)
         if self._joined is not None:
             self._counter.hold(self._joined.tensors())
             self._model_bytes += self._counter.live - before

@@ -27,6 +27,7 @@ from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe, TrainingData
 from autotune.trainer.examples import MARKED
 from autotune.trainer.reading import is_on_hub
+from autotune.trainer.settings import is_expert_parameter
 
 # The names in `keys.yaml` and `tools.yaml` that stand for the study's dataset
 PLACEHOLDER = "your/dataset"
@@ -95,6 +96,9 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     attention = attention_of(tool, config)
 
     modules = target_modules(recipe.model.text_type, config.lora_targets)
+    parameters = list(filter(is_expert_parameter, modules or []))
+    if modules:
+        modules = [name for name in modules if name not in parameters]
     # The tools would find all linear layers themselves, including layers that PEFT refuses.
     if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
@@ -109,6 +113,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "on_cpu": on_cpu(recipe),
         "base_dtype": config.base_dtype,
         "target_modules": ", ".join(modules) if modules and tool == "llamafactory" else modules,
+        "target_parameters": parameters or None,
+        "on_experts": bool(parameters),
         "saved_modules": ", ".join(saved) if saved and tool == "llamafactory" else saved,
         "lora_alpha": config.lora_alpha,
         "accumulation": recipe.accumulation,

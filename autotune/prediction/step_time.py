@@ -338,7 +338,7 @@ def _step_time(
     # PEFT's adapters read the base's outputs again to add to them. With `lora_kernels: joined`, an
     # adapter is part of the base's matrix product, and the bytes that only the adapter moves are
     # ignored.
-    with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels == "peft" else 0.0)
+    with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels != "joined" else 0.0)
     weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
     moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes
     moved = tokens * (moved + of_logits * sizes.vocab)

@@ -52,7 +52,6 @@ from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 from autotune.trainer import images, rows, varlen
 from autotune.trainer.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.trainer.graphs import is_capturing
-from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.labels import label_loss
 from autotune.trainer.lean_trainer import (
     LeanTrainer,
@@ -68,6 +67,7 @@ from autotune.trainer.model_builder import (
     language_model,
     require_input_gradients,
     set_checkpointing,
+    set_lora_kernels,
 )
 from autotune.trainer.patches import choose_attention
 
@@ -387,8 +387,7 @@ class Probe:
 
         if settings.tiled:
             compute_in_tiles(self.base)
-        if settings.joined:
-            self.resident.joined = JoinedLayers(self.base, decoder_layers(self.base))
+        self.resident.joined = set_lora_kernels(self.base, settings)
         self._reserve_paged_state()
 
         # TRL computes its loss in chunks by itself.

@@ -21,7 +21,6 @@ from autotune.core.process import die_with_parent
 from autotune.trainer import model_builder, rows
 from autotune.trainer.chunked_loss import chunked_loss
 from autotune.trainer.command_line import parse_options
-from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import compile_layers, run_layers_eagerly
 from autotune.trainer.patches import choose_attention, load_attention
 from autotune.trainer.settings import Options, RunSettings
@@ -93,7 +92,7 @@ class Learner:
         self._model = add_adapters(base, settings, device)
 
         self._layers = model_builder.decoder_layers(self._model)
-        self._joined = JoinedLayers(base, self._layers) if settings.model_settings.joined else None
+        self._joined = model_builder.set_lora_kernels(base, settings.model_settings)
         self._loss = chunked_loss(base) if settings.loss == "chunked" else None
         self._compiles = settings.compile == "per_layer"
         if self._compiles and settings.model_settings.lora_rank is not None:

@@ -32,6 +32,7 @@ def model_settings(
         activation_budget=config.activation_budget,
         tiled=config.tiling == "tokens",
         joined=config.lora_kernels == "joined",
+        grouped=config.lora_kernels == "grouped",
         num_labels=objective.num_labels,
         vision=vision,
     )

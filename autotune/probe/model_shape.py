@@ -27,7 +27,9 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.trainer import tiles
 from autotune.trainer.chunked_loss import has_plain_head
+from autotune.trainer.grouped_lora import uses_interface
 from autotune.trainer.model_builder import config_of, decoder_layers, from_config, trainable_model
+from autotune.trainer.settings import is_expert_parameter
 
 PYTHON_TEXT = re.compile(
     r"\b[A-Z]\w*(Error|Exception)\b|NoneType|not subscriptable|has no attribute"
@@ -66,9 +68,16 @@ def describe(model: dict[str, Any]) -> ModelShape:
     else:  # num_hidden_layers is not the number of layers, so lowering it truncates nothing
         prefix, period = len(layers), None
 
-    named = (item for layer in layers for item in layer.named_modules())
+    named = [item for layer in layers for item in layer.named_modules()]
     linear_layers = {
         path: module for path, module in named if isinstance(module, nn.Linear | Conv1D)
+    }
+    experts = {
+        f"{path}.{name}"
+        for path, module in named
+        if uses_interface(module)
+        for name, _ in module.named_parameters(recurse=False)
+        if is_expert_parameter(f"{path}.{name}")
     }
     linear = {
         id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)
@@ -100,6 +109,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         unquantized=share_outside(linear),
         untrained=share_outside(linear | wrapped),
         parametrized=bool(wrapped),
+        experts=tuple(sorted(experts)),
         plain_head=plain_head,
         liger=_liger_supports(config.get_text_config().model_type),
         sdpa=built._supports_sdpa,

@@ -21,7 +21,7 @@ from autotune.core.untested import untested, untested_in
 from autotune.problem.images import LEAST_TEXT
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
-from autotune.trainer.settings import DEQUANTISED
+from autotune.trainer.settings import DEQUANTISED, is_expert_parameter
 
 LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports
 HEAD_MULTIPLE = 8
@@ -198,11 +198,19 @@ def _narrow_tiling(narrowing: Narrowing) -> None:
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
     """Remove a knob's value that needs a value of another knob which the space lacks."""
-    for other, wanted in KNOBS[name].active_when.items():
-        values = wanted if isinstance(wanted, list) else [wanted]
+    needed = {other: _listed(wanted) for other, wanted in KNOBS[name].active_when.items()}
+    for other, excluded in KNOBS[name].impossible_with.get(value, {}).items():
+        possible = (*KNOBS[other].choices, *narrowing.space.choices(other))
+        needed[other] = [one for one in dict.fromkeys(possible) if one not in _listed(excluded)]
+
+    for other, values in needed.items():
         if not set(values) & set(narrowing.space.choices(other)):
             reason = f"works only with {KNOBS[other].label} {' or '.join(map(str, values))}"
             narrowing.remove(name, {value}, reason)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values if isinstance(values, list) else [values]
 
 
 def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
@@ -413,7 +421,7 @@ def narrow_to_trl(
         {"micro_batch"},
         "TRL's step reads values on the host, which no CUDA graph can",
     )
-    narrowing.remove("lora_kernels", {"joined"}, "TRL computes adapters as PEFT does")
+    narrowing.remove("lora_kernels", {"joined", "grouped"}, "TRL computes adapters as PEFT does")
     narrowing.remove(
         "checkpointing", SELECTIVE, "TRL's file has no key for the compiler's activation budget"
     )
@@ -545,7 +553,7 @@ def narrow_to_layers(
     if shape is not None and shape.no_adapters:
         _narrow_to_other_adapters(narrowing, shape)
     if shape is not None and shape.linear_layers:
-        _narrow_to_named_layers(narrowing, model, shape.linear_layers)
+        _narrow_to_named_layers(narrowing, model, (*shape.linear_layers, *shape.experts))
     if shape is not None and not shape.sdpa:
         _narrow_to_other_attention(narrowing)
     if shape is not None and not shape.tileable:
@@ -562,18 +570,48 @@ def narrow_to_layers(
     if shape is None or not shape.liger:
         narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
 
-    has_fused_experts = (
-        shape is not None
-        and shape.parametrized
-        and ALL_LINEAR in narrowing.space.choices("lora_targets")
-    )
-    if has_fused_experts and "lora" in narrowing.space.choices("method"):
+    _narrow_to_experts(narrowing, model, shape)
+
+
+def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape | None) -> None:
+    """Allow grouped products only for adapters on experts, and compilation only with them."""
+
+    def on_experts(targets: str) -> bool:
+        if targets == ALL_LINEAR:
+            return shape is not None and shape.parametrized
+        return any(map(is_expert_parameter, target_modules(model.text_type, targets) or []))
+
+    # Other targets exclude grouped products already (`impossible_with`).
+    excluded = KNOBS["lora_kernels"].impossible_with["grouped"]["lora_targets"]
+    named = set(narrowing.space.choices("lora_targets")) - set(excluded)
+    with_experts = set(filter(on_experts, named))
+    if not with_experts or with_experts != named:
+        # Most models have no experts, so the removal is no news.
+        reason = "there are no adapters on experts"
+        narrowing.space, _ = narrowing.space.narrow("lora_kernels", _is_not_grouped, reason)
+        narrowing.reserve, _ = narrowing.reserve.narrow("lora_kernels", _is_not_grouped, reason)
+    elif shape is None or not shape.experts:
+        reason = "the model's experts do not use transformers' interface for experts"
+        narrowing.remove("lora_kernels", {"grouped"}, reason)
+    if not with_experts or "lora" not in narrowing.space.choices("method"):
+        return
+    _remove_without_effect(narrowing, "lora_kernels", "grouped")
+
+    kernels = narrowing.space.choices("lora_kernels")
+    if "grouped" not in kernels:
         reason = (
             "adapters on fused experts replace whole weights in each forward pass, which does not"
             " compile"
         )
         narrowing.remove("compile", {"per_layer"}, reason)
         narrow_checkpointing(narrowing)
+    elif kernels != ("grouped",) or narrowing.space.choices("num_gpus") != (1,):
+        narrowing.only_with("compile", "lora_kernels", ("grouped",))
+        narrow_checkpointing(narrowing)
+
+
+def _is_not_grouped(kernels: str) -> bool:
+    return kernels != "grouped"
 
 
 def _narrow_to_named_layers(

@@ -109,8 +109,8 @@ class Knob:
         possible.
         """
         deciding = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
-        for excluded in KNOBS[self.name].impossible_with.values():
-            for name, value in excluded.items():
+        for choice in self.choices():
+            for name, value in KNOBS[self.name].impossible_with.get(choice, {}).items():
                 deciding.setdefault(name, []).extend(_as_list(value))
         if self.divides is not None:
             deciding["num_gpus"] = list(KNOBS["num_gpus"].choices)

@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "batch": ("micro_batch_size",),
     "recomputation": ("checkpointing",),
     "compilation": ("compile",),
-    "joined adapters": ("lora_kernels",),
+    "products of adapters": ("lora_kernels",),
     "CUDA graphs": ("cuda_graphs",),
     "GPUs": ("num_gpus", "sharding"),
 }

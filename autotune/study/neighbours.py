@@ -12,7 +12,6 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
 
 COMPILED = "per_layer"
-FASTEST = {"compile": COMPILED, "lora_kernels": KNOBS["lora_kernels"].fastest_first[0]}
 
 
 def neighbours(
@@ -54,7 +53,9 @@ def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> lis
 
     Configurations whose layers cannot be compiled are left out.
     """
-    variants = [space.config(space.clip(replace(config, **FASTEST))) for config in configs]
+    kernels = min(space.choices("lora_kernels"), key=KNOBS["lora_kernels"].speed_rank)
+    fastest = {"compile": COMPILED, "lora_kernels": kernels}
+    variants = [space.config(space.clip(replace(config, **fastest))) for config in configs]
     return [config for config in variants if config.compile == COMPILED]
 
 

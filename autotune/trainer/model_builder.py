@@ -35,6 +35,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
+from .grouped_lora import group_experts
+from .joined_lora import JoinedLayers
 from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
 from .settings import DEQUANTISED, ModelSettings, quantization_of
 from .tiles import tile_layers
@@ -338,6 +340,16 @@ def _exclude_from_ddp(model: nn.Module) -> None:
     weights = [f"{name}.{one}" for name in layers for one in ("weight_fp8", "scale")]
     ddp = nn.parallel.DistributedDataParallel
     ddp._set_params_and_buffers_to_ignore_for_model(model, weights)
+
+
+def set_lora_kernels(base: PreTrainedModel, settings: ModelSettings) -> JoinedLayers | None:
+    """Let the adapters compute as `settings` require, and return the joined layers, if any.
+
+    JoinedLayers.undo and `restore_experts` undo the change.
+    """
+    if settings.grouped:
+        group_experts(base)
+    return JoinedLayers(base, decoder_layers(base)) if settings.joined else None
 
 
 def find_head(model: PreTrainedModel) -> nn.Module | None:

@@ -16,6 +16,9 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
+# The parameters of a mixture's experts, by the ends of their paths. Each parameter holds one
+# projection of all experts. Experts without a gate have `up_proj`.
+EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 # A model of up to this fraction of a GPU's memory limit is built unsharded on the GPU, and then
 # sharded. A larger model is built as shards. The rest of the memory is for the shards, which exist
 # beside the unsharded model for a while.
@@ -32,6 +35,11 @@ def quantization_of(config: dict[str, Any]) -> Any:
     return config.get("quantization_config") or nested or None
 
 
+def is_expert_parameter(name: str) -> bool:
+    """Return whether this end of a path names a parameter of experts."""
+    return f".{name}".endswith(tuple(f".{one}" for one in EXPERT_PARAMETERS))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     """Describes how to build the model."""
@@ -44,7 +52,8 @@ class ModelSettings:
     kbit_preparation: bool  # keep in fp32 all weights of the base that are not quantised
     lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
-    # Names of the modules with adapters, or None for every linear layer but the head
+    # Names of the modules and the experts' parameters with adapters, or None for every linear layer
+    # but the head
     lora_targets: list[str] | None
     # Modules whose path ends in one of these names are trained without adapters, with all their
     # weights
@@ -60,6 +69,7 @@ class ModelSettings:
     activation_budget: float = 1.0
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
     joined: bool = False  # join the products of adapters with the products of the base
+    grouped: bool = False  # compute the adapters of experts as grouped products
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary
     num_labels: int | None = None
@@ -70,11 +80,15 @@ class ModelSettings:
         if self.lora_rank is None:
             return None
 
+        names = self.lora_targets or []
+        modules = [name for name in names if not is_expert_parameter(name)]
+        parameters = [name for name in names if is_expert_parameter(name)]
         return {
             "r": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_dropout": self.lora_dropout,
-            "target_modules": "all-linear" if self.lora_targets is None else self.lora_targets,
+            "target_modules": "all-linear" if self.lora_targets is None else modules,
+            **({"target_parameters": parameters} if parameters else {}),
             "modules_to_save": self.modules_to_save,
             "task_type": "CAUSAL_LM" if self.num_labels is None else "SEQ_CLS",
             "use_dora": self.dora,

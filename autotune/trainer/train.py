@@ -34,6 +34,7 @@ from .answers import Prompt, first_example
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .examples import label_names
+from .grouped_lora import restore_experts
 from .image_rows import ImageRows, collate_image_examples, random_image_examples
 from .joined_lora import JoinedLayers
 from .labels import LabelEncoder, collate_labels, label_loss
@@ -190,9 +191,7 @@ def train(
     model = add_adapters(base, settings, adapter_device)
     if settings.model_settings.tiled:
         model_builder.compute_in_tiles(base)
-    joined = None
-    if settings.model_settings.joined:
-        joined = JoinedLayers(base, model_builder.decoder_layers(model))
+    joined = model_builder.set_lora_kernels(base, settings.model_settings)
 
     # Make the Trainer. The loss is selected after the adapters are added, because the chunked loss
     # needs the head that is trained.
@@ -222,6 +221,7 @@ def train(
     run_layers_eagerly(layers)
     if joined is not None:
         joined.undo()
+    restore_experts(base)
     answers += answer(prompt, model, trainer)
 
     # The result

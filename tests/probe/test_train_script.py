@@ -305,12 +305,15 @@ def test_train_py_packs_as_it_was_planned(
     )
 
 
-def _save_demo(directory: Path) -> Path:
-    """demo-3m with random weights as safetensors, and a tokenizer of a few words."""
+def _save_demo(directory: Path, config: dict[str, Any] | None = None) -> Path:
+    """demo-3m with random weights as safetensors, and a tokenizer of a few words.
+
+    Another model takes its place if its transformers config is given.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    shape = dict(resolve_model("demo-3m").config)
+    shape = dict(config or resolve_model("demo-3m").config)
     AutoModelForCausalLM.from_config(
         AutoConfig.for_model(shape.pop("model_type"), **shape)
     ).save_pretrained(directory)

@@ -75,7 +75,7 @@ def test_spaces():
     cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
     assert cells[:3] == [
         "lora",
-        "77,760",
+        "138,240",
         "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile,"
         " lora_kernels, loss, "
         "packing, packed_attention, padding",

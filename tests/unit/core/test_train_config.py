@@ -330,6 +330,29 @@ def test_cuda_graphs_go_with_rows_of_few_shapes_that_the_host_does_not_look_at()
         assert replace(graphed, **other).cuda_graphs == "none", other
 
 
+def test_grouped_adapters_are_on_experts_of_any_base_compiled_or_not() -> None:
+    grouped = TrainConfig(lora_kernels="grouped")
+    assert grouped.lora_kernels == grouped.as_dict()["lora_kernels"] == "grouped"
+    assert grouped.label().endswith(" grouped-lora")
+    for other in (
+        {"lora_targets": "attention"},
+        {"lora_targets": "q_v"},
+        {"method": "full"},
+        {"lora_dropout": 0.05},
+        {"dora": True},
+        {"num_gpus": 2, "sharding": "ddp"},
+    ):
+        assert replace(grouped, **other).lora_kernels == "peft", other
+    for other in (
+        {"lora_targets": "attention_experts"},
+        {"lora_targets": "q_proj,experts.down_proj"},
+        {"compile": "per_layer", "padding": "bucket"},
+        {"quantization": "nf4"},
+        {"precision": "fp32"},
+    ):
+        assert replace(grouped, **other).lora_kernels == "grouped", other
+
+
 def test_joined_adapters_are_of_compiled_layers_on_a_base_of_16_bits() -> None:
     joined = TrainConfig(lora_kernels="joined", compile="per_layer", padding="bucket")
     assert joined.lora_kernels == joined.as_dict()["lora_kernels"] == "joined"

@@ -584,7 +584,9 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
         torch_device=SimpleNamespace(type=device),
     )
     config = TrainConfig(**knobs)
-    parts: dict[str, Any] = {"meter": meter, "resident": None, "base": None, "managed_gib": 0.0}
+    resident = SimpleNamespace()
+    parts: dict[str, Any] = {"meter": meter, "resident": resident, "base": None}
+    parts["managed_gib"] = 0.0
     request = request_of(config=config, trainer=trainer, flash=False)
     probe = probe_of(request, **parts, _loss=None, _add_hooks=lambda: None)
     if reserved_gib > 70.0:
@@ -721,7 +723,8 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
         context_gib=lambda: 0.25, hold_memory=lambda _: None, cap=lambda *_: 70.0, torch_device=CPU
     )
     config = TrainConfig(checkpointing="every_2", **knobs)
-    parts: dict[str, Any] = {"meter": meter, "resident": "resident", "base": "base"}
+    resident = SimpleNamespace()
+    parts: dict[str, Any] = {"meter": meter, "resident": resident, "base": "base"}
     parts |= {"managed_gib": 0.0, "_loss": None}
     probe = probe_of(request_of(config=config, seed=3), **parts)
     probe._compile, probe._add_hooks = (
@@ -731,7 +734,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     probe._prepare()
     expected = [
         ("checkpointing", "base", model_settings(config, "llama")),
-        ("attach", "resident", config, CPU, 3, Objective.SFT, "frozen"),
+        ("attach", resident, config, CPU, 3, Objective.SFT, "frozen"),
     ]
     assert done == [*expected, *["compile"] * bool(knobs), "hooks"] and probe.model == "model"
 

@@ -291,6 +291,9 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
         prepared(skewed, pins={"packing": True}, global_batch=2)
 
 
+EXPERTS = {"experts": ("mlp.experts.down_proj", "mlp.experts.gate_up_proj"), "parametrized": True}
+
+
 @pytest.mark.parametrize(
     ("knobs", "shape", "named"),
     [
@@ -300,6 +303,10 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
         ({"kernels": "liger"}, {"liger": True}, None),
         ({"kernels": "liger"}, {}, "Liger has no kernels"),
         ({"compile": "per_layer"}, {"parametrized": True}, "does not compile"),
+        ({"compile": "per_layer", "lora_targets": "attention_experts"}, EXPERTS, "not compile"),
+        ({"compile": "per_layer", "lora_kernels": "grouped"}, EXPERTS, None),
+        ({"lora_kernels": "grouped"}, {"parametrized": True}, "transformers' interface"),
+        ({"lora_kernels": "grouped"}, {}, "no adapters on experts"),
         ({"compile": "per_layer", "method": "full"}, {"parametrized": True}, None),
         ({"attention": "sdpa"}, {"sdpa": False}, "sdpa"),
     ],
@@ -879,6 +886,51 @@ def test_adapters_on_fused_experts_are_compiled_nowhere() -> None:
     assert both(layered(shape, compile=compiled), "compile") == ("none",)
     assert both(layered(shape, method=("full",), compile=compiled), "compile") == compiled
     assert both(layered({}, compile=compiled), "compile") == compiled
+
+
+KERNELS = ("peft", "joined", "grouped")
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "left"),
+    [
+        (EXPERTS, ("all-linear",), KERNELS),
+        (EXPERTS, ("attention_experts", "attention"), KERNELS),
+        (EXPERTS, ("experts.down_proj,q_proj",), KERNELS),
+        (EXPERTS | {"parametrized": False}, ("all-linear",), ("peft", "joined")),
+        (EXPERTS, ("attention",), ("peft", "joined")),
+        (EXPERTS, ("all-linear", "q_proj,v_proj"), ("peft", "joined")),
+        ({"parametrized": True}, ("all-linear",), ("peft", "joined")),
+        ({}, ("all-linear",), ("peft", "joined")),
+    ],
+)
+def test_grouped_products_are_for_adapters_on_experts(
+    shape: dict[str, Any], targets: tuple[str, ...], left: tuple[str, ...]
+) -> None:
+    narrowing = layered(shape, lora_kernels=KERNELS, lora_targets=targets)
+    assert both(narrowing, "lora_kernels") == left
+    news = [str(removal) for removal in narrowing.removals if removal.knob == "lora_kernels"]
+    assert news == (
+        ["lora_kernels grouped: the model's experts do not use transformers' interface for experts"]
+        if shape == {"parametrized": True}
+        else []
+    )
+
+
+def test_adapters_on_experts_compile_only_as_grouped_products() -> None:
+    compiled = ("none", "per_layer")
+    narrowing = layered(EXPERTS, compile=compiled, lora_kernels=("peft", "grouped"))
+    chosen = {
+        (choice.get("compile"), choice["lora_kernels"]) for choice in narrowing.space.enumerate()
+    }
+    assert chosen == {(None, "peft"), ("none", "grouped"), ("per_layer", "grouped")}
+
+    alone = layered(EXPERTS, compile=compiled, lora_kernels=("grouped",))
+    assert {choice["compile"] for choice in alone.space.enumerate()} == set(compiled)
+    several = layered(EXPERTS, compile=compiled, lora_kernels=("grouped",), num_gpus=(1, 2))
+    assert {
+        choice.get("compile") for choice in several.space.enumerate() if choice["num_gpus"] == 2
+    } == {None}
 
 
 # --- TRL

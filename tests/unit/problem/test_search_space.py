@@ -51,15 +51,16 @@ def test_every_shipped_space_loads_and_makes_configurations():
         ("cpu", 2 * 6 * 3 * 3 * 2 * 2 * 3 * 2),  # packed or not
         # Compiled: packed with a mask or without one, or in buckets; else also padded to the
         # longest, likewise. One value of checkpointing is for compiled layers alone.
-        # The compiled ones in bf16, of two precisions, with joined adapters too.
-        ("lora", ((4 * 8 + 1 * 3) * 3 + 5 * 3 * 2) * 6 * 4 * 4 * 3 * 2),
+        # All with grouped adapters too, and the compiled ones in bf16, of two precisions, with
+        # joined ones.
+        ("lora", ((4 * 8 + 1 * 3) * 3 * 2 + 5 * 3 * 2) * 6 * 4 * 4 * 3 * 2),
         ("qlora", (4 * 8 + 1 * 3) * 2 * 6 * 4 * 4 * 3 * 3 * 2),
         ("full", (4 * 8 + 1 * 3) * 6 * 4 * 3 * 5 * 2),
         # none, fp8, int8, nf4 with and without double_quant; flash_attention_2 packs with a mask
         # alone
         (
             "default",
-            ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 5 * 3 + 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2,
+            ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 5 * 3 * 2 + 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2,
         ),
     ],
 )
@@ -402,6 +403,7 @@ def test_the_leanest_choice():
         "optimizer": "paged_adamw_8bit",
         "checkpointing": "full",
         "compile": "none",
+        "lora_kernels": "grouped",
         "attention": "flash_attention_2",
         "loss": "chunked",
         "packing": False,
