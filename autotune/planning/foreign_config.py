@@ -29,12 +29,14 @@ from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
 from autotune.report.values.check import FP32_BASE, ForeignConfig
+from autotune.trainer.settings import is_expert_parameter
 
 # Modules outside the layers; the estimate leaves out adapters on these modules
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
 # Stands in the values of a run whose loss in chunks cannot be counted, and in the table `lessens`.
 # The logits of all tokens are counted instead.
 FUSED_LOSS = "the fused loss"
+EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters with adapters
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
 TOOLS = ("trl", "axolotl", "llamafactory")
@@ -83,8 +85,10 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
     for choice in KNOBS["lora_targets"].choices:
-        if set(names.values()) == set(target_modules(model.text_type, choice) or ()):
+        if set(targets.split(",")) == set(target_modules(model.text_type, choice) or ()):
             return str(choice), ""
+    if sizes is None and any(map(is_expert_parameter, targets.split(","))):
+        return targets, ""
     if layers <= names.keys() if sizes else any(map(set(names).issuperset, table("all_linear"))):
         return ALL_LINEAR, ""
 
@@ -634,17 +638,30 @@ def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
     else:
         targets = set(file.names("lora_target_modules") or ())
     all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
+    on_experts = set() if all_linear else _expert_parameters(file)
+    file.note(file.has(EXPERT_KEY) and not on_experts, "more", key=EXPERT_KEY)
     if tool == "trl":
         _refuse_single_target(file)
 
     return {
         "lora_rank": rank,
-        "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
+        "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets | on_experts),
         "modules_to_save": _modules_to_save(file),
         "dora": file.flag(key_of(tool, "dora")),
         "rslora": rslora,
         "lora_dropout": _dropout(file, tool),
     }
+
+
+def _expert_parameters(file: File) -> set[str]:
+    """Return the experts' parameters that have adapters in all layers.
+
+    The result is empty if the file also names other parameters, or those of single layers.
+    """
+    names = file.names(EXPERT_KEY)
+    if not all(is_expert_parameter(name) and not re.search(r"\d", name) for name in names):
+        return set()
+    return {f"experts.{name.rpartition('.')[2]}" for name in names}
 
 
 def _refuse_single_target(file: File) -> None:

@@ -14,6 +14,7 @@ from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.train_config import TrainConfig
 from autotune.planning.foreign_file import File, Refused, quote
 from autotune.planning.foreign_sharding import strategy_of
+from autotune.trainer.settings import is_expert_parameter
 
 _OFF: tuple[Any, ...] = (None, False, 0, "", "0", "no", "none", "false", "No", "NO", [], {})
 
@@ -72,7 +73,8 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
     """Raise Refused if PEFT or TRL refuses the adapters on this model."""
     if config.method != "lora":
         return
-    names = {name.rpartition(".")[2] for name in config.lora_targets.split(",")}
+    modules = (one for one in config.lora_targets.split(",") if not is_expert_parameter(one))
+    names = {name.rpartition(".")[2] for name in modules}
     if tool == "trl" and "lm_head" in names:
         why = "TRL trains no adapter on the head, because its loss reads the head's weights"
         raise Refused("lora_target_modules", _refusal(why), "remove lm_head")

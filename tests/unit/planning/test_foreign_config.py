@@ -517,6 +517,35 @@ def test_where_the_adapters_are(line, targets, read):
     assert read(with_lines(LORA["trl"], line)).config.lora_targets == targets
 
 
+@pytest.mark.parametrize("tool", ["trl", "axolotl"])
+@pytest.mark.parametrize(
+    ("modules", "parameters", "targets"),
+    [
+        (
+            "q_proj, k_proj, v_proj, o_proj",
+            "mlp.experts.gate_up_proj, experts.up_proj, experts.down_proj",
+            "attention_experts",
+        ),
+        ("q_proj, o_proj", "experts.down_proj", "experts.down_proj,o_proj,q_proj"),
+        ("q_proj, o_proj", "7.mlp.experts.down_proj", "o_proj,q_proj"),  # of one layer
+        ("q_proj, o_proj", "experts.down_proj, gate.weight", "o_proj,q_proj"),
+    ],
+)
+def test_adapters_on_experts_are_read(tool, modules, parameters, targets, read):
+    plain = read(LORA[tool])
+    lines = (
+        f"lora_target_linear: false\nlora_target_modules: [{modules}]\n"
+        f"lora_target_parameters: [{parameters}]\nlora_dropout: 0.0"
+    )
+    if tool == "trl":
+        lines = lines.partition("\n")[2]
+    run = read(with_lines(LORA[tool], lines))
+    counted = "experts" in targets
+    assert any("lora_target_parameters" in note for note in run.notes) is not counted
+    assert plain.needs_more is False and run.needs_more is not counted
+    assert adapt_to_model(run, resolve_model("mixtral-8x7b")).config.lora_targets == targets
+
+
 @pytest.mark.parametrize(
     ("tool", "line", "saved"),
     [
