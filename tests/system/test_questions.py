@@ -27,10 +27,10 @@ COMMANDS = [
     if "--live" not in line
 ]
 SAYS = {  # what a reader looks for in the answer
-    "What does an hour of a GPU cost?": "a week",
-    "What can my card train?": "is the largest of these models that surely fits",
-    "What does my run cost on each card?": "Cheapest on demand for ",
-    "Which card should I buy?": "Buy rtx-",
+    "What does an hour of a GPU cost?": "is the cheapest GPU: $",
+    "What can my card train?": "trains models of up to",
+    "What does my run cost on each card?": "trains Llama-3.1-8B cheapest: ",
+    "Which card should I buy?": "is the GPU to buy for at most $2,000",
     "Which node of my study is apart?": "apart from the others in memory",
     "Where does the time of a micro batch go?": "Most of the time goes to: ",
     "Which of two studies is better?": "against-another.html",
