@@ -173,6 +173,19 @@ def test_constraints_of_the_container_replace_the_others(tmp_path: Path) -> None
     }
 
 
+def test_installation_lines_name_extras_that_exist() -> None:
+    first, second = [line for line in lines("README.md") if line.startswith("pip install")][:2]
+    assert first.startswith("pip install -c constraints.txt -e '.[run]' && autotune run ")
+    assert second == "pip install -c constraints.txt -e '.[test]' && pytest"
+
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = re.findall(r"pip install [^\n`]*?(?:autotune-llm|\.|/src)\[([\w,-]+)\]", text)
+    assert {extra for one in named for extra in one.split(",")} >= {"run", "test", "data", "trl"}
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert all(extra in extras for one in named for extra in one.split(","))
+
+
 def test_notes_on_upgrading_are_of_this_version() -> None:
     text = " ".join((ROOT / "docs" / "upgrading.md").read_text(encoding="utf-8").split())
     assert f"| {SCHEMA_VERSION} | {__version__} |" in text and f"## To {__version__}" in text
