@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 SAID = [
     (
         "nf4_search_table",
-        "In each of {pairs} pairs an nf4 base reserved less memory than one in bf16:"
+        "In each of {pairs} pairs, an nf4 base reserved less memory than one in bf16:"
         " {memory_max_percent:.0f} to"
         " {memory_min_less:.0%} less, {memory_median_less:.0%} in the median.",
     ),
@@ -31,7 +31,7 @@ SAID = [
     (
         "nf4_large",
         "{speed_median:.2f} times the speed in the median ({speed_min:.2f} to {speed_max:.2f}),"
-        " since each",
+        " because each",
     ),
     (
         "cudnn_reference_levers",
@@ -58,15 +58,18 @@ SAID = [
     ),
     (
         "adamw_8bit_large",
-        "in {pairs} pairs of the search table with at least 4,096 tokens in a micro batch"
-        " {speed_median:.2f} times",
+        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch, it"
+        " reached {speed_median:.2f} times",
     ),
-    ("adamw_8bit_large", "times in the median ({speed_min:.2f} to {speed_max:.2f}). A step"),
+    (
+        "adamw_8bit_large",
+        "the speed in the median ({speed_min:.2f} to {speed_max:.2f}). These steps",
+    ),
     (
         "liger_reference_levers",
-        "Liger's kernels alone {speed_min:.2f} to {speed_max:.2f} times the speed",
+        "Liger's kernels alone: {speed_min:.2f} to {speed_max:.2f} times the speed",
     ),
-    ("together_lora", "together {speed_max:.2f} times with LoRA (Mistral-7B)"),
+    ("together_lora", "together: {speed_max:.2f} times with LoRA (Mistral-7B)"),
     ("together_full", "and {speed_min:.2f} to {speed_max:.2f} times in full fine-tuning"),
     (
         "together_reference_levers",
@@ -86,7 +89,7 @@ SAID = [
     ),
     (
         "checkpointing_large",
-        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch it",
+        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch, it",
     ),
     (
         "checkpointing_large",
@@ -95,17 +98,17 @@ SAID = [
     ("checkpointing_large", "in the median ({speed_min:.2f} to {speed_max:.2f})."),
     (
         "packing_against_seq_len_packing",
-        "packed rows trained {speed_max:.2f} times as many useful tokens/s",
+        "packed sequences trained {speed_max:.2f} times as many useful tokens/s",
     ),
     (
         "packing_against_lengths_real_data",
-        "on another {speed_max:.2f} times as many as rows padded to one of four",
+        "On another set, it was {speed_max:.2f} times as many as sequences padded to one of four",
     ),
     (
         "packing_against_longest_real_data",
-        "and {speed_max:.2f} times as many as rows padded to the longest of their",
+        "On that set, it was {speed_max:.2f} times as many as sequences padded to the longest of",
     ),
-    ("micro_batch_2_search_table", "in the median {speed_median:.2f} times from 1 to 2 rows"),
+    ("micro_batch_2_search_table", "in the median: {speed_median:.2f} times from 1 to 2 sequences"),
     ("micro_batch_4_search_table", "{speed_median:.2f} from 2 to 4"),
     ("micro_batch_8_search_table", "{speed_median:.2f} from 4 to 8"),
     (
@@ -114,35 +117,34 @@ SAID = [
     ),
     (
         "micro_batch_1_to_4_reference_levers",
-        "With rows of 2,048, four of them reached {speed_min:.2f} to {speed_max:.2f} times",
+        "With sequences of 2,048 tokens, four of them reached {speed_min:.2f} to {speed_max:.2f} times",
     ),
     (
         "micro_batch_4_to_8_reference_levers",
-        "eight {speed_min:.3f} to {speed_max:.3f} times that of four, for {memory_min:.1f} to"
-        " {memory_max:.1f} times",
+        "Eight reached {speed_min:.3f} to {speed_max:.3f} times the speed of four, for"
+        " {memory_min:.1f} to {memory_max:.1f} times",
     ),
     (
         "rank_64_warm_vs_cold",
-        "rank 64 reached {speed_max:.3f} times the speed of rank 16 (Mistral-7B, 6 rows of 1,024"
-        " tokens), with"
-        " {memory_max:.2f} times the memory",
+        "rank 64 reached {speed_max:.3f} times the speed of rank 16 (Mistral-7B, 6 sequences of"
+        " 1,024 tokens), with {memory_max:.2f} times the allocated memory",
     ),
     ("compile_full", "compiled layers reached {speed_min:.2f} times the speed with both models"),
     ("compile_full", "compiled layers reached {speed_max:.2f} times the speed with both models"),
     ("compile_lora", "gain more: {speed_min:.2f} to {speed_max:.2f} times"),
     (
         "compile_large",
-        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch it was"
+        "In {pairs} pairs of the search table with at least 4,096 tokens in a micro batch, it was"
         " {speed_median:.2f}"
         " times in the median ({speed_min:.2f} to {speed_max:.2f}).",
     ),
-    ("compile_search_table", "In all {pairs} it was {speed_median:.2f} times: small"),
+    ("compile_search_table", "In all {pairs} pairs, it was {speed_median:.2f} times: small"),
 ]
 # Numbers that say what something is, and not how much was measured of it.
 NAMES = (
     r"Llama 3\.1 8B|Mistral-7B\w*|FlashAttention 2|RTX [45]090|H[12]00|8-bit|in 4 bits|in 32"
     r" bits|nf4|bf16|80% of cases"
-    r"|rows of 512 tokens|from \d+ to \d+(?= rows|,)|of ranks 8 and 16|rank 64 reached"
+    r"|sequences of 512 tokens|from \d+ to \d+(?= sequences|,| and)|of ranks 8 and 16|rank 64 reached"
 )
 
 
