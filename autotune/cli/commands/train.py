@@ -99,7 +99,6 @@ def train(
     """
     from autotune.api import load_study
     from autotune.export.run.train import Run
-    from autotune.problem.dataset import full_path
     from autotune.study.storage.database import public_url
 
     result = load_study(study, storage)
@@ -117,7 +116,6 @@ def train(
     prompt = ask
     if dataset is not None:
         recipe, default_prompt = _with_examples(recipe, dataset, split, model)
-        dataset = Path(full_path(str(dataset)))
         prompt = ask or default_prompt
 
     # A run that only measures the speed saves nothing, unless the user gives a directory.
@@ -188,10 +186,12 @@ def _script_options(
     split: str | None,
     model: str | None,
     max_steps: int | None,
-    ask: str | None,
+    ask: str | None = None,
 ) -> list[str]:
     """Return these options as arguments of the exported script, which has the same options."""
-    options = ["--dataset", str(dataset)] if dataset else ["--random-weights"]
+    from autotune.problem.dataset import full_path
+
+    options = ["--dataset", full_path(str(dataset))] if dataset else ["--random-weights"]
     values = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
     values |= {"--ask": ask}
     return options + [word for name, value in values.items() if value for word in (name, value)]
