@@ -122,6 +122,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "shares_out": config.num_gpus > 1,
         "num_shards": Parallelism.of(config).num_shards if config.copies > 1 else None,
         "learning_rate": recipe.learning_rate,
+        "is_learned": recipe.is_rate_learned,
         "warmup_steps": warmup_steps(recipe),
         "epochs": recipe.workload.epochs,
         "form": recipe.workload.form,

@@ -138,14 +138,17 @@ class Recipe:
     @property
     def learning_rate(self) -> float:
         """The learning rate that a search found for the winner, or else the usual rate."""
+        found = self.learning if self.is_rate_learned else None
+        return found.learning_rate if found else self.default_learning_rate
+
+    @property
+    def is_rate_learned(self) -> bool:
+        """Whether a search found the learning rate."""
         # Records without a default come from older versions, which set LoRA's alpha to twice the
         # rank. Today alpha is twice the rank only at rank 16, so the rates of older versions apply
         # only to rank 16 and to full fine-tuning.
-        is_valid = self.learning and (self.learning.default or self.config.lora_rank in (None, 16))
-        return (
-            self.learning.learning_rate
-            if self.learning and is_valid
-            else self.default_learning_rate
+        return self.learning is not None and bool(
+            self.learning.default or self.config.lora_rank in (None, 16)
         )
 
     @property

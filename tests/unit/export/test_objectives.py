@@ -213,7 +213,11 @@ def test_a_rate_that_was_learned_with_another_alpha_is_not_written() -> None:
         found = Learning(
             config=config, attempts=attempts, run_steps=100, held_out=8, default=default
         )
-        assert replace(recipe(config), learning=found).learning_rate == rate
+        made = replace(recipe(config), learning=found)
+        assert made.learning_rate == rate
+        for tool, text in ((tool, export_all(made, [tool])) for tool in ("trl", "axolotl")):
+            is_said = "was not tuned" in "".join(text.values())
+            assert is_said is (rate == 2e-4), tool
 
 
 def test_a_large_model_learns_at_half_the_rate() -> None:
