@@ -448,7 +448,8 @@ def check_examples(
         raise UsageError(
             f"--dataset: {trained} examples to train on do not fill a micro batch of"
             f" {config.micro_batch_size}",
-            remedy="give more examples, or run a study with these examples",
+            remedy="give more examples, or run a study with these: it chooses a micro batch that"
+            " they fill",
         )
     return [] if lengths is None else _length_notes(lengths, workload, config.seq_len)
 

@@ -150,10 +150,11 @@ class SharedTrials:
             )
 
     def begin(self, tried: list[TrainConfig]) -> None:
-        """Queue the configurations that were probed before a new study's search began.
+        """Queue the first trials of the search.
 
-        Their results are stored. A resumed study instead queues again the trials that its earlier
-        sessions had no time for.
+        In a new study, these are the configurations in `tried`, which were probed before the search
+        began. Their results are stored, so their trials need no probe. A resumed study queues again
+        the trials that its earlier sessions had no time for.
         """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))

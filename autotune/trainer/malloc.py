@@ -2,9 +2,9 @@
 
 import ctypes
 
-# On a CPU, malloc keeps freed blocks that are smaller than this from step to step. By default glibc
-# keeps blocks below 32 MiB at most. The logits of a small model are larger than 32 MiB, and
-# clearing their pages took 30 % of a step.
+# If a CPU trains, we let malloc keep freed blocks below this size, so that the next step can use
+# them again. Without this setting, glibc returns blocks of 32 MiB and more to the kernel. The
+# logits of a small model are larger, and clearing their pages took 30 % of a step.
 KEPT_BYTES = 2**30
 # Numbers of glibc's malloc.h
 M_TRIM_THRESHOLD = -1
