@@ -108,32 +108,26 @@ def assumptions(cards: Sequence[DeviceSpec]) -> list[str]:
     """What all numbers rest on, in sentences."""
     guesses = [card.name for card in cards if not is_measured_kind(card)]
     guess = (
-        f" Nobody has measured cards like {' and '.join(guesses)}: their speeds are guesses."
+        f" Cards like {' and '.join(guesses)} were never measured: their speeds are guesses."
         if guesses
         else ""
     )
     return [
-        f"The run: one card, examples (samples) of {TOKENS:,} tokens, {GLOBAL_BATCH} of them in an"
-        " optimizer step. "
-        "5 % of the card's memory stays free.",
-        "Nothing was run for these pages. Memory is by a formula, or counted by a dry probe of the"
-        " model: column `by`. "
-        "Speeds are estimated for an H200 and projected to the other cards; costs follow from"
-        " speeds. "
-        f"[Evidence](evidence.md) has the errors.{guess}",
+        f"The run: one card, examples of {TOKENS:,} tokens, {GLOBAL_BATCH} examples in an optimizer"
+        " step. 5 % of the card's memory stays free.",
+        "All numbers are estimated, without a run. The column `by` says whether memory is by a"
+        " formula or counted by a dry probe of the model. Speeds are estimated for an H200 and"
+        " projected to the other cards; costs follow from speeds."
+        f" [Evidence](evidence.md) has the errors.{guess}",
         "With a formula, a cell has the best configuration that `autotune plan` finds in the spaces"
-        " `lora`, `qlora` "
-        "and `full`: LoRA of rank 16 to 64 on all linear layers, and any choice of micro batch,"
-        " recomputation, "
-        "compilation, loss and optimizer. Without one, it has what guides recommend, or where that"
-        " does not fit what "
-        "needs the least memory: faster configurations may exist.",
-        f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits at a speed that is"
-        " not known. `refused`: "
-        "cannot be trained so; the reason is below the table, or shows when you point at the cell."
-        " `*`: fits only with "
-        "pure bf16 or another optimizer than AdamW, which learn differently. Without a price, a"
-        " cell has no cost.",
+        " `lora`, `qlora` and `full`: LoRA of rank 16 to 64 on all linear layers, and any choice of"
+        " micro batch, recomputation, compilation, loss and optimizer. Without a formula, a cell"
+        " has the configuration of guides. If that does not fit, it has the configuration with the"
+        " least memory. Faster configurations may exist.",
+        f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits, at an unknown speed."
+        " `refused`: cannot be trained in this way; the reason is below the table, or shows when"
+        " you point at the cell. `*`: fits only with pure bf16 or another optimizer than AdamW,"
+        " which learn differently. Without a price, a cell has no cost.",
         "Prices are on demand and come with the package, each with its date.",
     ]
 
@@ -171,14 +165,16 @@ def markdown(
     lines = [
         "# Atlas",
         "",
-        f"Tokens/s, and USD for 1,000 samples, of {len(models)} models of the catalogue,"
-        f" on {len(cards)} cards: those that",
-        "take text alone, and whose memory a formula or a stored count gives.",
-        "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and"
-        " configuration of each",
-        "cell; it needs no network. `autotune compare` answers for other lengths, batches and"
-        " cards, and",
-        "`autotune run` measures. `python benchmarks/atlas.py` writes both pages.",
+        "Find your model and your card: a cell has the tokens/s, and the USD for 1,000 examples.",
+        f"The tables have {len(models)} models of the catalogue on {len(cards)} cards: the models"
+        " that take only text",
+        "and whose memory a formula or a stored count gives.",
+        "",
+        "[atlas.html](atlas.html) sorts and filters the same numbers, and shows the memory, range"
+        " and configuration",
+        "of each cell. It needs no network. `autotune compare` answers for other lengths, batches"
+        " and cards, and",
+        "`autotune run` measures.",
         "",
         *(f"- {sentence}" for sentence in assumptions(cards)),
         "",
@@ -192,7 +188,7 @@ def markdown(
             "",
             f"## {title}",
             "",
-            "`GiB` is the least that any configuration needs, those of `*` included.",
+            "`GiB` is the need of the leanest configuration, including configurations marked `*`.",
             "",
         ]
         lines.append(f"| model | billion | GiB | by | {' | '.join(card.name for card in cards)} |")

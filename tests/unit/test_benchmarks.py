@@ -992,14 +992,14 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     assert f"at most {own['own_memory_error_max']:.1%} below four ranks" in document
     waits = RESULTS["waiting"]["summary"]
     assert f"Of {waits['drawn']} simulated trainings" in document and waits["error_max"] <= 0.01
-    assert f"where it is up to {waits['largest_share']:.2f}; of {waits['grouped']} with" in document
-    dealt = (
-        f"and of {waits['dealt']} whose rows are dealt out at most {waits['dealt_error_max']:.2f}"
+    assert (
+        f"for shares of up to {waits['largest_share']:.2f}; of {waits['grouped']} with" in document
     )
+    dealt = f"and of {waits['dealt']} whose sequences are dealt out at most {waits['dealt_error_max']:.2f}"
     assert f"at most {waits['grouped_error_max']:.2f}, {dealt}. Probes on" in document
     several = (
         f"takes {waits['of_drawn_least']:.2f} to {waits['of_drawn_most']:.2f} of the time of"
-        " rows as they are drawn"
+        " sequences as they are drawn"
     )
     assert f"{several}, {waits['of_drawn_median']:.2f} in the median" in document
     assert (
