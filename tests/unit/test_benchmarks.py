@@ -995,7 +995,10 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     assert (
         f"for shares of up to {waits['largest_share']:.2f}; of {waits['grouped']} with" in document
     )
-    dealt = f"and of {waits['dealt']} whose sequences are dealt out at most {waits['dealt_error_max']:.2f}"
+    dealt = (
+        f"and of {waits['dealt']} whose sequences are dealt out at most"
+        f" {waits['dealt_error_max']:.2f}"
+    )
     assert f"at most {waits['grouped_error_max']:.2f}, {dealt}. Probes on" in document
     several = (
         f"takes {waits['of_drawn_least']:.2f} to {waits['of_drawn_most']:.2f} of the time of"

@@ -117,7 +117,8 @@ SAID = [
     ),
     (
         "micro_batch_1_to_4_reference_levers",
-        "With sequences of 2,048 tokens, four of them reached {speed_min:.2f} to {speed_max:.2f} times",
+        "With sequences of 2,048 tokens, four of them reached {speed_min:.2f} to"
+        " {speed_max:.2f} times",
     ),
     (
         "micro_batch_4_to_8_reference_levers",
@@ -144,7 +145,8 @@ SAID = [
 NAMES = (
     r"Llama 3\.1 8B|Mistral-7B\w*|FlashAttention 2|RTX [45]090|H[12]00|8-bit|in 4 bits|in 32"
     r" bits|nf4|bf16|80% of cases"
-    r"|sequences of 512 tokens|from \d+ to \d+(?= sequences|,| and)|of ranks 8 and 16|rank 64 reached"
+    r"|sequences of 512 tokens|from \d+ to \d+(?= sequences|,| and)|of ranks 8 and 16"
+    r"|rank 64 reached"
 )
 
 
