@@ -136,9 +136,10 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def readme_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """README's table: the fastest configuration of each tool on each card in the same sweep, the
-    fastest first.
+def table_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table in docs/other-trainers.md.
+
+    It has the fastest configuration of each tool on each card in the same sweep, the fastest first.
     """
     measured = [row for row in rows if row.get("tokens_per_s") and row["key"] != STUDY]
     best: dict[tuple[str, str], dict[str, Any]] = {}

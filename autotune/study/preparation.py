@@ -157,7 +157,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         if config.num_gpus > 1
     ):
         reason = f"the interconnect bandwidth of {task.device.label} is unknown"
-        remedy = "describe your GPU in a file for --gpu, with its link_gb_s (docs/using.md)"
+        remedy = "describe your GPU in a file for --gpu, with its link_gb_s (docs/other-gpus.md)"
         if target.card is None:
             remedy = "on a CPU, give one number with --gpus, without play_ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
