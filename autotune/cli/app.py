@@ -256,7 +256,9 @@ def main() -> None:
         if ours.remedy:
             print(f"  try: {ours.remedy}", file=sys.stderr)
         if ours.explained:
-            print(f"  see: docs/errors.md#{ours.explained}", file=sys.stderr)
+            from autotune.core.files import document
+
+            print(f"  see: {document('errors.md')}#{ours.explained}", file=sys.stderr)
         sys.exit(ours.exit_code)
 
 

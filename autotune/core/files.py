@@ -65,6 +65,13 @@ def shipped_files(inside: str, beside: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def document(name: str) -> Path:
+    """Return the path of a page of docs/ that messages name: in a wheel, or in a checkout."""
+    package = Path(str(files("autotune")))
+    inside = package / "docs" / name
+    return inside if inside.is_file() else package.parent / "docs" / name
+
+
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 

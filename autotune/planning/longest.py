@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.errors import EnvironmentProblem, UsageError, did_you_mean
+from autotune.core.files import document
 from autotune.core.installed import is_installed
 from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
@@ -517,7 +518,7 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
         config = query.config(method, STEP)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"--set: {error}", remedy="docs/knobs.md lists the knobs and their values"
+            f"--set: {error}", remedy=f"{document('knobs.md')} lists the knobs and their values"
         ) from None
     if config.tiling != (LONG_ROWS | query.knobs)["tiling"]:
         raise UsageError(

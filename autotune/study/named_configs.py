@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from autotune.catalog import resolve_model
 from autotune.core.errors import Cancelled, UsageError, did_you_mean
-from autotune.core.files import write_atomic
+from autotune.core.files import document, write_atomic
 from autotune.core.json_view import add_prefix, json_data, keys
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
@@ -208,7 +208,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
             if name not in KNOBS:
                 raise UsageError(
                     f"{case.name}: there is no knob {name!r}{did_you_mean(name, KNOBS)}",
-                    remedy="see docs/knobs.md",
+                    remedy=f"see {document('knobs.md')}",
                 )
 
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune.core.errors import UsageError
+from autotune.core.files import document
 from autotune.core.nvml import visible
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
@@ -157,7 +158,8 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         if config.num_gpus > 1
     ):
         reason = f"the interconnect bandwidth of {task.device.label} is unknown"
-        remedy = "describe your GPU in a file for --gpu, with its link_gb_s (docs/other-gpus.md)"
+        page = document("other-gpus.md")
+        remedy = f"describe your GPU in a file for --gpu, with its link_gb_s ({page})"
         if target.card is None:
             remedy = "on a CPU, give one number with --gpus, without play_ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)

@@ -23,6 +23,7 @@ import pytest
 import yaml
 from optuna.trial import TrialState
 
+from autotune.core.files import document
 from autotune.core.train_config import TrainConfig
 from autotune.export.script import runtime_files
 from autotune.report.json_forms import form_of
@@ -562,7 +563,7 @@ def test_a_model_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     # The study is stored with its tries, and has no winner.
     assert json.loads(ended.out)["winner"] is None
     error, remedy, more = ended.err.splitlines()[-3:]
-    assert more == "  see: docs/errors.md#nothing-fits"
+    assert more == f"  see: {document('errors.md')}#nothing-fits"
     assert error.startswith("error: nothing in the search space fits") and "GiB" in error
     assert remedy.startswith("  try: ")
     assert "Traceback" not in ended.err

@@ -35,7 +35,11 @@ def test_a_wheel_works_from_any_directory(tmp_path: Path) -> None:
     for name in targets["wheel"]["packages"]:
         shutil.copytree(ROOT / name, site / name, ignore=shutil.ignore_patterns("__pycache__"))
     for source, inside in targets["wheel"]["force-include"].items():
-        shutil.copytree(ROOT / source, site / inside)
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, site / inside)
+        else:
+            (site / inside).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / source, site / inside)
     elsewhere.mkdir()
 
     def autotune(*args: str) -> str:
@@ -56,6 +60,14 @@ def test_a_wheel_works_from_any_directory(tmp_path: Path) -> None:
     )
     assert planned["best"]["fits"] == "fits"
     assert "Published: https://" in autotune("plan", "--spec", "torchtune-llama-3.2-3b")
+    named = {path.name for path in (site / "autotune" / "docs").iterdir()}
+    assert named == pages_in_messages()
+
+
+def pages_in_messages() -> set[str]:
+    """Return the pages that messages name."""
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "autotune").rglob("*.py"))
+    return set(re.findall(r"document\(.([\w-]+\.md).\)", "".join(sources)))
 
 
 def test_a_source_distribution_has_what_its_tests_read() -> None:
