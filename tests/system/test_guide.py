@@ -17,7 +17,8 @@ PAGE = ROOT / "docs" / "your-data.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ADDED = {
     "run": "--space space.yaml --trials 1 --global-batch 4",
-    "verify": "--micro-steps 20",
+    # A busy machine is no failure of the export.
+    "verify": "--tolerance 99 --micro-steps 20",
     "train": "--max-steps 3",
 }
 
@@ -58,9 +59,7 @@ def test_the_five_steps_work(tmp_path: Path) -> None:
             check=False,
             timeout=400,
         )
-        # On a busy machine, `verify` says that the promise was broken.
-        broken = "autotune verify" in text and done.returncode == 1
-        assert done.returncode == 0 or broken, (text, done.stderr)
+        assert done.returncode == 0, (text, done.stderr)
 
     assert commands == ["plan", "run", "verify", "train"]
     assert (tmp_path / "merged" / "model.safetensors").is_file()
