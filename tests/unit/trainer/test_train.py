@@ -524,6 +524,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         "make_trainer": lambda settings, options, model, loss, *_: done.append(loss) or trainer,
         "compile_layers": lambda layers, activation_budget: done.append(("compile", *layers)),
         "run_layers_eagerly": lambda layers: done.append(("eager", *layers)),
+        "restore_experts": lambda model: done.append(("restore", model is base)),
         "find_difference": lambda checkpoint, facts: done.append(("compare", checkpoint)),
     }.items():
         monkeypatch.setattr(train, name, value)
@@ -546,7 +547,8 @@ def test_a_compiled_run_compiles_for_training_alone(
         ],
         *["checkpointing", "chunked", "loss", "Origin", "evaluate"],
         *["require"] * (method == "lora"),
-        *[("compile", "layer"), "empty", "c", ("eager", "layer"), ("save", "o"), "evaluate"],
+        *[("compile", "layer"), "empty", "c", ("eager", "layer"), ("restore", True)],
+        *[("save", "o"), "evaluate"],
     ]
     assert dynamo.recompile_limit == 64
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
