@@ -514,12 +514,15 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
         raise UsageError(
             f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS)
         )
+    values = f"{document('knobs.md')} lists the settings and their values"
+    for name in query.knobs:
+        if name not in KNOBS:
+            hint = did_you_mean(name, KNOBS)
+            raise UsageError(f"--set: there is no knob {name!r}{hint}", remedy=values)
     try:
         config = query.config(method, STEP)
     except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"--set: {error}", remedy=f"{document('knobs.md')} lists the knobs and their values"
-        ) from None
+        raise UsageError(f"--set: {error}", remedy=values) from None
     if config.tiling != (LONG_ROWS | query.knobs)["tiling"]:
         raise UsageError(
             f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
