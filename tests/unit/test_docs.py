@@ -4,6 +4,7 @@ example works.
 
 import ast
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,29 @@ def test_each_promise_of_safety_names_its_tests() -> None:
     paths = re.findall(r"`((?:tests|benchmarks|autotune)/[\w/]+\.py)`", text)
     files += [ROOT / path for path in paths]
     assert [file for file in files if not file.is_file()] == []
+
+
+def test_the_readme_has_the_numbers_of_the_stored_studies() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [
+        re.findall(r"[\d,.]+", row) for row in re.findall(r"\| [\d*,]+ \| .*(?= \|$)", text, re.M)
+    ]
+    stored = []
+    for name in ("", "-qlora", "-full"):
+        path = ROOT / "studies" / f"h200-mistral-7b{name}" / "summary.json"
+        study = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("baseline", "winner"):
+            one = study[key]
+            minutes = 60 * one["cost"]["full_run_hours"]
+            stored.append(
+                [
+                    f"{one['performance']['tokens_per_second']:,.0f}",
+                    f"{one['memory']['peak_reserved_gib']:.1f}",
+                    f"{minutes:.1f}",
+                    f"{one['cost']['full_run_usd']:.2f}",
+                ]
+            )
+    assert [row for row in rows if len(row) == 4] == stored
 
 
 def test_errors_find_their_place() -> None:
