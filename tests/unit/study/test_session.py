@@ -265,13 +265,13 @@ def test_probes_that_keep_failing_are_for_the_caller_to_raise() -> None:
     Recorded.answers = staticmethod(answer)
     leader = lead(trials=8)
     assert isinstance(leader.failure, TooManyFailures) and "no kernel" in str(leader.failure)
-    assert record().phase == StudyPhase.ENDED and Rung.CONFIRM not in probed(leader)
+    assert record().phase == StudyPhase.STOPPED and Rung.CONFIRM not in probed(leader)
 
 
 def test_a_study_in_which_nothing_fits_is_stored_with_its_tries() -> None:
     Recorded.answers = staticmethod(machine(limit_gib=0.1))
     leader = lead(trials=8)
-    assert isinstance(leader.failure, NothingFits) and record().phase == StudyPhase.ENDED
+    assert isinstance(leader.failure, NothingFits) and record().phase == StudyPhase.STOPPED
     configs = [row.config for row in leader.trials.rows]
     assert configs and len(set(configs)) == len(configs)
     assert all(row.outcome in (Outcome.OOM, Outcome.REFUSED) for row in leader.trials.rows)
@@ -288,7 +288,7 @@ def test_an_interrupt_of_a_caller_without_signal_handlers_is_a_stop() -> None:
     Recorded.answers = staticmethod(answer)
     leader = lead()
     assert leader.session.stop() and leader.failure is None
-    assert record().phase == StudyPhase.ENDED and record().too_short_for == ()
+    assert record().phase == StudyPhase.STOPPED and record().too_short_for == ()
 
 
 def test_what_nothing_else_than_quantised_bases_fit_is_said_and_kept() -> None:
