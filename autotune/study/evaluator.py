@@ -88,7 +88,8 @@ class Prober(Protocol):
 class Evaluation:
     """One candidate's result, whether it was stored already, and the seconds of its probes.
 
-    `is_own` says that this study itself measured the stored result, for example to find a baseline.
+    `is_own` says that this study itself measured the result that it reuses, for example to find a
+    baseline.
     """
 
     result: ProbeResult
@@ -293,7 +294,8 @@ class Evaluator:
             # study that measured it.
             if trial is not None:
                 self._store_result(trial, replace(known, seconds={}))
-            return Evaluation(result=known, reused=True, is_own=self._has_probed(config))
+            is_own = self.store.has_measured(self.study, config)
+            return Evaluation(result=known, reused=True, is_own=is_own)
 
         # The CUDA context is not subtracted from this limit, because the predictor does that.
         offered = memory_limit_gib(request.memory_gib, request.headroom)
@@ -355,16 +357,13 @@ class Evaluator:
         if result.outcome not in FAILED:
             self.failures_in_a_row = 0
         seconds = self._seconds.pop(result.config, 0.0)
+        reused = seconds == 0.0
         return Evaluation(
             result=self._store_result(trial, result),
-            reused=seconds == 0.0,
-            is_own=self._has_probed(result.config),
+            reused=reused,
+            is_own=reused and self.store.has_measured(self.study, result.config),
             seconds=seconds,
         )
-
-    def _has_probed(self, config: TrainConfig) -> bool:
-        """Whether a probe of this configuration ran in this session."""
-        return config in self.whole_s or config in self.truncated_s
 
     def confirm(
         self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True

@@ -5,6 +5,7 @@ from dataclasses import replace
 from os.path import expanduser
 
 from autotune.core.probe_types import ProbeResult, Rung
+from autotune.core.train_config import TrainConfig
 from autotune.prediction.projection import run_tokens_per_s
 from autotune.problem.dataset import chat_template_in, files_of, full_path
 from autotune.problem.performance import margins
@@ -63,7 +64,7 @@ def restore(
     seconds: dict[int | None, float] = {}
     for row in stored:
         seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
-    own = {row.result.config for row in stored if row.result.seconds.get("total")}
+    own = _trials_of_own_results(stored)
 
     records = []
     for trial in finished:
@@ -80,7 +81,7 @@ def restore(
         evaluation = Evaluation(
             result=result,
             reused=trial.reused,
-            is_own=trial.config in own,
+            is_own=trial.reused and trial.number in own,
             seconds=spent,
         )
         records.append(to_record(trial.number, evaluation, task))
@@ -95,6 +96,21 @@ def restore(
         if row.result.rung is Rung.CONFIRM:
             selection.add_confirmation(row.result)
     return records, selection
+
+
+def _trials_of_own_results(stored: list[StoredProbe]) -> set[int | None]:
+    """Return the trials whose result was stored after a probe of their configuration.
+
+    `stored` are the rows of one study in the order of writing.
+    """
+    measured: set[TrainConfig] = set()
+    trials: set[int | None] = set()
+    for row in stored:
+        if row.result.config in measured:
+            trials.add(row.trial)
+        if row.result.seconds.get("total"):  # a reused result took no time
+            measured.add(row.result.config)
+    return trials
 
 
 def summarize(

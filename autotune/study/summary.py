@@ -213,8 +213,8 @@ class Recipe:
 class TrialRecord:
     """One finished trial. `margin` is needed memory / limit - 1, positive without enough memory.
 
-    `reused` says that the result was stored before the trial began, and `is_own` that this study
-    itself measured it.
+    `reused` says that the result was stored before the trial began, and `is_own` that it was this
+    study that had measured it.
     """
 
     number: int

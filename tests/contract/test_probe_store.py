@@ -175,6 +175,15 @@ def test_the_newest_result_of_any_study_is_reused(store: ProbeStore) -> None:
     assert store.find("abc", FINGERPRINT.digest, FULL, studies=("three",)) is None
 
 
+def test_a_study_has_measured_what_it_probed_and_not_what_it_reused(store: ProbeStore) -> None:
+    config, reused = TrainConfig(micro_batch_size=4), TrainConfig(micro_batch_size=2)
+    store.add("one", None, result(config, depth=2, seconds={"total": 1.0}), FINGERPRINT)
+    store.add("one", 0, result(config, seconds={}), FINGERPRINT)
+    store.add("one", 1, result(reused, seconds={}), FINGERPRINT)
+    assert store.has_measured("one", config) and not store.has_measured("two", config)
+    assert not store.has_measured("one", reused)
+
+
 def _touch(url: str, how: str) -> None:
     if how == "store":
         ProbeStore(url)

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from autotune.core.errors import StorageError
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.core.serialization import from_data, to_data
+from autotune.core.train_config import TrainConfig
 from autotune.study.storage.database import OTHER, Database, Outages, retry_on_outage
 from autotune.study.storage.outbox import Outbox
 
@@ -169,6 +170,20 @@ class ProbeStore:
             texts = list(connection.execute(query).scalars())
         results = (from_data(ProbeResult, json.loads(text)) for text in texts)
         return next((result for result in results if result.disturbed is None), None)
+
+    @retry_on_outage
+    def has_measured(self, study: str, config: TrainConfig) -> bool:
+        """Whether a study has itself probed a configuration. A result that it reused took no time.
+
+        The probe may be of any number of layers, and of any of the study's sessions and workers.
+        """
+        query = sa.select(_probes.c.result).where(
+            _probes.c.study == study, _probes.c.config == config.digest
+        )
+        self._empty_outbox()
+        with self._database.connect() as connection:
+            texts = list(connection.execute(query).scalars())
+        return any(from_data(ProbeResult, json.loads(text)).seconds.get("total") for text in texts)
 
     def probes_of_study(self, study: str) -> list[StoredProbe]:
         """Return every row of a study, in the order of writing."""

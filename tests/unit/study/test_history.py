@@ -90,10 +90,26 @@ def test_a_trial_has_its_own_result_or_that_of_its_configuration_or_what_optuna_
     # with the truncated models, and nothing for what is reused
     assert [row.seconds for row in rows] == [7.0, 0.0, 0.0]
     assert [row.reused for row in rows] == [False, True, False]
-    assert [row.is_own for row in rows] == [True, True, False]
+    assert [row.is_own for row in rows] == [False, True, False]
     assert (rows[2].reason, rows[2].rung, rows[2].config) == ("elsewhere", Rung.FULL, OTHER)
     assert selection.record(BASELINE).measured == measurement(0.25)
     assert selection.tried == {BASELINE, OTHER}
+
+
+def test_a_result_is_of_the_study_if_it_measured_it_before_the_trial() -> None:
+    """OTHER was measured by another study; this one confirms it later."""
+    rows, _ = restore(
+        TASK,
+        [finished(0, BASELINE, reused=True), finished(1, OTHER, reused=True)],
+        [
+            stored(None, BASELINE),
+            stored(0, BASELINE, seconds={}),
+            stored(1, OTHER, seconds={}),
+            stored(None, OTHER, rung=Rung.CONFIRM),
+        ],
+    )
+    assert [row.is_own for row in rows] == [True, False]
+    assert [row.is_from_other for row in rows] == [False, True]
 
 
 def test_what_was_stored_without_a_trial_counts_if_it_was_searched() -> None:
