@@ -23,6 +23,7 @@ from autotune.probe import monitor
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.supervisor import HOST_OOM, WorkerProber
 from autotune.probe.worker_process import WorkerProcess
+from tests.helpers.fork_server import SHORT_SHARE
 from tests.helpers.probing import LARGE, WIDE, alive, members, pid_of, request, until
 
 pytestmark = pytest.mark.probe
@@ -358,7 +359,8 @@ def test_a_measurement_on_a_hot_card_is_repeated_once(
     """Only once: a card that stays hot is not measured again."""
     monkeypatch.setenv(VARIABLE, "throttle")
     with WorkerProber("cpu", tmp_path) as prober:
-        asked = replace(request(), min_timed_s=1.0)
+        # half a second, in which the sensors are read several times
+        asked = replace(request(), min_timed_s=0.5 / SHORT_SHARE)
         first, second = (prober.probe(asked, tmp_path / f"{one}.log") for one in range(2))
     assert first.notes == (
         "measured twice, because the first time the card was slowed down: hardware thermal",
