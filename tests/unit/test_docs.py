@@ -20,6 +20,7 @@ from autotune.core.errors import AutotuneError
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
 from autotune.report.html import draw
 from tests.helpers.factories import summary
 
@@ -137,6 +138,20 @@ def test_the_glossary_has_the_terms_of_the_reports() -> None:
     page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     terms = load_data("autotune.report", "terms")
     assert [name for name in terms if f"\n| {name} | {terms[name]} |" not in page] == []
+
+
+def test_the_glossary_reads_a_label_of_a_configuration() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    config = TrainConfig(
+        lora_rank=64,
+        quantization="nf4",
+        checkpointing="every_2",
+        compile="per_layer",
+        loss="chunked",
+        padding="bucket",
+    )
+    shown = re.findall(r"^```\n(.*?)\n```", page, re.M)
+    assert shown == [config.label()]
 
 
 def example(kind: str) -> str:
