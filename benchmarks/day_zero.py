@@ -71,7 +71,7 @@ NAMED = (
 REASONS = {
     "remote code": "remote code is never run",
     "encoder-decoder": "encoder-decoder model",
-    "no causal model": "sees those after it",
+    "no causal model": "a token sees later tokens",
     "no config of a language model": "has no positive integer",
     "a package is missing": "pip install",
     "transformers cannot build it": "cannot build a",
@@ -208,7 +208,7 @@ def count(config: dict[str, Any], directory: Path, prober: DryProber) -> dict[st
                 "attention": attention,
                 "changes": changes,
             }
-        refused = refused or counted.refused or ""
+        refused = counted.refused or refused
     return {"refused": refused}
 
 

@@ -215,6 +215,9 @@ SAID = [
         "the count of {configs} whole models from {families} families of 2025 and 2026",
     ),
     ("day_zero_gpu", "**{memory_error_max:.4%} worst**: the count of"),
+    ("day_zero", "**{answered} of {types}**: causal and image-text-to-text model types"),
+    ("day_zero", "{refused} are refused with a reason"),
+    ("day_zero", "all {named_answered} types of 2025 and 2026 that were named"),
     ("day_zero_gpu", "{time_error_median:.1%} off in the median and {time_error_max:.1%} at worst"),
     (
         "ranks_end_gpus",
@@ -667,7 +670,6 @@ def rounded(value: Any) -> Any:
 
 UNMEASURED = {
     "gate",
-    "day_zero",
     "day_zero_fast",
     "light_install",
 }  # results whose first measurement is still to be made
