@@ -39,6 +39,11 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")),
 )
+# Without a width, output has no line breaks. Python's readline module, which pytest imports, sets
+# these variables for child processes, such as the workers of pytest-xdist, but not in os.environ.
+for _variable in ("COLUMNS", "LINES"):
+    os.environ.pop(_variable, None)
+    os.unsetenv(_variable)
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("untimed")
 # rare collections: walking torch's objects took a fifth of the unit tests' time
