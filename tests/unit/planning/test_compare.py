@@ -662,6 +662,18 @@ def test_the_leanest_has_the_whole_loss_where_the_head_has_no_other(
     ]
 
 
+def test_the_leanest_is_counted_where_adapters_cannot_be_grouped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without adapters on experts, a count refuses `grouped`, the leanest of `lora_kernels`."""
+    answer = counted([], lambda config: 15.0, lambda config: config.lora_kernels == "grouped")
+    monkeypatch.setattr(counted_memory, "dry_count", answer)
+    of_lora = setup("a10", model="olmo-2-1124-7b", space="lora", pins={}).task
+    assert set(of_lora.space.choices("lora_kernels")) >= {"peft", "grouped"}
+    least = least_memory(of_lora, 20.0)
+    assert least is not None and least.state == FITS and least.config.lora_kernels == "peft"
+
+
 @pytest.mark.usefixtures("not_counted")
 def test_a_family_that_cannot_be_counted_leaves_the_others(tmp_path: Path) -> None:
     out = tmp_path / "cards.csv"
