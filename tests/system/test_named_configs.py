@@ -180,9 +180,8 @@ CHUNKS_OF_GEMMA = NamedConfig(
 
 def test_plan_estimates_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
     case = NamedConfig(name="[one]", knobs={"quantization": "int8", "compile": "per_layer"})
-    plan.plan(
-        spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE
-    )
+    spec = spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0)))
+    plan.plan(spec, evidence=NOWHERE, details=True)
     text = capsys.readouterr().out
     assert (
         "[one]" in text
