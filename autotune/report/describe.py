@@ -571,9 +571,9 @@ def ablation(result: Ablation) -> list[str]:
 def _batch(recipe: Recipe) -> str:
     """Describe the micro batch, the accumulation and the global batch."""
     config = recipe.config
-    row = "row" if config.packing else "sequence"
-    rows = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
-    text = f"{rows} of {config.seq_len:,} tokens at a time"
+    size = config.micro_batch_size
+    sequences = "1 sequence" if size == 1 else f"{size} sequences"
+    text = f"{sequences} of {config.seq_len:,} tokens at a time"
     if recipe.accumulation > 1:
         text += f", accumulated {recipe.accumulation} times"
     if config.packing:
