@@ -101,7 +101,7 @@ COMMANDS = {
     ),
     "longest": (
         "longest:longest",
-        "Find the longest row that fits a GPU, for each training method. If this machine has "
+        "Find the longest sequence that fits a GPU, for each training method. If this machine has "
         "the GPU, real steps verify the predicted length.",
     ),
     "calibrate": (

@@ -106,7 +106,7 @@ class Longest(ShownAsTable):
     def facts(self) -> dict[str, str]:
         """Return the model, the card and its memory."""
         limit = fmt_gib(self.limit_gib)
-        return {"longest row": f"{self.model.name} on {self.device.label}", "memory": limit}
+        return {"longest sequence": f"{self.model.name} on {self.device.label}", "memory": limit}
 
     def config(self, method: str, tokens: int) -> TrainConfig:
         """Return the configuration of a method for rows of `tokens` tokens.

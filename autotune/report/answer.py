@@ -122,7 +122,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
         f"{fmt_gib(result.device.memory_gib)}, {fmt_gib(result.limit_gib)} of it for tensors. "
         f"{estimate_basis(result.how_sure, result.calibrated)}.",
         f"Samples of {lengths}; price of an hour: {describe_price(result.price, today)}.",
-        "A verdict gives the longest row, in tokens, that surely fits. "
+        "A verdict gives the longest sequence, in tokens, that surely fits. "
         "tight: too close to the limit to tell. *: fits only with a setting that changes "
         "learning, such as pure bf16 or an optimizer other than AdamW.",
         f"{len(result.models)} models, one of each size; --model NAME plans any other.",
@@ -168,8 +168,8 @@ def _model_row(result: Trainable, model: ModelSpec, method: str) -> tuple[str, .
 def _verdict(entry: Entry) -> str:
     """Return the verdict on an entry.
 
-    For example 'fits, rows to 8,192', 'fits*, rows to 2,048', 'tight', 'no: needs 63 GiB' or
-    'refused'. A star means that the model fits only with a setting that changes learning.
+    For example 'fits, sequences to 8,192', 'fits*, sequences to 2,048', 'tight', 'no: needs 63 GiB'
+    or 'refused'. A star means that the model fits only with a setting that changes learning.
     """
     if entry.problem:
         return "refused"
@@ -179,7 +179,7 @@ def _verdict(entry: Entry) -> str:
     state = entry.state + "*" * entry.learns_differently
     if entry.state == TIGHT or entry.longest_row is None:
         return state
-    return f"{state}, rows to {entry.longest_row:,}"
+    return f"{state}, sequences to {entry.longest_row:,}"
 
 
 def _speed(entry: Entry) -> str:

@@ -320,7 +320,9 @@ def row_answer(found: LongestAnswer) -> Answer:
         problems = "; ".join(f"{row.method}: {row.problem}" for row in found.rows if row.problem)
         is_known = any(row.limited_by for row in found.rows)
         verdict = (
-            f"no row of {model} fits" if is_known else f"the longest row of {model} is unknown"
+            f"no sequence of {model} fits"
+            if is_known
+            else f"the longest sequence of {model} is unknown"
         )
         limit = f"{fmt_gib(found.limit_gib)} for tensors"
         return Answer(
@@ -336,7 +338,7 @@ def row_answer(found: LongestAnswer) -> Answer:
     speed = ""
     if longest.tokens_per_s is not None:
         speed = f", {about}{longest.tokens_per_s:,.0f} tokens/s"
-    row = f"rows of up to {longest.tokens:,} tokens of {model}"
+    row = f"sequences of up to {longest.tokens:,} tokens of {model}"
     host = "" if longest.host_gib is None else f", and {fmt_gib(longest.host_gib)} of the host"
     times = dict.fromkeys((fmt_seconds(longest.step_s_low), fmt_seconds(longest.step_s_high)))
     method = _METHODS[longest.method]
@@ -352,7 +354,7 @@ def row_answer(found: LongestAnswer) -> Answer:
 
 def _row_certainty(found: LongestAnswer, longest: LongestRow) -> str:
     """Return the evidence of a row, and whether the model was trained for rows of this length."""
-    basis = "a step with this row was measured"
+    basis = "a step with this sequence was measured"
     if longest.evidence is Evidence.ESTIMATED:
         basis = "estimated: memory was counted without a GPU"
     if found.positions and (longest.tokens or 0) > found.positions:

@@ -58,7 +58,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
     "suites": (("suites",), r"\d+ suites have \d+ configurations"),
     "longest": (
         (*LONGEST, "--method", "lora", "--most-tokens", "1024", "--predict"),
-        r"a10 trains rows of up to [\d,]+ tokens of demo-3m with LoRA",
+        r"a10 trains sequences of up to [\d,]+ tokens of demo-3m with LoRA",
     ),
 }
 

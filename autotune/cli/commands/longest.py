@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from autotune.planning.longest import Longest
     from autotune.report.values.longest import LongestRow
 
-COLUMNS = {"method": "left", "longest row": "right", "known": "left", "step": "right"} | {
+COLUMNS = {"method": "left", "longest sequence": "right", "known": "left", "step": "right"} | {
     "tokens/s": "right",
     "GPU": "right",
     "host": "right",
     "limited by": "left",
 }
-FEW_COLUMNS = ("method", "longest row", "known", "tokens/s", "limited by")
+FEW_COLUMNS = ("method", "longest sequence", "known", "tokens/s", "limited by")
 
 
 def longest(
@@ -52,7 +52,7 @@ def longest(
         ),
     ] = None,
     most_tokens: Annotated[
-        int | None, typer.Option(min=1024, help="Consider no rows longer than this.")
+        int | None, typer.Option(min=1024, help="Consider no sequences longer than this.")
     ] = None,
     predict: Annotated[
         bool, typer.Option("--predict", help="Only predict, even if the card is here.")
@@ -60,7 +60,7 @@ def longest(
     json_: Json = False,
     details: Details = False,
 ) -> None:
-    """Print the longest row, in tokens, that fits a card, for each method.
+    """Print the longest sequence, in tokens, that fits a card, for each method.
 
     The length is predicted without a GPU. If the GPU is in this machine, real training steps verify
     the length.
@@ -146,7 +146,7 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
     if positions and max_tokens > positions:
         print_text(
             f"The model was trained for {positions:,} positions. How well it learns from longer "
-            "rows is not known."
+            "sequences is unknown."
         )
 
     estimated_rows = [
@@ -154,8 +154,8 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
     ]
     if estimated_rows:
         print_text(
-            "For estimated rows, memory was counted without a GPU, and 6 % of it is left for the "
-            "allocator. Their times are also estimates."
+            "For estimated sequences, memory was counted without a GPU, and 6 % of it is left for "
+            "the allocator. Their times are also estimates."
         )
         if any(
             row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
@@ -163,7 +163,7 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
         ):
             print_text(
                 "cuDNN's attention needs more memory than counted: on an H100 capped at 24 GB, a "
-                "row 9 % shorter than predicted did not fit."
+                "sequence 9 % shorter than predicted did not fit."
             )
 
     other_cards = {
@@ -189,7 +189,7 @@ def _cells(row: "LongestRow") -> dict[str, str]:
     about = "about " if is_range else ""
     return {
         "method": row.method,
-        "longest row": f"{row.tokens:,}",
+        "longest sequence": f"{row.tokens:,}",
         "known": row.evidence,
         "step": step,
         "tokens/s": DASH if row.tokens_per_s is None else f"{about}{row.tokens_per_s:,.0f}",

@@ -233,7 +233,7 @@ def plan_card(
             print_lines(first.lines())
         print_answer(answer, html=html, silent=as_json or not details)
         if not as_json and not details:
-            print_text("--details shows every model with its verdict, speed and longest row.")
+            print_text("--details shows every model with its verdict, speed and longest sequence.")
 
     if not any(entry.state == FITS for entry in result.entries):
         raise NothingFits(

@@ -55,7 +55,7 @@ class LongestRow(ShownAsTable):
         """Return the length of the row, with its memory and the time of its step."""
         row = self.problem or f"{self.tokens or 0:,} tokens [{self.evidence}]"
         step = f"{fmt_seconds(self.step_s)}, {fmt_count(self.tokens_per_s)} tokens/s"
-        return {"method": self.method, "longest row": row} | (
+        return {"method": self.method, "longest sequence": row} | (
             {} if self.problem else {"memory": fmt_gib(self.gpu_gib), "step": step}
         )
 

@@ -252,7 +252,7 @@ def test_the_command_prints_a_table_or_json(
     assert row["tokens"] > 131_072 and row["config"]["tiling"] == "tokens"
     ended = CliRunner().invoke(app, options)
     first = ended.stdout.splitlines()[0]
-    assert first.startswith(f"rtx-4090 trains rows of up to {row['tokens']:,} tokens of ")
+    assert first.startswith(f"rtx-4090 trains sequences of up to {row['tokens']:,} tokens of ")
     assert "trained for 131,072 positions" in ended.stdout and ended.stderr == ""
     assert "cuDNN" not in ended.stdout
     ended = CliRunner().invoke(app, [*options, "--details", "--set", "attention=sdpa_cudnn"])
