@@ -169,8 +169,8 @@ def test_the_winners_configuration_in_phrases() -> None:
         ({"loader_workers": 2}, "batches made by 2 other processes"),
         (
             {"micro_batch_size": 1, "packing": True},
-            "1 sequence of 1,024 tokens at a time, accumulated 32 times: packed, a global batch of 32.0"
-            " examples on average",
+            "1 sequence of 1,024 tokens at a time, accumulated 32 times: packed, a global batch of"
+            " 32.0 examples on average",
         ),
     ],
 )
