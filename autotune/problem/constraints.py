@@ -12,7 +12,12 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.knobs import ADAMW, KNOBS, SELECTIVE
-from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
+from autotune.core.lora_targets import (
+    ALL_LINEAR,
+    ATTENTION_EXPERTS,
+    has_own_names,
+    target_modules,
+)
 from autotune.core.objective import Objective
 from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
 from autotune.core.probe_types import ModelShape
@@ -21,7 +26,7 @@ from autotune.core.untested import untested, untested_in
 from autotune.problem.images import LEAST_TEXT
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
-from autotune.trainer.settings import DEQUANTISED, is_expert_parameter
+from autotune.trainer.settings import DEQUANTISED, EXPERT_PARAMETERS, is_expert_parameter
 
 LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports
 HEAD_MULTIPLE = 8
@@ -620,12 +625,21 @@ def _narrow_to_named_layers(
     """Remove values of `lora_targets` that name modules which the model lacks.
 
     A value stays if the model has all modules that the value names. If the module names of this
-    model type are known, one existing module is enough.
+    model type are known, one existing module is enough. `attention_experts` also needs a parameter
+    of experts. One is enough, because no family has all of them.
     """
+
+    def is_present(name: str) -> bool:
+        return any(f".{path}".endswith(f".{name}") for path in layers)
 
     def has_layers(targets: str) -> bool:
         names = target_modules(model.text_type, targets) or []
-        matches = [any(f".{path}".endswith(f".{name}") for path in layers) for name in names]
+        if targets == ATTENTION_EXPERTS:
+            if not any(map(is_present, EXPERT_PARAMETERS)):
+                return False
+            names = [name for name in names if name not in EXPERT_PARAMETERS]
+
+        matches = [is_present(name) for name in names]
         return all(matches) or (any(matches) and has_own_names(model.text_type))
 
     names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in layers))

@@ -861,6 +861,27 @@ def test_adapters_are_on_layers_that_the_model_has() -> None:
         layered({"linear_layers": layers}, lora_targets=("v_proj",))
 
 
+@pytest.mark.parametrize("projection", ["gate_up_proj", "up_proj"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "dbrx"])
+def test_adapters_on_experts_need_attention_and_one_parameter_of_experts(
+    projection: str, model_type: str
+) -> None:
+    """Whether or not the module names of the model type are known (DBRX's are)."""
+    model = ModelSpec(name="mixture", config=MISTRAL.config | {"model_type": model_type})
+    names = {"qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj")}.get(model_type, ("Wqkv",))
+    attention = {"linear_layers": tuple(f"attn.{name}" for name in names)}
+    experts = {"experts": (f"mlp.experts.{projection}", "mlp.experts.down_proj")}
+    asked = ("attention", "attention_experts")
+
+    def left(shape: dict[str, Any]) -> tuple[Any, ...]:
+        return both(layered(shape, model=model, lora_targets=asked), "lora_targets")
+
+    assert left(attention | experts) == asked
+    assert left(attention) == ("attention",)
+    with pytest.raises(UsageError, match="only these names: norm"):
+        left({"linear_layers": ("norm",)} | experts)
+
+
 def test_a_model_without_attention_has_no_adapters_on_it() -> None:
     narrowing = unnarrowed(lora_targets=("all-linear", "attention", "q_v", "in_proj"))
     narrow_to_model(narrowing, resolve_model("mistralai/Mamba-Codestral-7B-v0.1"), WORKLOAD)
