@@ -49,7 +49,7 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
         return
 
     print_text(
-        f"{name}: GiB by row length and micro batch size (c: fits only if every layer is "
+        f"{name}: GiB by sequence length and micro batch size (c: fits only if every layer is "
         "recomputed, ?: too close to tell)"
     )
     lengths = dict.fromkeys(cell.seq_len for cell in cells)

@@ -221,7 +221,7 @@ def test_what_each_row_length_does_to_the_examples(study: StudySummary) -> None:
     longest = (512 * 16 + 1024 * (81 - 16) + 2048 * (256 - 81)) / 256
     assert (rows[2048].tokens_cut, rows[2048].packed_fill) == (0.0, 1.0)
     assert rows[2048].fill == pytest.approx(1024 / longest)
-    heading = "What each row length does to your examples"
+    heading = "Sequence length and your examples"
     assert heading in render(skewed, "out") and heading not in render(study, "out")
 
 
