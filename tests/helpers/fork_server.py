@@ -64,8 +64,10 @@ PROGRAMS = (
 QUIET = {"HF_HUB_OFFLINE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # Autotune passes variables of torch on to the processes that it starts.
 OWN_CODE = "TORCHINDUCTOR_OWN_CODE"
-# No test needs exact times, so probes on the CPU time few steps.
+# Few tests need exact times, so probes on the CPU time few steps. FULL_TIMES has them time as many
+# steps as for a user.
 SHORT_SHARE = 0.02
+FULL_TIMES = "TORCH_TEST_FULL_TIMES"
 HIGH = 512  # above every descriptor of a test
 MESSAGE_BYTES = 150_000  # more than a socket takes as one message is an error
 LIBRARIES = (
@@ -334,7 +336,8 @@ def _settle(request: dict[str, Any]) -> None:
 
     variables = request["variables"]
     inductor.fallback_by_default = OWN_CODE not in variables
-    recorder.CPU_SHARE = SHORT_SHARE
+    if FULL_TIMES not in variables:
+        recorder.CPU_SHARE = SHORT_SHARE
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     own = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path if path not in inherited)]

@@ -18,6 +18,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.study.storage.study_record import Limits, StudyPhase, update_record
+from tests.helpers.fork_server import FULL_TIMES
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 pytestmark = pytest.mark.probe
@@ -44,6 +45,8 @@ class Place:
         environment = {
             name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"
         }
+        # A study of short probes might end before its second worker has started.
+        environment[FULL_TIMES] = "1"
         return subprocess.Popen(
             line, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True
         )
