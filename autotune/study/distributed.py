@@ -422,7 +422,7 @@ class SharedTrials:
         row = to_record(number, evaluation, self.task)
         if counts:
             self.rows.append(row)
-        self.selection.add_result(evaluation.result, reused=evaluation.reused)
+        self.selection.add_result(evaluation.result, reused=row.is_from_other)
         return row
 
     def _finish(self, number: int, evaluation: Evaluation) -> bool:

@@ -84,8 +84,9 @@ def restore(
             is_own=trial.reused and trial.number in own,
             seconds=spent,
         )
-        records.append(to_record(trial.number, evaluation, task))
-        selection.add_result(result, reused=trial.reused)
+        record = to_record(trial.number, evaluation, task)
+        records.append(record)
+        selection.add_result(result, reused=record.is_from_other)
 
     for row in searched:
         if row.trial is None and row.result.rung is Rung.FULL:

@@ -167,7 +167,7 @@ class Selection:
     def add_result(self, result: ProbeResult, *, reused: bool = False) -> None:
         """Add a probe's result if it has a measurement.
 
-        `reused` says that the result was stored before the trial began.
+        `reused` says that another study measured it.
         """
         self.tried.add(result.config)
         if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
@@ -179,10 +179,8 @@ class Selection:
         elif result.is_prediction:
             record.extrapolated = result.measurement
         else:
-            # A trial may reuse a measurement that this study made itself.
-            is_own = record.measured == result.measurement and not record.reused
-            record.reused = reused and not is_own
             record.measured = result.measurement
+            record.reused = reused
 
         if result.is_prediction:
             record.undecided = result.outcome is Outcome.OK

@@ -489,9 +489,6 @@ def test_an_earlier_study_may_have_measured_a_faster_machine():
     assert made.disagreement(FAST) == 0
     made.add_result(result(FAST, measurement=steady(0.5)))
     assert made.disagreement(FAST) == pytest.approx(0.4)
-    # The study's first trial reuses what the study measured before its search.
-    made.add_result(result(FAST, measurement=steady(0.5)), reused=True)
-    assert made.disagreement(FAST) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("config", "steps"), [(FAST, (0.5, 0.55)), (SLOW, (1.0, 1.1))])
