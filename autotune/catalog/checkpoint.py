@@ -1,8 +1,8 @@
 """The sizes of a checkpoint's weights, from the headers of its safetensors files.
 
 A header has the dtype and shape of each tensor. Only headers are read, which takes milliseconds for
-a checkpoint of any size, and needs no torch. The names of tensors are those of published
-checkpoints.
+a checkpoint of any size, and needs no torch. Tensors are recognised by the names
+that published checkpoints use.
 """
 
 import json
@@ -43,7 +43,7 @@ class Checkpoint:
     """The weights in a checkpoint's safetensors files.
 
     `stored` pairs each dtype with its number of bytes, largest first. `params` is the number of
-    parameters that transformers loads, where a byte of 4-bit weights holds two. It is None if the
+    parameters that transformers loads; a byte of 4-bit weights holds two of them. It is None if the
     files are damaged or do not match the config. `mtp_params` are parameters of layers for
     multi-token prediction, which transformers does not load for training. `fault` says what is
     wrong with the files.

@@ -109,7 +109,7 @@ def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) 
 
     recipe = summary.recipe
     if recipe is None:
-        return {"see what did not fit, and what would": command("oom")}
+        return {"see which configurations did not fit, and what to change": command("oom")}
 
     place = _place(recipe)
     steps: dict[str, str] = {}

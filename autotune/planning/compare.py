@@ -72,8 +72,8 @@ def compare(
 ) -> Comparison:
     """Compare cards for each spec in `specs` (one per model) and each search space in `methods`.
 
-    An entry of `gpus` or `methods` may hold several names with commas between them. By default, the
-    cards are those of the catalogue with a price. `owned` describes the user's card, which is
+    An entry of `gpus` or `methods` may hold several names with commas between them. By default, all
+    cards of the catalogue with a price are compared. `owned` describes the user's card, which is
     compared too. All cards train adapters of the same rank. `say` receives warnings and progress.
 
     Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
