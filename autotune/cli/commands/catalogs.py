@@ -11,7 +11,9 @@ from autotune.cli.terminal import print_answer_json, print_json, print_table, pr
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
 if TYPE_CHECKING:
-    from autotune.catalog import Price
+    from collections.abc import Sequence
+
+    from autotune.catalog import DeviceSpec, Price
 
 
 def gpus(json_: Json = False, details: Details = False) -> None:
@@ -133,25 +135,10 @@ def prices(
         EnvironmentProblem: `live` without gpuhunt or without a network.
     """
     from autotune.catalog import age, describe_price, list_devices, resolve_device
-    from autotune.catalog.prices import best_first, list_prices, load_prices
 
     devices = list_devices() if gpu is None else (resolve_device(gpu),)
-    own_prices = load_prices(own) if own else ()
     today = date.today()
-
-    rows: list[Price] = []
-    cheapest: list[Price] = []
-    for device in devices:
-        offers = [best_first(device.name, own_prices), best_first(device.name, list_prices())]
-        if live:
-            from autotune.catalog.live_prices import live_prices
-
-            offers.insert(1, list(live_prices(device, today=today)))
-
-        rows += [price for prices in offers for price in prices]
-        if first := next(filter(None, offers), None):
-            cheapest.append(min(first, key=lambda price: (not price.quotable, price.usd_per_hour)))
-    cheapest.sort(key=lambda price: price.usd_per_hour)
+    rows, cheapest = _offers(devices, own, today, live=live)
 
     if json_:
         from autotune.report.values.catalog import DatedPrice
@@ -188,6 +175,33 @@ def prices(
         print_text(f"no price is known for {', '.join(unpriced_names)}")
     if not details:
         print_text(f"--details shows all {len(rows)} offers with their sources.")
+
+
+def _offers(
+    devices: "Sequence[DeviceSpec]", own: Path | None, today: date, *, live: bool
+) -> "tuple[list[Price], list[Price]]":
+    """Return all offers of these GPUs, and the cheapest offer of each GPU, the cheapest first.
+
+    The cheapest offer of a GPU comes from the first source that has any: the user's file `own`,
+    then live prices, then the package.
+    """
+    from autotune.catalog.prices import best_first, list_prices, load_prices
+
+    own_prices = load_prices(own) if own else ()
+    rows: list[Price] = []
+    cheapest: list[Price] = []
+
+    for device in devices:
+        sources = [best_first(device.name, own_prices), best_first(device.name, list_prices())]
+        if live:
+            from autotune.catalog.live_prices import live_prices
+
+            sources.insert(1, list(live_prices(device, today=today)))
+
+        rows += [price for prices in sources for price in prices]
+        if first := next(filter(None, sources), None):
+            cheapest.append(min(first, key=lambda price: (not price.quotable, price.usd_per_hour)))
+    return rows, sorted(cheapest, key=lambda price: price.usd_per_hour)
 
 
 def _print_cheapest(rows: "list[Price]", today: date) -> None:

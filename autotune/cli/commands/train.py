@@ -26,7 +26,7 @@ from autotune.core.units import fmt_seconds, fmt_usd
 
 if TYPE_CHECKING:
     from autotune.api import StudyResult
-    from autotune.export.run.train import Progress
+    from autotune.export.run.train import Progress, Run
     from autotune.study.summary import Recipe
 
 PLAIN_S = 30.0  # seconds between two lines of progress if stderr is not a terminal
@@ -133,12 +133,7 @@ def train(
         code, error = run.train(display.progress, lambda: stop() and display.stopping())
 
     if code == 0:
-        saved = f"the weights are in {output}" if saves else "nothing was saved"
-        display.say(f"done: {display.line}; {saved}")
-        if run.asked:
-            display.say(f"asked:  {run.asked['prompt']}")
-            display.say(f"before: {run.asked['before']}")
-            display.say(f"after:  {run.asked['after']}")
+        _say_done(display, run, output if saves else None)
         if json_:
             sys.stdout.write((output / "training.json").read_text(encoding="utf-8"))
         return
@@ -158,6 +153,16 @@ def train(
     raise AutotuneError(
         f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}"
     )
+
+
+def _say_done(display: "TrainingDisplay", run: "Run", output: Path | None) -> None:
+    """Say where the weights are, and show the answers if the user asked a prompt."""
+    saved = f"the weights are in {output}" if output else "nothing was saved"
+    display.say(f"done: {display.line}; {saved}")
+    if run.asked:
+        display.say(f"asked:  {run.asked['prompt']}")
+        display.say(f"before: {run.asked['before']}")
+        display.say(f"after:  {run.asked['after']}")
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
