@@ -30,7 +30,7 @@ from bench import (
 
 from autotune.catalog import ModelSpec, list_models, resolve_model
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import Measurement, ProbeRequest
+from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryProber
 from autotune.problem.performance import step_time_s
@@ -122,6 +122,7 @@ WAYS = {
         "checkpointing": "full",
     },
 }
+GPU_BOUND = 0.5  # the host needs less than this share of a micro batch's time
 FITS = 0.9  # a configuration is tried if its dry count is at most this share of the GPU's memory
 
 
@@ -351,7 +352,8 @@ def compare(prober: Any, counter: DryProber, request: ProbeRequest) -> dict[str,
         "seconds": seconds,
         "time_error": step_time_s(prediction, micros) / seconds - 1,
         "time_interval": prediction.time_error,
-        "host_share": host_share(whole),
+        # a whole model fills the device's queue, so only truncated models show the host's own time
+        "host_share": prediction.host_share,
     }
     if counted.count is None:
         return row | {"not_counted": counted.refused}
@@ -359,16 +361,13 @@ def compare(prober: Any, counter: DryProber, request: ProbeRequest) -> dict[str,
     return row | {"counted_gib": peak, "memory_error": peak / whole.peak_allocated_gib - 1}
 
 
-def host_share(measured: Measurement) -> float | None:
-    """Return the share of a micro batch's time that the host needs to issue it, or None."""
-    if measured.host_micro_s is None:
-        return None
-    return measured.host_micro_s / min(measured.micro_step_s)
-
-
 def summarize_gpu(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the errors, and count the times outside their stated intervals."""
+    """Summarize the errors, and count the times outside their stated intervals.
+
+    Errors of time are those of rows whose time depends on the GPU, not on the host.
+    """
     known = [row for row in rows if "memory_error" in row]
+    gpu_bound = [row for row in known if row["host_share"] < GPU_BOUND]
 
     def median(counted: list[dict[str, Any]], key: str) -> float | None:
         return statistics.median(abs(row[key]) for row in counted) if counted else None
@@ -379,8 +378,9 @@ def summarize_gpu(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_error_median": median(known, "memory_error"),
         "memory_error_max": largest(known, "memory_error"),
         "prediction_error_max": largest(known, "prediction_error"),
-        "time_error_median": median(known, "time_error"),
-        "time_error_max": largest(known, "time_error"),
+        "gpu_bound": len(gpu_bound),
+        "time_error_median": median(gpu_bound, "time_error"),
+        "time_error_max": largest(gpu_bound, "time_error"),
         "outside_interval": sum(abs(row["time_error"]) > row["time_interval"] for row in known),
         "failed": sum("failed" in row for row in rows),
     }

@@ -80,6 +80,9 @@ LARGEST_CHECKPOINT_GIB = 4.0
 RECOMPILE_LIMIT = 8
 # Approximate number of distinct rows; a probe that needs more rows repeats them.
 DIFFERENT_ROWS = 64
+# If the host's time is a smaller share of a micro batch's, the device's queue was hardly full.
+QUEUE_SHARE = 0.3
+ONE_ROW_TIMES = 3  # micro batches of one row; the first one is slow, because its shape is new
 # The micro batches that this process has trained on, as (precision, number of rows, row length).
 # cuDNN, for example, makes an execution plan for each of these shapes.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
@@ -275,6 +278,7 @@ class Probe:
         # a loss that replaces the model's own loss, if any.
         self._loss: Callable[..., torch.Tensor] | None = None
         self._new_length_s: float | None = None
+        self._host_micro_s: float | None = None
         self._has_random_weights = False
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
@@ -314,6 +318,7 @@ class Probe:
             losses = self._check_losses()
             if self._tries_new_lengths():
                 self._new_length_s = self._time_new_lengths()
+            self._host_micro_s = self._time_host()
             if self.request.evaluate:
                 self._evaluate_and_save()
             measurement = self._measurement(losses)
@@ -709,20 +714,53 @@ class Probe:
             kind = replace(
                 frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length
             )
-            made = self._random_rows(kind, generator)
-            if request.trainer == "trl":
-                from autotune.probe.trl_trainer import examples_of
-
-                made = list(examples_of(made, request.objective))
-
+            batch = self._random_batch(kind, generator)
             before = meter.mark()
-            self._train_on(self.trainer.data_collator(made))
+            self._train_on(batch)
             after = meter.mark()
             meter.synchronize()
             more.append(meter.seconds(before, after) - known_s * length / frequent.length)
             if meter.seconds(begin, after) > NEW_LENGTHS_S:
                 break
         return max(statistics.median(more), 0.0) if more else None
+
+    def _time_host(self) -> float | None:
+        """The seconds that the host itself takes to issue a micro batch, or None if unknown.
+
+        Many operations fill the device's queue: then the host waits, and its time is too long. One
+        row needs as many operations as a whole micro batch, and the device finishes it sooner. So
+        if the host may have waited in a truncated model, micro batches of one row are timed too.
+        """
+        request, config = self.request, self.request.config
+        seconds = self.recorder.host_micro_s()
+        if seconds is None or request.depth is None or request.has_real_ranks:
+            return seconds
+        # Compiled code and graphs have few operations, and another shape is compiled again.
+        takes_one_shape = config.compile != "none" or config.cuda_graphs != "none"
+        micro_s = min(self.recorder.times().micro_batches)
+        if takes_one_shape or config.micro_batch_size == 1 or seconds < QUEUE_SHARE * micro_s:
+            return seconds
+
+        frequent = max(request.kinds, key=lambda kind: kind.share)
+        one_row = replace(frequent, rows=frequent.rows[:1], images=frequent.images[:1])
+        batch = self._random_batch(one_row, torch.Generator().manual_seed(request.seed))
+        for _ in range(ONE_ROW_TIMES):
+            self.meter.synchronize()
+            began = time.perf_counter()
+            self.trainer.train_unrecorded(self.model, batch)
+            seconds = min(seconds, time.perf_counter() - began)
+            self.trainer.optimizer.zero_grad()
+        return seconds
+
+    def _random_batch(self, kind: MicroBatch, generator: torch.Generator) -> Tensors:
+        """A micro batch of this kind, as the Trainer's collator joins it."""
+        rows = self._random_rows(kind, generator)
+        if self.request.trainer == "trl":
+            from autotune.probe.trl_trainer import examples_of
+
+            rows = list(examples_of(rows, self.request.objective))
+        batch: Tensors = self.trainer.data_collator(rows)
+        return batch
 
     def _train_on(self, batch: Tensors) -> None:
         self.trainer.train_unrecorded(self.model, batch)
@@ -881,7 +919,7 @@ class Probe:
             },
             kind_s=times.kinds,
             warm_s=recorder.warm_s(times),
-            host_micro_s=recorder.host_micro_s(),
+            host_micro_s=self._host_micro_s,
             host_waits=recorder.host_waits(),
             new_length_s=self._new_length_s,
             evaluation_s=self._evaluation_s,

@@ -218,7 +218,8 @@ SAID = [
     ("day_zero", "**{answered} of {types}**: causal and image-text-to-text model types"),
     ("day_zero", "{refused} are refused with a reason"),
     ("day_zero", "all {named_answered} types of 2025 and 2026 that were named"),
-    ("day_zero_gpu", "{time_error_median:.1%} off in the median and {time_error_max:.1%} at worst"),
+    ("day_zero_gpu", "in {gpu_bound} of the {configs}, they are {time_error_median:.1%} off"),
+    ("day_zero_gpu", "in the median and {time_error_max:.1%} at worst. One of the {configs} step"),
     (
         "ranks_end_gpus",
         "**{hangs} hangs and {orphans} orphans**: {runs} exported runs on two H200s",

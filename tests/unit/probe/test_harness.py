@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, default_data_collator
 
 from autotune.core.objective import Objective
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
@@ -428,7 +428,6 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     recorder = SimpleNamespace(
         times=lambda: times,
         warm_s=lambda times: 3.0,
-        host_micro_s=lambda: 0.5,
         host_waits=lambda: True,
         peaks={Phase.FIRST_STEP: 5.0, Phase.STEADY: 4.0, Phase.BACKWARD: 3.0},
         segments={"first_step": 5.0, "steady": 4.0, "backward_layers": 2.5},
@@ -445,6 +444,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         context_gib=0.25,
         _has_random_weights=False,
         _new_length_s=0.125,
+        _host_micro_s=0.5,
         _evaluation_s=0.75,
         _checkpoint_s=None,
     )
@@ -1003,3 +1003,46 @@ def test_a_probe_that_never_began_is_closed_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "bitsandbytes.optim")
     probe.close()
     assert forgotten == [True]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "wanted", "micro_s", "host_s"),
+    [
+        ({}, {}, 1.0, 0.25),
+        ({}, {}, 2.0, 0.5),  # the device's queue was hardly full
+        ({}, {"depth": None}, 1.0, 0.5),
+        ({"compile": "per_layer"}, {}, 1.0, 0.5),
+        ({"micro_batch_size": 1}, {}, 1.0, 0.5),
+    ],
+    ids=["one row", "short", "whole model", "compiled", "one row already"],
+)
+def test_one_row_shows_the_hosts_time_if_the_queue_may_have_been_full(
+    monkeypatch: pytest.MonkeyPatch,
+    knobs: dict[str, Any],
+    wanted: dict[str, Any],
+    micro_s: float,
+    host_s: float,
+) -> None:
+    ticks = iter([0.0, 0.75, 1.0, 1.25, 2.0, 2.375])  # the first micro batch of one row is slow
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
+    batches = []
+    trainer = SimpleNamespace(
+        data_collator=default_data_collator,
+        optimizer=SimpleNamespace(zero_grad=lambda: None),
+        train_unrecorded=lambda model, batch: batches.append(batch["input_ids"].shape),
+    )
+    probe = probe_of(
+        request_of(
+            **{"config": TrainConfig(**{"micro_batch_size": 4, "seq_len": 128} | knobs), "depth": 2}
+            | wanted
+        ),
+        recorder=SimpleNamespace(
+            host_micro_s=lambda: 0.5, times=lambda: SimpleNamespace(micro_batches=(micro_s,))
+        ),
+        meter=SimpleNamespace(synchronize=lambda: None),
+        base=SimpleNamespace(config=LlamaConfig(vocab_size=50)),
+        trainer=trainer,
+        model=None,
+    )
+    assert probe._time_host() == host_s
+    assert batches == ([(1, 128)] * 3 if host_s == 0.25 else [])
