@@ -2,13 +2,14 @@
 
 Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
 gain in a few probes. Optuna's sampler continues from there and finds gains that need several
-changes at once. Learning knobs, which affect the trained model, keep their values, with two
-exceptions: precision, because it changes speed as much as any knob, and matrix products in fp8 if
-the user allows them.
+changes at once. Learning knobs, which affect the trained model, keep their values, with three
+exceptions: precision, because it changes speed as much as any knob; matrix products in fp8 if the
+user allows them; and a leaner optimizer, if a larger micro batch fits only with it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from autotune.core.knobs import KNOBS, SELECTIVE
@@ -170,7 +171,9 @@ class CoordinateSearch:
         """
         best = self._best()
         task = self.trials.task
-        self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0)) if best else []
+        if best:
+            self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0))
+            self._seeds = self._seeds or list(_grouped_seed(task.space, best.config))
         for config in self._seeds:
             chosen = task.space.clip(replace(config, **changes))
             if task.space.config(chosen).digest not in self._tried and not self.trials.is_done():
@@ -265,10 +268,13 @@ def next_move(
     for value in _faster_values(knob, current) if knob else ():
         moved = replace(current, **{name: value})
         # Packing may need a smaller micro batch. Less recomputation may be faster even with a
-        # smaller micro batch.
+        # smaller micro batch. A larger micro batch may need an optimizer with less state.
         shrinks = name in ("checkpointing", "packing")
+        variants = smaller_batches(space, moved) if shrinks else iter([moved])
+        if name == "micro_batch_size" and value > current.micro_batch_size:
+            variants = chain(variants, _leaner_optimizer(space, moved))
         fits = False
-        for config in smaller_batches(space, moved) if shrinks else [moved]:
+        for config in variants:
             chosen = space.clip(config)
             if getattr(space.config(chosen), name) != value or (
                 not shrinks and space.config(chosen) != config
@@ -309,6 +315,26 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
     return sorted(
         (value for value in values if speed_rank(value) < speed_rank(present)), key=speed_rank
     )
+
+
+def _leaner_optimizer(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield a copy with the space's next leaner optimizer, if there is one."""
+    rank = KNOBS["optimizer"].memory_rank
+    present = rank(config.optimizer)
+    leaner = [value for value in space.choices("optimizer") if rank(value) < present]
+    if leaner:
+        yield replace(config, optimizer=max(leaner, key=rank))
+
+
+def _grouped_seed(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield a copy with compiled layers and grouped products of experts, if the space has them.
+
+    The formulas do not know the speed of mixtures, for which this change gains most.
+    """
+    loss = min(space.choices("loss"), key=KNOBS["loss"].memory_rank)
+    for variant in compiled_variants(space, [replace(config, loss=loss)]):
+        if variant.lora_kernels == "grouped":
+            yield variant
 
 
 def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:

@@ -16,7 +16,9 @@ their experts.
 """
 
 import functools
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ from torch.utils.flop_counter import register_flop_formula
 ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
 # The attributes by which transformers' interface computes experts
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+# The ways to compute a grouped product: a kernel of torch, kernels of `grouped_kernels`, or one
+# product for each expert. The environment variable SWITCH forces one of them on a GPU.
+FUSED, TRITON, EACH = "fused", "triton", "each"
+SWITCH = "AUTOTUNE_GROUPED_PRODUCT"
 # In 16 bits, the fused kernel needs rows that begin at multiples of 16 bytes. Ranks are padded.
 MULTIPLE = 8
 
@@ -232,8 +238,13 @@ def _product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> t
 
     The rows of expert e end before row `ends[e]`, and the next expert's rows begin there.
     """
-    if _has_kernel(rows):
+    way = _way(rows)
+    if way == FUSED:
         return functional.grouped_mm(rows, weights, offs=ends)
+    if way == TRITON:
+        from .grouped_kernels import multiply
+
+        return multiply(rows, weights, ends)
     outputs = rows.new_empty(rows.shape[0], weights.shape[2])
     for expert, own in enumerate(_spans(ends)):
         torch.mm(rows[own], weights[expert], out=outputs[own])
@@ -247,23 +258,33 @@ def _weight_gradient(
     rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradients (E x K x N) of the experts' matrices from S x K and S x N."""
-    if _has_kernel(rows):
+    way = _way(rows)
+    if way == FUSED:
         return functional.grouped_mm(rows.t(), gradient, offs=ends)
+    if way == TRITON:
+        from .grouped_kernels import weight_gradient
+
+        return weight_gradient(rows, gradient, ends)
     result = rows.new_empty(len(ends), rows.shape[1], gradient.shape[1])
     for expert, own in enumerate(_spans(ends)):
         torch.mm(rows[own].t(), gradient[own], out=result[expert])
     return result
 
 
-def _has_kernel(rows: torch.Tensor) -> bool:
-    """Return whether torch has a fused kernel for grouped products of these rows.
+def _way(rows: torch.Tensor) -> str:
+    """Return how to compute grouped products of these rows: FUSED, TRITON or EACH.
 
-    On other devices, torch would multiply expert by expert too, and restrict the shapes.
+    torch's fused kernel is for bf16 and GPUs of capability 9.0 and 10.x. On other devices, torch
+    would multiply expert by expert too, and restrict the shapes.
     """
-    if rows.device.type != "cuda" or rows.dtype is not torch.bfloat16:
-        return False
-    capability = torch.cuda.get_device_capability(rows.device)
-    return hasattr(functional, "grouped_mm") and capability[0] in (9, 10)
+    if rows.device.type != "cuda" or rows.dtype.itemsize != 2:
+        return EACH
+    if forced := os.environ.get(SWITCH):
+        return forced
+    capability, _ = torch.cuda.get_device_capability(rows.device)
+    if capability in (9, 10) and rows.dtype is torch.bfloat16 and hasattr(functional, "grouped_mm"):
+        return FUSED
+    return TRITON if capability >= 8 and find_spec("triton") else EACH
 
 
 def _spans(ends: torch.Tensor) -> Iterator[slice]:

@@ -53,6 +53,8 @@ READ_AT_START = (
 FLAGS, OPTIONS = ("-P", "-u"), ("-m", "-c")
 # they start no Python process
 LEAVES = ("autotune.probe.worker", "autotune.dry.worker", "autotune.probe.demo_model")
+# It imports triton, which torch for CPUs lacks.
+FOR_GPUS = ("autotune.trainer.grouped_kernels",)
 PROGRAMS = (
     *LEAVES,
     "autotune.__main__",
@@ -429,9 +431,12 @@ def _of_program(trace: types.TracebackType | None) -> types.TracebackType | None
 
 
 def _own_modules() -> list[str]:
-    """List the modules of autotune, except PROGRAMS: `runpy` warns if it runs a loaded module."""
+    """List the modules of autotune, without PROGRAMS and FOR_GPUS.
+
+    `runpy` warns if it runs a loaded module.
+    """
     names = [module.name for module in pkgutil.walk_packages(autotune.__path__, "autotune.")]
-    return [name for name in names if name not in PROGRAMS]
+    return [name for name in names if name not in (*PROGRAMS, *FOR_GPUS)]
 
 
 def main() -> None:

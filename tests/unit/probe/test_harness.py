@@ -1024,18 +1024,17 @@ def test_one_row_shows_the_hosts_time_if_the_queue_may_have_been_full(
     host_s: float,
 ) -> None:
     ticks = iter([0.0, 0.75, 1.0, 1.25, 2.0, 2.375])  # the first micro batch of one row is slow
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     batches = []
     trainer = SimpleNamespace(
         data_collator=default_data_collator,
         optimizer=SimpleNamespace(zero_grad=lambda: None),
         train_unrecorded=lambda model, batch: batches.append(batch["input_ids"].shape),
     )
+    four_rows: dict[str, Any] = {"micro_batch_size": 4, "seq_len": 128}
+    config = TrainConfig(**four_rows | knobs)
     probe = probe_of(
-        request_of(
-            **{"config": TrainConfig(**{"micro_batch_size": 4, "seq_len": 128} | knobs), "depth": 2}
-            | wanted
-        ),
+        request_of(**{"config": config, "depth": 2} | wanted),
         recorder=SimpleNamespace(
             host_micro_s=lambda: 0.5, times=lambda: SimpleNamespace(micro_batches=(micro_s,))
         ),

@@ -41,6 +41,24 @@ def test_a_micro_batch_is_tried_larger_then_smaller() -> None:
     assert sizes == [8, 2]
 
 
+def test_a_larger_micro_batch_may_need_an_optimizer_with_less_state() -> None:
+    choices: SearchSpace = space(
+        micro_batch_size=(2, 4, 8),
+        optimizer=("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"),
+    )
+    here = TrainConfig(micro_batch_size=4)
+    tried = {here.digest: Outcome.OK}
+    moves = []
+    while (chosen := next_move(choices, here, "micro_batch_size", tried)) is not None:
+        moves.append((chosen["micro_batch_size"], chosen["optimizer"]))
+        tried[choices.config(chosen).digest] = Outcome.OOM
+    assert moves == [(8, "adamw_torch_fused"), (8, "adamw_8bit"), (2, "adamw_torch_fused")]
+
+    larger = replace(here, micro_batch_size=8)
+    fits = {here.digest: Outcome.OK, larger.digest: Outcome.SLOW}
+    assert (next_move(choices, here, "micro_batch_size", fits) or {})["micro_batch_size"] == 2
+
+
 def test_less_recomputation_is_tried_once_where_it_fits() -> None:
     assert [one.checkpointing for one in first_moves(MIDDLE, "checkpointing", Outcome.OK)] == [
         "none"

@@ -189,6 +189,15 @@ def test_others_are_taken_for_over_a_percent_more(speed: float, moves: bool) -> 
     ]
 
 
+def test_without_formulas_the_seed_of_a_mixture_is_compiled_with_grouped_products() -> None:
+    """The formulas know the speed of other models; those without experts have no such seed."""
+    trials = Trials({})
+    knobs = {knob.name: knob.values for knob in CHOICES.knobs}
+    trials.task = subject_of(space(**knobs, lora_kernels=("peft", "grouped")))
+    assert ran(trials)[0] == replace(COMPILED, loss="chunked", lora_kernels="grouped")
+    assert ran(Trials({}))[0] == CHUNKED
+
+
 def test_a_knob_may_be_left_out() -> None:
     assert COMPILED not in first_pass(Trials({}), leave_out="compile")
     assert first_pass(Trials({}), leave_out="micro_batch_size") == [CHUNKED, COMPILED]

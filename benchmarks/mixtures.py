@@ -1,0 +1,214 @@
+"""Measure the speed and the memory of mixtures of experts: whole optimizer steps of whole models
+with random weights, under the cap of an 80 GB or a 24 GB GPU.
+
+The configurations of one call are compared with each other: today's kernels for the adapters of
+experts, and the best configuration without them. A study of the same model shows which share of the
+best speed it finds.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from bench import (
+    Mode,
+    Rows,
+    fingerprint_of,
+    finish,
+    largest,
+    run_program,
+    run_study,
+    scratch,
+    table,
+)
+
+from autotune.catalog import resolve_model
+from autotune.core.probe_types import Outcome, ProbeRequest
+from autotune.core.serialization import to_data
+from autotune.core.train_config import TrainConfig
+from autotune.dry.prober import DryProber
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.performance import step_time_s
+from autotune.trainer.grouped_lora import SWITCH, TRITON
+
+QWEN, GPT_OSS = "qwen3-30b-a3b", "gpt-oss-20b"
+ON_EXPERTS = {"lora_targets": "attention_experts", "lora_kernels": "grouped"}
+FAST = {
+    "micro_batch_size": 8,
+    "seq_len": 1024,
+    "checkpointing": "full",
+    "compile": "per_layer",
+    "loss": "chunked",
+}
+BEFORE = {
+    "lora_targets": "attention",
+    "micro_batch_size": 2,
+    "seq_len": 1024,
+    "checkpointing": "none",
+    "attention": "eager",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration to measure.
+
+    `group` names the rows that are compared, and `product` forces a way to compute grouped
+    products.
+    """
+
+    group: str
+    model: str
+    knobs: dict[str, Any]
+    product: str = ""
+    memory_gib: float = 79.0
+    counted: bool = False  # compare the memory with the dry count
+
+    @property
+    def key(self) -> dict[str, Any]:
+        config = TrainConfig(**self.knobs)
+        return {
+            "group": self.group,
+            "model": self.model,
+            "config": config.label(),
+            "product": self.product or "fused",
+        }
+
+
+CASES = [
+    Case("qwen", QWEN, ON_EXPERTS | FAST, counted=True),
+    Case("qwen", QWEN, ON_EXPERTS | FAST | {"micro_batch_size": 16}),
+    Case("qwen", QWEN, ON_EXPERTS | FAST, product=TRITON),
+    Case("gptoss before", GPT_OSS, BEFORE),
+    Case("gptoss before", GPT_OSS, BEFORE | {"compile": "per_layer", "loss": "chunked"}),
+    *(
+        Case("gptoss", GPT_OSS, ON_EXPERTS | FAST | {"attention": "flex_attention"} | changes)
+        for changes in ({}, {"micro_batch_size": 4, "checkpointing": "none"})
+    ),
+]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure each case that has no row yet, and then a study.
+
+    Cases of one way to compute grouped products share a worker.
+    """
+    rows = Rows.of(args)
+    until = time.monotonic() + args.seconds
+    for product in ("", TRITON):
+        cases = [case for case in CASES if case.product == product and not rows.has(**case.key)]
+        os.environ.pop(SWITCH, None)
+        if product:
+            os.environ[SWITCH] = product
+        if not cases or time.monotonic() > until:
+            continue
+        with WorkerProber("cuda", scratch()) as prober:
+            for case in cases:
+                if time.monotonic() < until:
+                    rows.add(measure(prober, case))
+                    table(rows.all[-1:], ["model", "config", "tokens_per_s", "peak_gib"])
+
+    os.environ.pop(SWITCH, None)
+    if args.budget and not rows.has(group="study"):
+        rows.add(study(args.budget))
+    finish(args, rows.fingerprint, rows.plain)
+
+
+def measure(prober: WorkerProber, case: Case) -> dict[str, Any]:
+    """Measure whole optimizer steps, each of one micro batch."""
+    request = ProbeRequest(
+        config=TrainConfig(**case.knobs),
+        model=resolve_model(case.model).config,
+        memory_gib=case.memory_gib,
+        micro_steps=1,
+    )
+    result = prober.probe(request, prober.logs / "probe.log")
+    row = case.key | {
+        "outcome": result.outcome.value,
+        "fingerprint": to_data(prober.fingerprint),
+    }
+    if result.outcome is not Outcome.OK or result.measurement is None:
+        return row | {"reason": result.reason}
+
+    step_s = step_time_s(result.measurement, 1)
+    row |= {
+        "step_s": step_s,
+        "tokens_per_s": request.config.tokens / step_s,
+        "peak_gib": result.measurement.peak_allocated_gib,
+        "reserved_gib": result.measurement.peak_reserved_gib,
+    }
+    if case.counted:
+        with DryProber(scratch(), shipped=False) as counter:
+            counted = counter.count(request).count
+        if counted is not None:
+            peak = counted.peak_allocated_gib
+            row |= {"counted_gib": peak, "memory_error": peak / row["peak_gib"] - 1}
+    return row
+
+
+def study(budget: str) -> dict[str, Any]:
+    """Search on this GPU, capped like an 80 GB GPU, and return the winner's speed."""
+    options = ["--model", QWEN, "--memory-gib", "79", "--budget", budget]
+    found = run_study(scratch(), *options)
+    return {
+        "group": "study",
+        "model": QWEN,
+        "config": TrainConfig(**found["winner"]["config"]).label(),
+        "tokens_per_s": found["winner"]["performance"]["tokens_per_second"],
+        "judged": found["trials"]["judged"],
+        "fingerprint": fingerprint_of(found),
+    }
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the best speeds, the ratios of speeds, and the errors of memory."""
+
+    def best(group: str, product: str = "fused") -> float | None:
+        speeds = [
+            row["tokens_per_s"]
+            for row in rows
+            if row["group"] == group
+            and row.get("product", "fused") == product
+            and row.get("tokens_per_s")
+        ]
+        return max(speeds, default=None)
+
+    def ratio(one: float | None, other: float | None) -> float | None:
+        return one / other if one and other else None
+
+    forced = next((row for row in rows if row.get("product") == TRITON), {})
+    same = [
+        row["tokens_per_s"]
+        for row in rows
+        if row.get("product") == "fused"
+        and row["config"] == forced.get("config")
+        and "tokens_per_s" in row
+    ]
+    return {
+        "qwen_tokens_per_s": best("qwen"),
+        "gptoss_tokens_per_s": best("gptoss"),
+        "gptoss_over_before": ratio(best("gptoss"), best("gptoss before")),
+        "found_share": ratio(best("study"), best("qwen")),
+        "triton_over_fused": ratio(forced.get("tokens_per_s"), max(same, default=None)),
+        "memory_error_max": largest(rows, "memory_error"),
+    }
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="mixtures",
+        summarize=summarize,
+        options={
+            "--rows": None,
+            "--seconds": {"type": float, "default": 300.0, "help": "start no case after this"},
+            "--budget": {"default": "150s", "help": "of the study; '' runs none"},
+        },
+    ),
+}
+
+
+if __name__ == "__main__":
+    run_program(MODES, __doc__)
