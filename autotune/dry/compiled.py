@@ -45,8 +45,8 @@ def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -
     dynamo.accumulated_recompile_limit = GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
 
-    # Attention stays one operation in the graph; `meta_device` computes it with the operators of
-    # CUDA's kernels.
+    # Attention stays one operation in the graph; `meta_device` computes this operation with the
+    # operators of CUDA's kernels.
     torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
     for layer in layers:
         layer.compile(dynamic=False, backend=_backend(activation_budget))
@@ -180,8 +180,8 @@ def _view_source(node: fx.Node) -> fx.Node:
 def _is_stored(node: fx.Node) -> bool:
     """Whether Inductor must store the value, because an operation that it cannot fuse uses it.
 
-    Inductor fuses element-wise operations and reductions. If an operation uses a view of the value,
-    it uses the value too.
+    Inductor fuses element-wise operations and reductions. An operation that uses a view of the
+    value uses the value too.
     """
     return any(
         _is_stored(user) if _is_view(user) else not (_is_elementwise(user) or _is_reduction(user))

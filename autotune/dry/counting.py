@@ -160,7 +160,7 @@ class CountedStep:
         evaluates = self._request.micro_steps == 0
 
         with counter:
-            # The first step of each optimizer makes its state.
+            # An optimizer makes its state in its first step.
             groups = [[parameter] for parameter in trained] if in_backward else [trained]
             steps = [make_optimizer(self._config, self._model, group) for group in groups]
             for parameter in trained:
@@ -298,7 +298,7 @@ class CountedStep:
 
 
 def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Give new adapters the base's dtype. PEFT does so itself, except on the meta device."""
+    """Give new adapters the base's dtype, as PEFT does itself except on the meta device."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
 
@@ -464,7 +464,8 @@ def make_optimizer(
 ) -> Callable[[], None]:
     """A function that runs a step of the configured optimizer on the `trained` parameters.
 
-    Its first call makes the optimizer's state, and each call makes the temporary tensors of a step.
+    The function's first call makes the optimizer's state, and each call makes the temporary tensors
+    of a step.
     """
     name = config.optimizer
     if name == "adamw_torch":

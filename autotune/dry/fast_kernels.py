@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autotune.dry.storage_counter import StorageCounter, num_bytes
 
 CHUNK = 64  # tokens
-# Tokens of the blocks on the diagonal of a chunk, whose products stay in 32 bits.
+# A chunk's matrix of token pairs has blocks of this number of tokens on its diagonal. Products in
+# these blocks stay in 32 bits.
 DIAGONAL = 16
-# A kernel of the backward pass computes partial gradients for blocks of at most this number of a
-# key's values: for the gates of the gated delta rule on Ampere and Hopper, and for beta in Kimi's
-# delta attention.
+# A backward kernel divides the K values of a key into blocks of at most this size, and computes one
+# partial gradient for each block: WIDEST for the gates of the gated delta rule (on Ampere and
+# Hopper), WIDEST_KIMI for beta in Kimi's delta attention.
 WIDEST = 128
 WIDEST_KIMI = 32
 
@@ -338,7 +339,7 @@ def _represent(
 def _run_states(
     k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, gates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state before each chunk, and the values that each token adds to it."""
+    """The state before each chunk, and the values that each token adds to the state."""
     states = _new(k, *_shape_of_states(w, u))
     values = torch.empty_like(u)
     _count(2 * _products(u, w.shape[-1], u.shape[-1]), k, w, u, gates, states, values)

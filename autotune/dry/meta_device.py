@@ -2,8 +2,8 @@
 
 Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. But torch has
 a dispatch key for the autocast of third-party devices. This module registers casts under that key,
-by CUDA's lists and rules. Attention calls the operators of CUDA's kernels, which have meta kernels
-too; for the meta device, torch itself would choose plain matrix products.
+with CUDA's lists of operations and its rules. Attention calls the operators of CUDA's attention
+kernels, which also run on the meta device; torch itself would choose plain matrix products there.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,12 +80,13 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
         (torch.amp.autocast_mode, "is_autocast_available", _is_available),
         (functional, "scaled_dot_product_attention", _attend),
         (functional, "dropout", _drop),
-        # Models call `maybe_autocast` to switch autocast off. For the meta device, it returns a
-        # `nullcontext`, which would leave autocast on.
+        # Models call `maybe_autocast` to switch autocast off. For the meta device, this function
+        # returns a `nullcontext`, which would leave autocast on.
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
         (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
-        # This check would read token values, which the meta device does not have.
+        # This check reads token values, which the meta device does not have, so the check is
+        # replaced.
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
         (data_dependence, "meta_nonzero_assume_all_nonzero", True),
     ]

@@ -1,6 +1,6 @@
 """TRL's own training step on the meta device, for a dry probe.
 
-TRL reads a few numbers from the device only to report them; constants replace these numbers. TRL's
+TRL reads a few numbers from the device only to report them; here it gets constants instead. TRL's
 Triton kernels do not run; only the bytes that they would read and write are counted.
 """
 
@@ -137,8 +137,8 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 class _ScalarMode(TorchDispatchMode):
     """Supplies a value when code reads a number from the meta device.
 
-    If code checks whether a mask is true everywhere, the value is True unless rows are padded. For
-    a number, which TRL only reports, the value is 1.
+    If code checks whether a mask is true everywhere, the value is True unless rows are padded. If
+    the code reads a number, which TRL only reports, the value is 1.
     """
 
     def __init__(self, padded: bool) -> None:

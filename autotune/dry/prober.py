@@ -1,9 +1,9 @@
 """Asks a separate process for dry probes, which predict any model's peak memory without a GPU.
 
 As with real probes, the counts of two truncated models are extrapolated to the whole model. The
-user's cache keeps the counts, which are valid only for the library versions used for counting. The
+counts are kept in the user's cache, and are valid only for the library versions that made them. The
 package ships the counts that default plans of the catalogue's models need
-(`benchmarks/shipped_counts.py`), counted with one version of each library.
+(`benchmarks/shipped_counts.py`). They were counted with one version of each library.
 
 If a model cannot be counted, the reason is kept only in memory, not in the cache. The cause may be
 a killed process or a busy machine, so the next command counts again.
@@ -38,9 +38,12 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.trainer.cache_folders import user_cache
 
-DRY_VERSION = 7  # increased when dry probes count differently, so that cached counts become invalid
-OFFLOAD_VERSION = 2  # as DRY_VERSION, for configurations that offload activations to the host
-FP8_VERSION = 2  # as DRY_VERSION, for base weights in fp8
+# If dry probes count differently, DRY_VERSION is increased, so that cached counts become invalid.
+# If they count only some configurations differently, another version is increased: OFFLOAD_VERSION
+# for activations that are offloaded to the host, FP8_VERSION for base weights in fp8.
+DRY_VERSION = 7
+OFFLOAD_VERSION = 2
+FP8_VERSION = 2
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
@@ -183,7 +186,8 @@ def _start() -> subprocess.Popen[str]:
 def library_versions() -> tuple[str, ...]:
     """The libraries that affect the count, each with its version, and packages of fast kernels.
 
-    These packages have no version here, because their stand-ins do not depend on it.
+    The packages of fast kernels have no version here, because the stand-ins for these kernels do
+    not depend on the version.
     """
     found = []
     for name in PACKAGES:
@@ -208,10 +212,10 @@ def _shipped_answer(request: ProbeRequest) -> Any:
 def shipped_answers() -> dict[str, Any]:
     """The answers that the package ships, as data; `key_of` without versions gives their keys.
 
-    Each key depends on DRY_VERSION, so no request finds an answer here after DRY_VERSION was
-    increased. If the installed transformers is older than the version used for counting, the result
-    is empty. For example, state-space models need five times as much memory with transformers 5.17
-    as with 5.23.
+    Each key depends on DRY_VERSION. So once DRY_VERSION is increased, no request finds an old
+    answer here. If the installed transformers is older than the version used for counting, the
+    result is empty. For example, state-space models need five times as much memory with
+    transformers 5.17 as with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]

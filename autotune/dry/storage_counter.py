@@ -2,9 +2,9 @@
 
 Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes it
 until its last reference disappears, rounded up to the allocator's blocks. The meta device cannot
-see the memory that a CUDA kernel allocates for itself, so the argument `workspace` adds it. The
-same pass counts the arithmetic of matrix products (by torch's formulas), the bytes that operations
-read and write, and the operations.
+see the memory that a CUDA kernel allocates for itself, so the function `workspace` gives this
+memory. The same pass counts the arithmetic of matrix products (by torch's formulas), the bytes that
+operations read and write, and the operations.
 """
 
 import functools
@@ -61,8 +61,9 @@ GROUPED_PRODUCT = "_grouped_mm"
 # The number of matrix products in each of transformers' operators for experts that are not in bf16.
 # The backward operator computes two gradients, so it has two products.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-# An operation of joined adapters (`trainer.joined_lora`) also computes narrow products of the
-# adapter. They read the arguments with these indices, once for each index.
+# Besides its large product, an operation of joined adapters (`trainer.joined_lora`) computes one
+# narrow product of the adapter for each of these indices. The product reads the operation's
+# argument of this index.
 NARROW = {"joined_backward": (0, 0, 1)}
 BLOCK = 512  # the CUDA allocator rounds each request up to a multiple of this number of bytes
 
@@ -208,7 +209,8 @@ class StorageCounter(TorchDispatchMode):
         if packet in flop_registry:
             self._count_known_product(packet, args, kwargs, out, moved)
         elif name == UNPACKED_PRODUCT:
-            # The kernel first unpacks the weight: it reads 4 bits and writes the inputs' type.
+            # The kernel first unpacks the weight: for each value, it reads 4 bits and writes the
+            # inputs' type.
             inputs, packed, (fan_out, fan_in) = args[:3]
             unpacked = inputs.element_size() * fan_out * fan_in
             flops = 2 * inputs.numel() * fan_out

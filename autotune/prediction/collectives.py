@@ -29,10 +29,10 @@ HIDDEN_COSTS = 0.5
 SLOWEST_LINK = 1.5
 # A calibrated link may be this many times slower than its measured bandwidth.
 SLOWEST_MEASURED_LINK = 1.1
-# Several GPUs wait for each other, so their computation takes longer than one GPU's by this
-# fraction. The true fraction is between 0 and twice this value. Steps of several strategies and
-# models were timed on two and four H100s or H200s, and on one card that simulated a rank. On
-# several cards, the steps took between 0.4 % less and 5.1 % more time.
+# Several GPUs wait for each other, so a step of several GPUs computes longer than a step of one
+# GPU, by this fraction. The true fraction is between 0 and twice this value. Steps of several
+# strategies and models were timed on two and four H100s or H200s, and on one card that simulated a
+# rank. On several cards, the steps took between 0.4 % less and 5.1 % more time.
 TOGETHER = 0.03
 
 
@@ -151,9 +151,9 @@ def add_gradient_all_reduce(sent: Traffic, parallelism: Parallelism, slower: flo
 
     The all-reduce takes `slower` times as long as sending all gradients once over one GPU's link.
     If each host has a copy, `slower` is the link's bandwidth divided by the network's, because the
-    GPUs of a host share the network. The added bytes are the bytes that the link would send in the
-    time of the all-reduce. Each time gradients are scattered within a copy, an all-reduce between
-    copies follows.
+    GPUs of a host share the network. The time of the all-reduce is expressed in bytes: as many as
+    the link would send in this time. Each time gradients are scattered within a copy, an all-reduce
+    between copies follows.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added_bytes = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole

@@ -1,13 +1,13 @@
 """Depth truncation: predict a whole model's memory and time from probes with fewer layers.
 
-A step is divided into segments, each with its own measured peak of memory. The peak of a segment is
-affine in the number of layers. So is the time of each part of a step, such as the micro batches.
+A step is divided into segments, each with its own measured peak of memory. The peak of a segment
+and the time of each part of a step, such as the micro batches, are affine in the number of layers.
 The removed layers must be whole periods of the layer pattern. For each segment and each part, a
-straight line goes through the values of two probes. The largest extrapolated segment is the peak of
-the whole model. The sum of the extrapolated parts is its step time. In a model with few layers, the
-peak may occur while the logits exist. In the whole model, it may occur in the optimizer step. A
-line through the peaks of whole steps would miss this change. A DepthPredictor corrects the
-extrapolated times with the measured times of whole models in the study.
+straight line through the values of two probes gives the value of the whole model. The largest
+extrapolated segment is the peak of the whole model. The sum of the extrapolated parts is its step
+time. In a model with few layers, the peak may occur while the logits exist. In the whole model, it
+may occur in the optimizer step. A line through the peaks of whole steps would miss this change. A
+DepthPredictor corrects the extrapolated times with the measured times of whole models in the study.
 """
 
 import math
@@ -42,8 +42,8 @@ HOST_BOUND = 0.15
 # 16 %. Image models on a GPU get the same error, because their host time is unknown.
 UNKNOWN_HOST = 0.15
 # If at least ENOUGH_RATIOS predictions were compared with measured whole models, the spread of
-# their errors replaces the assumed error, unless the spread is larger. A spread below SEEN counts
-# as SEEN.
+# their errors replaces the assumed error if the spread is smaller. A spread below SEEN counts as
+# SEEN.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
 LEAST_SHARDED = 4  # fewer layers would not show the memory per layer of a deep sharded model
@@ -65,8 +65,8 @@ FREE_SHARE = 0.5
 class Extrapolation:
     """The predicted measurement of a whole model.
 
-    Errors are relative, about two standard deviations. The times lie on a line through one time of
-    each truncated model. If `shortest`, this is the model's shortest micro batch time, otherwise
+    Errors are relative, about two standard deviations. The line of the micro batch time goes
+    through one time of each truncated model: its shortest micro batch time if `shortest`, otherwise
     its average. `noise` is the error from the scatter of the timed steps, and `rest_noise` is the
     part of `noise` from the time after the micro batches. `unseen` is the assumed error that is
     added to `noise`. `disturbed` describes how other work on the machine changed the times of a
@@ -216,8 +216,8 @@ def extrapolate(
         raise ValueError(
             f"two numbers of layers are needed, the smaller first, not {shallow} and {wide}"
         )
-    reach = (num_layers - shallow) / (wide - shallow)
-    longer = (num_layers - single_layers) / (shallow - single_layers)
+    factor = (num_layers - shallow) / (wide - shallow)
+    depth_ratio = (num_layers - single_layers) / (shallow - single_layers)
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
         # Once the device's queue is full, the host waits before it issues more work, and the wait
@@ -225,13 +225,13 @@ def extrapolate(
         # line through both host times may be too steep. An added layer takes at most the host time
         # of a layer in the shallow probe.
         host = min(
-            _line(low.host_micro_s, high.host_micro_s, reach),
-            low.host_micro_s * longer,
+            _line(low.host_micro_s, high.host_micro_s, factor),
+            low.host_micro_s * depth_ratio,
         )
 
-    extrapolation = _times(low, high, reach, longer, host)
+    extrapolation = _times(low, high, factor, depth_ratio, host)
     return replace(
-        extrapolation, measurement=_with_memory(extrapolation.measurement, low, high, reach)
+        extrapolation, measurement=_with_memory(extrapolation.measurement, low, high, factor)
     )
 
 
@@ -244,18 +244,18 @@ def count_at_depth(
     """
     shallow, less = low
     wide, more = high
-    reach = (num_layers - shallow) / (wide - shallow)
+    factor = (num_layers - shallow) / (wide - shallow)
 
     def line(name: str) -> float:
-        return _line(getattr(less, name), getattr(more, name), reach)
+        return _line(getattr(less, name), getattr(more, name), factor)
 
     def whole_numbers(name: str) -> dict[str, int]:
         return {
             key: round(value)
-            for key, value in _lines(getattr(less, name), getattr(more, name), reach).items()
+            for key, value in _lines(getattr(less, name), getattr(more, name), factor).items()
         }
 
-    segments = _lines(less.segment_peak_gib, more.segment_peak_gib, reach)
+    segments = _lines(less.segment_peak_gib, more.segment_peak_gib, factor)
     return DryCount(
         model_gib=line("model_gib"),
         adapters_gib=line("adapters_gib"),
@@ -272,35 +272,37 @@ def count_at_depth(
 
 
 def _times(
-    low: Measurement, high: Measurement, reach: float, longer: float, host: float | None
+    low: Measurement, high: Measurement, factor: float, depth_ratio: float, host: float | None
 ) -> Extrapolation:
     """Extrapolate the times of the whole model, and keep the memory of the deeper probe unchanged.
 
-    The whole model has `longer` times as many repeating layers as the shallower probe. `host` is
-    the predicted time that the host needs to issue a micro batch, or None if unknown.
+    `factor` is defined in `_line`. The whole model has `depth_ratio` times as many repeating layers
+    as the shallower probe. `host` is the predicted time that the host needs to issue a micro batch,
+    or None if unknown.
     """
     shortest = min(low.micro_step_s)
-    whole = min(_line(shortest, min(high.micro_step_s), reach), longer * shortest)
+    whole = min(_line(shortest, min(high.micro_step_s), factor), depth_ratio * shortest)
     share = 0.0
     if host is not None:
         share = host / whole if whole > 0 else 1.0
 
     takes_shortest = share > FREE_SHARE
     middle = _middle(low, takes_shortest)
-    micro, error = _time(low.micro_step_s, high.micro_step_s, reach, longer, middle)
-    # The rest of a step is the time outside its micro batches. A delay between two micro batches
-    # makes the rest look too short, so the median replaces the minimum.
+    micro, error = _time(low.micro_step_s, high.micro_step_s, factor, depth_ratio, middle)
+    # The rest of a step is its time outside the micro batches, without the mean pause between two
+    # of them. A delay in a pause makes the rest look too short, so the shortest rest is no reliable
+    # value, and the median is used.
     typical = middle
     if takes_shortest:
         typical = statistics.median
     rest, rest_error = 0.0, 0.0
     if high.rest_s:
-        rest, rest_error = _time(low.rest_s, high.rest_s, reach, longer, typical)
+        rest, rest_error = _time(low.rest_s, high.rest_s, factor, depth_ratio, typical)
     if host is not None:
         # In a truncated model, the host issues the layers while the device still computes the head,
-        # so the host's time does not lengthen the micro batch. In the whole model, it does lengthen
-        # the micro batch.
-        micro = _raise_to_host_pace(host, low, high, reach, micro)
+        # so the host's time does not lengthen the micro batch. The whole model has many layers, and
+        # there the host's time may set the time of the micro batch.
+        micro = _raise_to_host_pace(host, low, high, factor, micro)
 
     step = high.micro_steps * micro + rest
     host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
@@ -316,11 +318,11 @@ def _times(
             step_s=tuple(seconds * scale for seconds in high.step_s),
             micro_step_s=(micro,),
             rest_s=(rest,) if high.rest_s else (),
-            phase_s=_lines(low.phase_s, high.phase_s, reach),
+            phase_s=_lines(low.phase_s, high.phase_s, factor),
             kind_s=(),
             host_micro_s=host,
             host_share=None if host is None else share,
-            kernels=_kernels(low.kernels, high.kernels, reach, host),
+            kernels=_kernels(low.kernels, high.kernels, factor, host),
             new_length_s=low.new_length_s if high.new_length_s is None else high.new_length_s,
             time_error=math.hypot(unseen, noise),
         ),
@@ -333,8 +335,8 @@ def _times(
 
 def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
     """Return the function that averages the times of one model: `min`, `median` or `fmean`."""
-    # A delay on the host takes the same time with any number of layers, and the line would multiply
-    # it. The shortest micro batches have no delay.
+    # A delay on the host takes the same time with any number of layers, and the extrapolation would
+    # multiply this time. The shortest micro batches have no delay.
     if takes_shortest:
         return min
     # The speed of a card at its power limit varies within a second. A long step of the whole model
@@ -343,7 +345,7 @@ def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]
 
 
 def _kernels(
-    low: KernelTimes | None, high: KernelTimes | None, reach: float, host: float | None
+    low: KernelTimes | None, high: KernelTimes | None, factor: float, host: float | None
 ) -> KernelTimes | None:
     """Return the kernel times of the whole model, or None unless both probes were profiled.
 
@@ -355,7 +357,7 @@ def _kernels(
     def line(name: str) -> float:
         at_low = float(getattr(low, name))
         at_high = float(getattr(high, name))
-        return max(_line(at_low, at_high, reach), at_high)
+        return max(_line(at_low, at_high, factor), at_high)
 
     busy_s = line("busy_s")
     return KernelTimes(
@@ -370,28 +372,28 @@ def _kernels(
 
 
 def _raise_to_host_pace(
-    host: float, low: Measurement, high: Measurement, reach: float, micro: float
+    host: float, low: Measurement, high: Measurement, factor: float, micro: float
 ) -> float:
-    """Raise the mean time `micro` so that no kind of micro batch takes less than `host` seconds."""
+    """Raise the mean `micro` so that each kind of micro batch takes at least `host` seconds."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
     return micro + sum(
-        share * max(host - _line(at_low, at_high, reach), 0.0)
+        share * max(host - _line(at_low, at_high, factor), 0.0)
         for (_, at_low), (share, at_high) in pairs
     )
 
 
 def _with_memory(
-    timed: Measurement, low: Measurement, high: Measurement, reach: float
+    timed: Measurement, low: Measurement, high: Measurement, factor: float
 ) -> Measurement:
     """Return `timed` with the memory and the parameters of the whole model."""
 
     def line(name: str) -> float:
-        return _line(getattr(low, name), getattr(high, name), reach)
+        return _line(getattr(low, name), getattr(high, name), factor)
 
-    segments = _lines(low.segment_peak_gib, high.segment_peak_gib, reach)
-    phases = _lines(low.phase_peak_gib, high.phase_peak_gib, reach)
+    segments = _lines(low.segment_peak_gib, high.segment_peak_gib, factor)
+    phases = _lines(low.phase_peak_gib, high.phase_peak_gib, factor)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         parts = [peak for name, peak in segments.items() if name.startswith(phase)]
         if parts:
@@ -401,7 +403,7 @@ def _with_memory(
     extra_reserved = _line(
         low.peak_reserved_gib - low.peak_allocated_gib,
         high.peak_reserved_gib - high.peak_allocated_gib,
-        reach,
+        factor,
     )
     managed_gib = line("managed_gib")
     contexts = [probe.context_gib for probe in (low, high) if probe.context_gib is not None]
@@ -427,17 +429,17 @@ def _with_memory(
     )
 
 
-def _line(at_low: float, at_high: float, reach: float) -> float:
+def _line(at_low: float, at_high: float, factor: float) -> float:
     """Return the value for the whole model, on the line through the values of two truncated models.
 
-    `reach` is the number of layers that the shallower model lacks, divided by the difference
+    `factor` is the number of layers that the shallower model lacks, divided by the difference
     between the two models' numbers of layers.
     """
-    return at_low + (at_high - at_low) * reach
+    return at_low + (at_high - at_low) * factor
 
 
-def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) -> dict[Any, float]:
-    return {key: _line(at_low[key], at_high[key], reach) for key in at_high if key in at_low}
+def _lines(at_low: dict[Any, float], at_high: dict[Any, float], factor: float) -> dict[Any, float]:
+    return {key: _line(at_low[key], at_high[key], factor) for key in at_high if key in at_low}
 
 
 def _excess(measurement: Measurement) -> float:
@@ -453,24 +455,24 @@ def _excess(measurement: Measurement) -> float:
 def _time(
     low: Sequence[float],
     high: Sequence[float],
-    reach: float,
-    longer: float,
+    factor: float,
+    depth_ratio: float,
     middle: Callable[[Sequence[float]], float],
 ) -> tuple[float, float]:
     """Return the whole model's seconds and their standard error, by a line through two averages.
 
     `middle` computes the average time of each truncated model. The result is a weighted sum of the
-    two averages. Its error has the same weights. The whole model has `longer` times as many
-    repeating layers as the shallower probe.
+    two averages, and its error follows from the errors of both averages with the same weights. The
+    whole model has `depth_ratio` times as many repeating layers as the shallower probe.
     """
-    value = middle(low) * (1 - reach) + middle(high) * reach
+    value = middle(low) * (1 - factor) + middle(high) * factor
     # The parts of the model that do not repeat cannot take negative time. But if the host slows
     # down between the two probes, the line may be so steep that it implies a negative time.
-    value = min(value, middle(low) * longer)
+    value = min(value, middle(low) * depth_ratio)
     # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe
     # makes the line too flat.
     value = max(value, middle(high))
-    return value, math.hypot((1 - reach) * _error(low), reach * _error(high))
+    return value, math.hypot((1 - factor) * _error(low), factor * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:
@@ -557,7 +559,8 @@ class DepthPredictor:
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
     """Return a key of the extrapolation's error.
 
-    Extrapolated times of configurations with equal keys are assumed to be wrong by the same factor.
+    For configurations with equal keys, the true time divided by the extrapolated time is assumed to
+    be the same.
     """
     values = [getattr(config, name) for name in knobs_affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)

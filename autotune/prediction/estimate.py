@@ -3,8 +3,8 @@
 `estimate` is the only function that computes all three, for any number of GPUs and hosts. The
 function uses a formula if one covers the configuration. Otherwise it uses the count of a dry probe,
 if the caller passes a function that counts, because this package cannot import the package `dry`.
-For a run of another tool's file, the caller itself computes the memory and the step time. For a
-measured run, the caller passes the measured values.
+For a run that another tool's file describes, the caller computes the memory and the step time
+itself and passes them. For a measured run, the caller passes the measured values.
 """
 
 from collections.abc import Callable, Sequence
@@ -425,8 +425,7 @@ def _memory(
         return None
     bounds = MemoryBounds(least=need, most=need)
 
-    # In an evaluation, autotune's own trainer uses the micro batch size and the loss of the
-    # training.
+    # autotune's own trainer evaluates with the micro batch size and the loss of the training.
     evaluation = Evaluation(rows=None, loss=config.loss)
     if not task.workload.held_out() or evaluation.needs_less(longest):
         return bounds

@@ -79,20 +79,20 @@ def long_row_breakdown(model: ModelSpec, config: TrainConfig) -> MemoryBreakdown
 
 
 def _row_bytes(sizes: Sizes) -> int:
-    """Return the bytes for each token of its id and label, and its position's cosine and sine."""
+    """Return the bytes that a token's id, its label, and its position's cosine and sine take."""
     return 16 + 4 * sizes.head_dim
 
 
 def _adapted_layer_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes at the peak of a layer's backward pass: in its attention or in its MLP."""
-    # In attention: the layer's input, its norm and a gradient; queries, keys, values and the output
-    # with their gradients; flash attention's sums and gradients of queries in 32 bits, and its
-    # gradients of keys and values for each query head.
+    # Attention holds the layer's input, its norm and a gradient; queries, keys, values and the
+    # output, each with its gradient; flash attention's row sums and gradients of queries in 32
+    # bits; and gradients of keys and values for each query head.
     attention = 6 * sizes.hidden + 16 * sizes.queries + 8 * sizes.keys + 8 * sizes.heads
     if sizes.family == "qwen3":  # Qwen3 normalises queries and keys
         attention += max(2 * (sizes.queries + sizes.keys), 8 * sizes.keys)
 
-    # In a tile of the MLP: the gate, up projection, activation and product
+    # A tile of the MLP holds the gate, the up projection, the activation and their product.
     mlp = 14 * sizes.hidden + 4 * (sizes.queries + sizes.keys)
     tile = TILE_TOKENS * (8 * sizes.intermediate + moving_bytes(sizes, config))
 

@@ -35,7 +35,8 @@ WORKSPACE = 64.2 * MIB
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
 ERROR = 0.04
-# This value of the argument `micro_steps` asks for an evaluation instead of a training step.
+# With this value of the argument `micro_steps`, the formulas compute an evaluation instead of a
+# training step.
 EVALUATES = 0
 # In an evaluation, the allocator's unused memory is this fraction of the layers' tensors plus 1 %
 # of the logits. The fraction was 8 to 16 % for Llama and Qwen3 shapes on an H200. The formula's
@@ -406,8 +407,8 @@ def step_moments(
 
     # Autocast keeps the 16-bit cast of each weight until the forward pass ends, or longer if the
     # backward pass needs it. Embeddings are not cast, and the head of a chunked loss is cast after
-    # the layers. If the loss is not chunked, the formula counts a cast of an untied embedding that
-    # does not exist. The result is then at most 0.7 % too high.
+    # the layers. Without a chunked loss, the formula counts a cast of an untied embedding although
+    # embeddings are not cast, so its result is up to 0.7 % too high.
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
@@ -583,7 +584,8 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes that joined adapters add to the base.
 
     One matrix product computes the base's outputs and the adapters' outputs. So each of an
-    adapter's two matrices exists twice more: as a 16-bit copy, and inside the enlarged base matrix.
+    adapter's two matrices has two more copies: one in 16 bits, and one inside the enlarged base
+    matrix.
     """
     total = 0
     for (fan_in, fan_out), rank in _joined_groups(sizes, config):
@@ -719,7 +721,7 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the bytes for each token that a layer keeps because of its adapters' dropout.
 
     Each adapter keeps a dropout mask of one byte for each value of its input. It also keeps its own
-    input after dropout, where adapters without dropout would share one input. Under autocast, each
+    input after dropout; adapters without dropout would share one input. Under autocast, each
     adapter keeps a separate input even without dropout: the cast.
     """
     adapted = sizes.adapted(config)

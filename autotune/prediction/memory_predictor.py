@@ -1,7 +1,7 @@
 """The memory gate: refuse configurations that cannot fit before a probe is launched.
 
-`refused_by` compares a configuration with configurations that ran out of memory. It refuses the
-configuration if one of them has, for every knob, a value that needs no more memory.
+`refused_by` compares a configuration with the configurations that ran out of memory. If one of
+these has, knob by knob, values that need no more memory, the configuration is refused.
 `MemoryPredictor` predicts the memory of a configuration from other configurations' measurements.
 """
 
@@ -70,7 +70,8 @@ class Known:
     def signature(self) -> tuple[object, ...]:
         """A key of this configuration's temporary memory.
 
-        Configurations with equal keys share one line of temporary memory over tokens.
+        Configurations with equal keys share one straight line, which gives the temporary memory by
+        the number of tokens.
         """
         return _compute_signature(self.config, self.measurement.micro_steps)
 
@@ -81,9 +82,9 @@ class MemoryEstimate:
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
     in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
-    upper bound only if `bounded`. There are two cases without an upper bound. Those configurations
-    may have steps of two micro batches instead of one. Or the optimizer may be paged, and all those
-    configurations have other optimizers.
+    upper bound only if `bounded`. There is no upper bound if the other configurations have steps of
+    two micro batches and this one has steps of one, or if this one's optimizer is paged and none of
+    the others has the same optimizer.
     """
 
     low_gib: float
@@ -277,8 +278,8 @@ def _temporary_gib(points: list[tuple[int, float]], tokens: int) -> tuple[float,
     """Return the (low, likely, high) temporary memory at `tokens`, from other configurations.
 
     `points` has the (tokens, GiB) of each of those configurations. The error of the line is the
-    largest distance of a point from it. If `tokens` is outside the range of the points, the error
-    grows by LINE_DOUBT times the line's change from the nearest point to `tokens`.
+    largest distance of a point from the line. If `tokens` is outside the range of the points, the
+    error grows by LINE_DOUBT times the line's change from the nearest point to `tokens`.
     """
     counts = sorted({count for count, _ in points})
     nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))

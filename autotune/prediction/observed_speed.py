@@ -67,8 +67,8 @@ def measured_ratios(
             continue
 
         ratio = _ratio_to_formula(observed)
-        # No published pair of cards deviates by as much as MAX_DEVIATIONS, so an observation that
-        # deviates more is taken for a mistake.
+        # No published pair of cards deviates by as many as MAX_DEVIATIONS standard deviations, so
+        # an observation that deviates more is treated as a mistake.
         if ratio and abs(math.log(ratio)) <= MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN):
             ratios.append(ratio)
     return ratios

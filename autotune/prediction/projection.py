@@ -35,8 +35,8 @@ from autotune.problem.task import Task
 def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
     """Add the speed conversion from the card that runs the probes to the study's device.
 
-    If the spec names a calibration of the device, the conversion includes the ratio of both hosts'
-    speeds, from that calibration and this machine's.
+    If the spec names a calibration of the device, the conversion includes the ratio of the two
+    hosts' speeds: the named calibration has one, and this machine's calibration the other.
     """
     task = setup.task
     if task.measured_on is None:

@@ -1,11 +1,11 @@
 """The memory of each GPU of a training on several GPUs, by formula.
 
-The terms are those of `memory_formula`, divided as the strategy shards them. With accelerate's
-settings, FSDP2 gathers and shards parameters in units: one for each layer, one for the embedding,
-and one for the final norm and the head. The unit of the head is not resharded after the forward
-pass. A training step with torch's `fully_shard` on the meta device showed which buffers exist at
-each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. The settings are the
-exported script's, or come from a file that `check` reads.
+The terms of `memory_formula` are divided among the GPUs as the strategy shards them. With
+accelerate's settings, FSDP2 gathers and shards parameters in units: one for each layer, one for the
+embedding, and one for the final norm and the head. The unit of the head is not resharded after the
+forward pass. A training step with torch's `fully_shard` on the meta device showed which buffers
+exist at each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. DeepSpeed's
+settings are those of the exported script, or come from a file that `check` reads.
 """
 
 import functools
@@ -34,14 +34,14 @@ from autotune.prediction.memory_formula import (
 )
 
 # The assumed relative error of a rank's peak. The largest measured error was 3 % under FSDP2 and
-# 1.5 % under DeepSpeed. Each side stream has its own memory pool, and other streams get its free
-# blocks only if memory is short. On cards with free memory, ranks held 20 to 55 % more than they
-# had allocated.
+# 1.5 % under DeepSpeed. Each side stream has its own memory pool. Other streams get the free blocks
+# of this pool only if memory is short. On cards with free memory, ranks held 20 to 55 % more than
+# they had allocated.
 RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # DeepSpeed's default for the number of parameters that stage 3 may keep gathered
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
-# Moments of a step after the gradients were scattered, so that each rank holds only its shard
+# Moments of a step at which gradients are scattered already, so that each rank holds only its shard
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step

@@ -34,8 +34,8 @@ from autotune.problem.speed_transfer import SpeedTransfer
 # A matrix multiplication in fp8 is this many times as fast as in bf16, even with the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
-# The numbers of bytes moved, including temporary tensors: for each byte that a layer keeps for its
-# backward pass, for each logit, and for each weight of a 4-bit base.
+# Three numbers of bytes that a step moves, including temporary tensors: for each byte that a layer
+# keeps for its backward pass, for each logit, and for each weight of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
 # In full fine-tuning, a layer moves this fraction of the bytes that a layer with adapters moves.
@@ -146,7 +146,7 @@ class StepTimeEstimate:
 
     @property
     def micro_s(self) -> float:
-        """The longer of the device's and the host's time, plus up to 19 % if the two are close."""
+        """The longer time, the device's or the host's, plus up to 19 % if they are close."""
         return math.sqrt(math.hypot(self.device_s**2, self.host_s**2))
 
     @property
@@ -298,7 +298,7 @@ def estimate_step_time(
     sizes = supported(model, config)
     if sizes is None or config.cuda_graphs != "none":
         return None
-    # Uncompiled fp8 is slower than bf16, so there is no use for it.
+    # Uncompiled fp8 is slower than bf16, so it was not measured.
     if config.quantization == "fp8" and config.compile == "none":
         return None
     trained = memory_breakdown(model, config, objective=objective)

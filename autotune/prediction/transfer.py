@@ -46,9 +46,10 @@ CEILING = 0.95  # the largest fraction of its peak that any card is assumed to r
 # The share of an H200's time that matrix products take in the published pairs. The share is used
 # for configurations without a formula.
 USUAL_SHARE = 0.3
-# Two cards have a speed ratio for each configuration. These are standard deviations of its
-# logarithm: BETWEEN from one pair of cards to another, for the same method, and WITHIN from one
-# configuration to another, for the same method and the same pair.
+# For a pair of cards, each configuration has a speed ratio. The constants are standard deviations
+# of this ratio's logarithm: BETWEEN is the deviation from one pair of cards to another, for the
+# same method. WITHIN is the deviation from one configuration to another, for the same method and
+# pair.
 BETWEEN = 0.14
 WITHIN = 0.09
 # The generations of the cards in the published pairs. Speeds of other generations come from data
@@ -73,7 +74,7 @@ COPIED = 0.88
 def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
     """Return whether two cards have the same peaks and generation.
 
-    Such cards differ only in their memory or power.
+    Two cards with the same chip differ only in their memory or power.
     """
     return (one.arch, one.bf16_tflops, one.fp16_tflops) == (
         other.arch,
@@ -145,8 +146,8 @@ def speed_transfer(
         precision: the precision of the products: bf16, fp16 or fp8.
         calibration: a calibration of either card.
         side: the side of the multiplied matrices, as in `Calibration.products_tflops`.
-        alike: whether the calibration's training has the same method. If the methods are the same,
-            this training is used as one more measurement.
+        alike: whether the calibration's training used the method that the speed is for. If so, this
+            training counts as one more measurement.
     """
     if source.name == target.name:
         return SpeedTransfer(products=1.0, bytes=1.0, error=0.0, fp8=1.0, profiled_error=0.0)
@@ -162,8 +163,8 @@ def speed_transfer(
     noise = WITHIN**2
     shift = 1.0
     count = len(known)
-    # `autotune calibrate` also times a short training run. The result of this run is already part
-    # of a calibrated card's rates, so the card needs no further correction.
+    # `autotune calibrate` also times a short training run. The rates of a calibrated card already
+    # include the result of this run, so they need no further correction.
     if calibration is not None and calibrated:
         count = int(alike and calibration.reference is not None)
     else:

@@ -77,9 +77,9 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
 def paged_state_gib(model: nn.Module) -> float:
     """The GiB of CUDA's managed memory that a paged 8-bit optimizer will use.
 
-    The optimizer pages the state of parameters with at least 100,000 elements. The state has two
-    moments, each with one byte per element. For embeddings, the Trainer makes bitsandbytes keep the
-    moments in 32 bits.
+    Only the state of parameters with at least 100,000 elements is in managed memory. The state has
+    two moments, each with one byte per element. For embeddings, the Trainer makes bitsandbytes keep
+    the moments in 32 bits.
     """
     # bitsandbytes pages the state of parameters with at least 1e5 elements
     # (Optimizer2State.get_state_buffer).
@@ -152,8 +152,8 @@ def oom_detail(
     """Describes an OOM: how much memory each use took when an allocation failed.
 
     `terms` has the GiB of each use, read after the failed step has freed some tensors. The memory
-    that was freed between the peak and this reading counts as activations, or as weights if only
-    weights existed.
+    that was freed between the peak and this reading counts as activations, or as weights if the
+    model was still being loaded.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}

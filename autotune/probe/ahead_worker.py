@@ -1,9 +1,9 @@
 """The child process that compiles code for later probes: it trains once for each wanted request.
 
 A file in the shared folder lists the wanted requests (see `compile_ahead` and `turns`). This
-process runs the probe's own code on the same number of layers as the later probe. So the later
-probe finds the compiled code in the compiler's disk cache. The process only fills this cache, and
-keeps no result.
+process runs the probe's own code on the same number of layers as the later probe, so that the
+compiler's disk cache has the code when the later probe needs it. The process only fills this cache,
+and keeps no result.
 """
 
 import gc
@@ -64,8 +64,8 @@ class AheadCompiler:
         self._nvml = Nvml.open() if device == "cuda" else None
         self._held_gib = 0.0
         self._used_gib = 0.0
-        # The device memory in use when this process got its first turn on the device. All of it
-        # belonged to other processes.
+        # The device memory in use when this process got its first turn on the device. At that time,
+        # all of it belonged to other processes.
         self._first_gib: float | None = None
         self._meter: Meter | None = None
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
@@ -73,7 +73,7 @@ class AheadCompiler:
     def compile_next(self) -> bool:
         """Compile the code for the first request that no process has claimed.
 
-        Return False if all are claimed.
+        Return False if all requests are claimed.
         """
         with suppress(FileNotFoundError):
             for wanted in json.loads((self._folder / WANTED).read_text(encoding="utf-8")):
@@ -165,8 +165,8 @@ class AheadCompiler:
     def _settle(self) -> None:
         """Wait for the device and return unused memory.
 
-        Python's garbage is not collected, because a full collection would take longer than many
-        turns on the device.
+        Python's garbage collector does not run here, because a full collection would take longer
+        than many turns on the device.
         """
         if self._meter is not None:
             self._meter.synchronize()

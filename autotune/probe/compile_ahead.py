@@ -18,13 +18,13 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-# The processes that compile ahead are started together, at most this many times. They are ended
-# when a probe needs their memory, and started again later.
+# The processes that compile ahead end when a probe needs their memory, and are started again later.
+# They are started at most this number of times.
 MAX_STARTS = 4
-# On a host with fewer cores than this, no process compiles ahead; from this number of cores on, one
-# process does.
+# A host with fewer cores than LEAST_CORES compiles nothing ahead. From LEAST_CORES on, one process
+# compiles ahead; from MANY_CORES on, two do.
 LEAST_CORES = 4
-MANY_CORES = 12  # from this number of cores on, two processes compile ahead
+MANY_CORES = 12
 
 
 def num_helpers(cores: float) -> int:
@@ -114,7 +114,7 @@ class CompileAhead:
     def make_room(self) -> None:
         """End all processes to free memory.
 
-        `compile_next` starts them again. They are started at most MAX_STARTS times in all.
+        `compile_next` starts the processes again, up to MAX_STARTS times in all.
         """
         self._end(self._processes)
 

@@ -2,9 +2,9 @@
 
 `python -m autotune.probe.demo_model FOLDER` reads the keyword arguments of a transformers config
 from stdin, and writes the model to FOLDER. The model learns from the docstrings of this package, as
-questions and answers. It writes words of this package in the form of an answer, and knows nothing.
-The same package and the same torch make the same weights, because the seed and the number of
-threads are fixed.
+questions and answers. The trained model writes words of this package in the form of an answer, and
+knows nothing. The seed and the number of threads are fixed, so the same version of the package with
+the same torch makes the same weights.
 """
 
 import ast
@@ -82,7 +82,8 @@ def make(folder: Path, config: dict[str, Any], steps: int = STEPS) -> float:
     texts = [message["content"] for example in examples for message in example]
     tokenizer = make_tokenizer(texts, config["vocab_size"])
 
-    # All examples in random order are one long text, which is cut into rows without padding.
+    # All examples, in random order, are joined to one long text, which is cut into rows without
+    # padding.
     order = torch.randperm(len(examples)).tolist()
     rendered = [tokenizer.apply_chat_template(examples[i], tokenize=False) for i in order]
     tokens = torch.tensor(tokenizer("".join(rendered), add_special_tokens=False)["input_ids"])

@@ -1,8 +1,9 @@
 """Measures the speed of a device's matrix products, copies, host link and kernel launches.
 
-This module runs in the worker's process, and measures one rate at a time. Operands are random,
-because a card at its power limit multiplies equal numbers faster. Times come from device events on
-a GPU and from the clock on a CPU. Operands on CPUs are smaller, and a CPU has no link to the host.
+This module runs in the worker's process, and measures one rate at a time. The multiplied numbers
+are random, because a card at its power limit multiplies equal numbers faster. Times come from
+device events on a GPU and from the clock on a CPU. On a CPU, matrices and copies are smaller, and
+there is no link to the host.
 """
 
 import math
@@ -41,7 +42,8 @@ class Sizes:
 
 
 ON_CPU = Sizes(sides=(256, 512, 1024), dtypes={"fp32": torch.float32}, copied_bytes=64 * MIB)
-# The copied buffers are larger than any GPU's caches, so that copies show the speed of the memory.
+# The copied buffers are larger than the caches of any GPU, so that the speed of a copy is the speed
+# of the memory.
 ON_GPU = Sizes(
     sides=(1024, 2048, 4096, 8192),
     dtypes={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},

@@ -1,9 +1,9 @@
 """The probe: a few real optimizer steps of transformers' Trainer, measured by phase.
 
 The probe measures the time and memory of the full run's work: loader, forward, backward, clipping,
-optimizer, logging. An optimizer step of the probe has one or two micro batches. When a study
-confirms its best configurations, it has up to four. `problem.performance` composes the full run's
-step from them. A failed probe raises an exception, and `worker` decides its outcome.
+optimizer, logging. An optimizer step of the probe has one or two micro batches, or up to four when
+a study confirms its best configurations. `problem.performance` composes the full run's step from
+these micro batches. A failed probe raises an exception, and `worker` decides its outcome.
 """
 
 import copy
@@ -155,7 +155,7 @@ def _lengths(request: ProbeRequest) -> set[tuple[str, int, int]]:
 
 
 class _StepEndCallback(TrainerCallback):
-    """Reports each step's end to the recorder, which tells when to stop the Trainer."""
+    """Reports each step's end to the recorder, which decides when to stop the Trainer."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -300,7 +300,8 @@ class Probe:
         ) as scratch:
             self.trainer = self._make_trainer(scratch)
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
-                # Losses of random weights must not be compared with losses of real weights.
+                # The losses of random weights mean nothing, and must not be compared with losses of
+                # real weights.
                 self._has_random_weights = self.request.weights is not None
                 in_host = self.request.config.offload
                 shard_outline(
@@ -312,7 +313,7 @@ class Probe:
             self.trainer.train()
             self.meter.synchronize()
             self.meter.return_freed(self._state_gib())
-            self.recorder.weigh()
+            self.recorder.record_peak()
             self.recorder.check_steady()
 
             losses = self._check_losses()
@@ -425,7 +426,7 @@ class Probe:
     def _compile(self) -> None:
         """Compile each layer as the exported script does, and reuse the code of earlier probes.
 
-        The first layer's input must require gradients like the inputs of all other layers.
+        The first layer's input is made to require gradients, as the inputs of all other layers do.
         Otherwise the first layer would need a compiled graph of its own.
         """
         if self.request.config.method == "lora":
@@ -526,8 +527,8 @@ class Probe:
     def memory_terms(self) -> dict[str, float]:
         """The GiB of allocated memory by use, such as weights, gradients and activations.
 
-        The rest of the allocated memory counts as logits and activations. A formula gives the size
-        of the logits.
+        Allocated memory that is not a weight, an adapter, a gradient or optimizer state counts as
+        logits and activations. A formula gives the size of the logits.
         """
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
@@ -549,8 +550,8 @@ class Probe:
         """The GiB of the logits and their fp32 copy, which transformers' causal-LM loss holds.
 
         The logits have the compute dtype. Both tensors exist in the backward pass. In a forward
-        pass, both are assumed to exist if more memory is allocated than the model and both tensors
-        take.
+        pass, they are assumed to exist if more memory is allocated than they and the model take
+        together.
         """
         config, phase = self.request.config, self.recorder.phase
         if self.request.objective is not Objective.SFT:
@@ -640,7 +641,7 @@ class Probe:
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
         """The rows of all micro batches: for each kind in `order`, one micro batch for each rank.
 
-        Each kind has only a few different micro batches, which are used repeatedly.
+        Only a few different micro batches are made of each kind, and these are used repeatedly.
         """
         request, kinds = self.request, self.request.kinds
         num_ranks = request.parallelism.num_gpus
@@ -688,8 +689,8 @@ class Probe:
         The result is the median over a few lengths, or None if there is no new length. Attention
         makes an execution plan for each new length. The new lengths are a little shorter than the
         most frequent kind of micro batch, whose time without a new plan is known. The first plan of
-        each alignment (`trainer.patches.ALIGNMENTS`) also builds kernels, which takes seconds. All
-        new lengths are odd numbers, so they have the same alignment.
+        each alignment (`trainer.patches.ALIGNMENTS`) also builds kernels, which takes seconds. To
+        avoid this time, all new lengths are odd numbers, which have the same alignment.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
@@ -769,14 +770,14 @@ class Probe:
     def _evaluate_and_save(self) -> None:
         """Evaluate a micro batch of each kind, and save the adapters as the full run does.
 
-        A small checkpoint is saved completely; of a larger checkpoint, only the weights are saved.
-        A probe of full fine-tuning saves no checkpoint.
+        A small checkpoint is saved with its optimizer state, a larger checkpoint without. A probe
+        of full fine-tuning saves no checkpoint.
         """
         recorder, meter = self.recorder, self.meter
 
         recorder.begin(Phase.EVALUATE)
         self.trainer.evaluate()
-        recorder.weigh()
+        recorder.record_peak()
         meter.synchronize()
         shares = [self.request.kinds[index].share for index in recorder.schedule.evaluation[1:]]
         seconds = [meter.seconds(*marks) for marks in pairwise(recorder.evaluation_ends)]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 ROUNDS = 4
-# The number of terms in each sum; each term is -1, 0 or 1, so fp16 represents all sums exactly.
+# The number of terms in each sum of a matrix product. Each term is -1, 0 or 1, so fp16 represents
+# all sums exactly.
 INNER = 256
 
 

@@ -25,8 +25,8 @@ ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
 # cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
-# The next patterns serve `class_of`, which divides the kernels of `bytes` further: collectives,
-# optimizers, copies, elementwise kernels.
+# With the next patterns, `class_of` divides the kernels that count as `bytes` further: into
+# collectives, optimizers, copies and elementwise kernels.
 COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
 OPTIMIZER = re.compile(
     r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE
@@ -36,8 +36,8 @@ COPY = re.compile(
     re.IGNORECASE,
 )
 UNPACKING = re.compile(r"dequantize", re.IGNORECASE)
-# A profile on a CPU has operators instead of kernels. This pattern matches the operators that are
-# matrix products.
+# A profile on a CPU has operators instead of kernels. The pattern matches operators that are matrix
+# products.
 OPERATOR_PRODUCT = re.compile(
     r"^(aten::(mm|addmm|bmm|baddbmm|matmul|linear|mv|addmv|_grouped_mm)|mkldnn::.*linear.*)$"
 )

@@ -98,8 +98,8 @@ class Learner:
         if self._compiles and settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
 
-        # Each training resets the adapters with its seed. Other trained parameters return to the
-        # values that are stored here.
+        # Each training makes new values for the adapters with its seed. Other trained parameters
+        # get back the values that are stored here.
         self._first = {
             name: parameter.detach().cpu().clone()
             for name, parameter in self._model.named_parameters()

@@ -27,14 +27,14 @@ from autotune.core.units import GIB, gib
 from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
-MAX_LOST_GIB = 0.5  # GiB of host memory; a worker whose probes together keep more is replaced
+MAX_LOST_GIB = 0.5  # GiB of host memory; a worker is replaced if its probes have kept more in total
 # Memory counts as returned if it differs from the baseline by less than this. Some GPU libraries
 # keep 2 MiB after their first use of a large matrix.
 WORKSPACE_GIB = 8 / 1024
-# On a CPU, freed blocks of at least this size return to the kernel while peaks are read.
+# While memory peaks are read on a CPU, freed blocks of at least this size return to the kernel.
 RETURNED_BYTES = 2**16
-# A bit in the header that malloc writes before each block. The bit is set if the block has its own
-# mapping from the kernel (mmap).
+# malloc writes a header before each block. This bit of the header is set if the kernel mapped the
+# block separately (mmap).
 IS_MAPPED = 2
 PACKAGES = (
     "torch",
@@ -68,9 +68,10 @@ class CudaMeter:
 
     def __init__(self) -> None:
         self._nvml = Nvml.open()
-        # The card's used memory is read before the process has a CUDA context. In a container with
-        # its own process ids, the driver does not show memory by process. The context is then the
-        # growth of the card's used memory since this reading, without torch's memory.
+        # The card's used memory, read before the process has a CUDA context. In a container with
+        # its own process ids, the driver does not show the memory of one process. The size of the
+        # context is then computed: the growth of the card's used memory since this reading, minus
+        # torch's memory.
         self._used_before_gib = self._nvml.used_gib() if self._nvml else None
 
         torch.cuda.init()
@@ -120,7 +121,8 @@ class CudaMeter:
         taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
 
-        # A probe of a few layers may have the limit of a larger card, above this card's own limit.
+        # A probe of a few layers may get the memory limit of a larger card, which is above this
+        # card's own limit.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
         share = min(max(limit, 0.01) + self.aside_gib, room) / total
         torch.cuda.set_per_process_memory_fraction(share)
@@ -256,7 +258,7 @@ class CpuMeter:
         self._libc.free.argtypes = [ctypes.c_void_p]
         # Addresses of blocks that are allocated only so that tensors cannot use them.
         self._held: list[int] = []
-        # While malloc keeps freed blocks: the limit that `return_freed` will restore.
+        # The limit that `return_freed` will restore; None while malloc returns freed blocks.
         self._capped_at: int | None = None
         self.settle()
 
@@ -312,7 +314,8 @@ class CpuMeter:
     def _hold_free_blocks(self) -> None:
         """Return the pages of all free blocks, and hold the blocks without touching them.
 
-        Otherwise tensors would use these blocks, and their pages would not return to the kernel.
+        Otherwise new tensors would be placed in these blocks, and a tensor's pages would not return
+        to the kernel when it is freed.
         """
         set_release_threshold(RETURNED_BYTES)
         self._libc.malloc_trim(0)
@@ -355,7 +358,10 @@ class CpuMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak_gib(self) -> tuple[float, float]:
-        """The same peak twice (allocated, reserved), because a CPU has no cache of freed memory."""
+        """Return the peak of the process's memory, as the allocated and as the reserved peak.
+
+        The two are equal, because a CPU has no cache of freed memory.
+        """
         file_backed = self._status("RssFile") + self._status("RssShmem")
         peak = gib(max(self._status("VmHWM") - file_backed - self._before, 0))
         return peak, peak
@@ -377,8 +383,8 @@ class CpuMeter:
         self._libc.malloc_trim(0)
 
     def has_returned(self, baseline_gib: float) -> bool:
-        # Python's own arenas vary by a few MiB. Libraries keep memory at their first use, less than
-        # 0.2 GiB in total. Only memory that probes fail to return grows without end.
+        # Python's own arenas vary by a few MiB. At their first use, libraries keep some memory,
+        # less than 0.2 GiB in total. Memory that grows further was not returned by the probes.
         lost = gib(self._status("RssAnon") - self._first) - self.aside_gib - baseline_gib
         return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < MAX_LOST_GIB
 

@@ -270,7 +270,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
     start = Place(part=Part.HEAD, stage=Stage.FORWARD)
     host = (one for one in events if not (one.on_device or one.linked or RUNTIME.match(one.name)))
     for event in sorted(host, key=lambda event: (event.start_s, -event.end_s)):
-        # The stack of a thread holds the events that contain this event.
+        # The stack of a thread holds the events that are still running when this event starts.
         stack = stacks[event.thread]
         while stack and stack[-1].event.end_s <= event.start_s:
             stack.pop()
@@ -330,7 +330,8 @@ def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> lis
     placed: list[PlacedWork] = []
     stage = Stage.FORWARD
     for kernel in sorted(kernels, key=lambda one: one.start_s):
-        # A kernel that no known operator has issued belongs to the stage of the previous kernel.
+        # If the operator that issued a kernel is unknown, the kernel belongs to the stage of the
+        # previous kernel.
         place = by_number.get(kernel.linked) if kernel.linked else None
         place = place or Place(part=unknown, stage=stage)
         placed.append(PlacedWork(event=kernel, place=place, seconds=kernel.seconds))

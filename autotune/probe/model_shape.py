@@ -65,7 +65,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     if len(layers) == config.get_text_config().num_hidden_layers:
         prefix, period = repetition(_kinds(layers, config.get_text_config()))
-    else:  # num_hidden_layers is not the number of layers, so lowering it truncates nothing
+    else:  # lowering num_hidden_layers did not change the number of layers
         prefix, period = len(layers), None
 
     named = [item for layer in layers for item in layer.named_modules()]
@@ -198,7 +198,10 @@ def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
 
 
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
-    """The facts that tell layers apart: class, parameter shapes, entries in the config's lists."""
+    """The facts that tell one kind of layer from another.
+
+    They are the layer's class, the shapes of its parameters, and its entries in the config's lists.
+    """
     indices = list(range(config.num_hidden_layers))
     lists = [values for values in _lists_by_layer(config).values() if values != indices]
     kinds = []

@@ -14,7 +14,8 @@ from autotune.core.nvml import THROTTLE_REASONS, Nvml
 from autotune.core.probe_types import Measurement, Phase, Telemetry
 
 THERMAL = THROTTLE_REASONS[0x40]
-# Seconds of a phase after which the worker counts as hung. Compilation happens in the first step.
+# The seconds after which a phase counts as hung. The first step has a long deadline, because it
+# compiles.
 DEADLINES = {
     Phase.START: 240.0,
     Phase.LOAD: 600.0,
@@ -79,7 +80,7 @@ class Monitor:
         return time.monotonic() - self._since > self.deadline_s()
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Add this process's observations to the worker's measurement."""
+        """Add the observations of the sensors and of the cores to the worker's measurement."""
         own_cores, other_cores = self.core_use() or (None, None)
         return replace(
             measurement,

@@ -1,8 +1,8 @@
 """Makes this process a rank, which joins the process group (the world) of a probe on several GPUs.
 
 A fake world has one process, which simulates rank 0: a collective copies on the device and never
-blocks. A test on two H200s showed that this process takes exactly the memory of a real rank. Copies
-of this rank's own data replace the data of other ranks, so the losses have no meaning.
+blocks. A test on two H200s showed that this process takes exactly as much memory as a real rank.
+Copies of its own data replace the data of the other ranks, so the losses have no meaning.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Runs probes on several real ranks: each rank is a worker process with its own device and socket.
 
-This module does not use torch. A failed rank reports its failure first, because the other ranks
-wait in a collective. The parent then ends all workers and starts new ones for the next probe, which
-discards the interrupted collective.
+This module does not use torch. A failed rank reports its failure before it cleans up, because the
+other ranks wait for it in a collective. The parent then ends all workers, and with them the
+interrupted collective, and starts new workers for the next probe.
 """
 
 import os
@@ -296,7 +296,7 @@ def _has_failed(message: Message) -> bool:
 
 
 def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
-    """One result of all ranks: the slowest rank's times and the highest peaks.
+    """Combine the results of all ranks: the slowest rank's times and the highest peaks.
 
     If some results are not OK, the first result that is not OK is returned. Losses are means over
     the ranks, because each rank trains on a part of the batch.

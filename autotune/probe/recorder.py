@@ -60,11 +60,11 @@ class StepTimes:
 class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
-    The first steps of the schedule (its lead) warm up. The first round of steps then shows the
-    duration of a step. The first round's times are used if its micro batches are long
-    (`Schedule.long_s`). If code is still compiled in the first round, a later round takes its
-    place. Then complete rounds are timed for `min_timed_s` seconds. Timing ends earlier if the
-    rounds' times agree. If they disagree in a probe of a whole model, more rounds are timed.
+    The first steps of the schedule (its lead) warm up. Then comes the first round of steps, which
+    shows how long a step takes. Its times are used only if its micro batches are long
+    (`Schedule.long_s`). If code is still compiled in this round, a later round takes its place.
+    Then complete rounds are timed for `min_timed_s` seconds. Timing ends earlier if the rounds'
+    times agree. If they disagree in a probe of a whole model, more rounds are timed.
 
     A CPU's steps are timed for CPU_SHARE of `min_timed_s`, and no rounds are added. Rounds on a CPU
     never agree, because every other process of the machine delays some of them. On a CPU, timing
@@ -145,7 +145,7 @@ class Recorder:
         Within a CUDA graph `timed` is false, because a replay records no times.
         """
         if self.meter.peaks_are_free or self.first_timed is None:
-            self.weigh()
+            self.record_peak()
             self.meter.reset_peak()
         if timed:
             mark = self.meter.mark()
@@ -163,11 +163,11 @@ class Recorder:
         Timed steps are not divided into parts.
         """
         if self.first_timed is None:
-            self.weigh()
+            self.record_peak()
             self.meter.reset_peak()
             self.segment = name
 
-    def weigh(self) -> None:
+    def record_peak(self) -> None:
         """Record the memory peak since the last reset as a peak of the current phase."""
         allocated, reserved = self.meter.peak_gib()
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0.0), allocated)
@@ -265,8 +265,7 @@ class Recorder:
         assert self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        # To agree on an early stop, ranks would have to wait for each other, so they never stop
-        # early.
+        # Real ranks never stop early: to agree on it, they would have to wait for each other.
         if inside or self._must_agree:
             return
 
@@ -300,8 +299,8 @@ class Recorder:
     def host_micro_s(self) -> float | None:
         """The shortest time that the host itself takes for a micro batch.
 
-        Longer times include waits, because the device's queue was full. The result is None on a
-        CPU, or if the host waits for the device within a micro batch.
+        In longer times, the host also waited, because the device's queue was full. The result is
+        None on a CPU, or if the host waits for the device within a micro batch.
         """
         if self.first_timed is None or self.meter.torch_device.type == "cpu" or self.host_waits():
             return None
@@ -376,7 +375,7 @@ class Recorder:
                 micros.append(step - next_fetch + fetch)
                 continue
             # The pause between two micro batches (loader, bookkeeping) also follows the last micro
-            # batch. This pause is not part of `rest`.
+            # batch. So the mean pause is subtracted from `rest`.
             gap = statistics.fmean(map(seconds, ends[:-1], starts[1:]))
             rest = max(seconds(ends[-1], after) - gap - next_fetch, 0.0)
             rests.append(rest)
@@ -396,7 +395,7 @@ class Recorder:
     def _weight(self, step: int, place: int, phase: Phase) -> float:
         """The weight of a phase's time in this timed step, for the mean over the full run's steps.
 
-        When the phase began, `place` micro batches of its step had begun.
+        `place` is the number of micro batches of the step that had begun when the phase began.
         """
         assert self.first_timed is not None
         assert self.last_timed is not None

@@ -71,8 +71,8 @@ class ResidentModel:
 def family_of(request: ProbeRequest) -> tuple[Any, ...]:
     """The properties that requests must have in common to share a base model.
 
-    Besides, the numbers of layers must be equal. Full fine-tuning changes the base, so the worker
-    never reuses a base after full fine-tuning.
+    Requests that share a base must also have the same number of layers. Full fine-tuning changes
+    the base, so the worker never reuses a base after full fine-tuning.
     """
     config = request.config
     return (
@@ -180,9 +180,9 @@ def _unload(base: PreTrainedModel, peft_model: PeftModel) -> None:
 def clean(resident: ResidentModel) -> None:
     """Undo a Trainer's changes: checkpointing, hooks, compiled calls, gradients, replaced methods.
 
-    accelerate marks a prepared model, and would not set up autocast on a marked model. In a
-    benchmark, a probe of a marked model was 24 % slower than in a fresh process. So accelerate's
-    mark is also removed from the base and its adapters.
+    accelerate marks a model that it has prepared, and would not set up autocast on a marked model
+    again. In a benchmark, a probe of a marked model was 24 % slower than a probe in a fresh
+    process. So this function also removes accelerate's mark from the base and its adapters.
     """
     base = resident.base
     peft_model = resident.peft_model

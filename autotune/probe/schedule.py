@@ -1,4 +1,7 @@
-"""Plans a probe's micro batches: short ones to warm up, then each kind (a row length) in turn."""
+"""Plans a probe's micro batches: short ones to warm up, then each kind in turn.
+
+A kind of micro batch is its row length.
+"""
 
 import itertools
 import math
@@ -37,9 +40,9 @@ class Schedule:
     round has each timed kind at least once. The longest micro batch of a step comes last, so that
     its peak includes the gradients of the other micro batches.
 
-    `weights` has the weight of each micro batch of a round in the mean over the full run. The
-    weights sum to 1. `uneven` says whether the kinds of a round have different lengths. The lead
-    has as many tokens as `lead_micros` average micro batches, and a round as many as
+    `weights` has a weight for each micro batch of a round, with which the round represents the full
+    run. The weights sum to 1. `uneven` says whether the kinds of a round have different lengths.
+    The lead has as many tokens as `lead_micros` average micro batches, and a round as many as
     `round_micros`.
 
     The first round is timed if its micro batches take more than `long_s` seconds on average, even

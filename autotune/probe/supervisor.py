@@ -84,8 +84,7 @@ class WorkerProber:
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         # The seconds that the worker's start took; None after a result has reported them.
         self._start_s: float | None = None
-        # True if the last attempt at a probe ran while a process that compiles ahead still used the
-        # device.
+        # True if, in the last try of a probe, a process that compiles ahead still used the device.
         self._missed_turn = False
         # True if heat or hardware slowed the last probe whose sensors were read.
         self._was_slowed = False
@@ -180,8 +179,8 @@ class WorkerProber:
         """The reason why the machine may be to blame, or None.
 
         The reason may be other processes, a crash without a known cause, or a slowed card. If a
-        configuration has already crashed in two tries, a further crash is not retried. A card that
-        stays slow gets no second try either.
+        configuration has already crashed in two tries, a further crash is not retried. If the card
+        was already slowed in the last probe, the probe is not repeated either.
         """
         if self._lacked_room(result):
             return (
@@ -267,8 +266,8 @@ class WorkerProber:
         try:
             process = self.ready_process()
             if self.ahead is not None:
-                # Remove the records of ended processes, because the worker adds up the memory in
-                # these records.
+                # Each compile-ahead process has a record of its memory, and the worker adds up
+                # these records. So the records of ended processes are removed.
                 self.ahead.reap()
             shared: dict[str, str] = {}
             if self.ahead is not None and self.ahead.is_running:
@@ -462,7 +461,7 @@ class WorkerProber:
 def merge_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeResult:
     """The second try, or the first if only the first succeeded.
 
-    `total` is the time of both tries.
+    The time `total` of the result covers both tries.
     """
     only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
     result = first if only_first_worked else second

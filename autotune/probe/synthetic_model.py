@@ -5,7 +5,7 @@ directory. In the file, `model` has the keyword arguments of a transformers conf
 the device that makes the weights. `rows` is the number of training rows. `lengths` lists the rows'
 lengths in tokens; a list shorter than `rows` repeats. `held_out` lists the lengths of the rows in
 the test split. With an `objective` other than next-token training (`sft`), a row is a text of
-random letters. Each letter is one token. The fraction `trained_share` of a row is the answer.
+random letters, and each letter is one token. The last `trained_share` of a row is the answer.
 """
 
 import gc

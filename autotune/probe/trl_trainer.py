@@ -68,8 +68,9 @@ def trl_trainer(
         **({"ref_model": reference} if reference is not None else {}),
     )
     if "ref" in getattr(model, "peft_config", {}):
-        # TRL assumes that adapters that it did not make are trained already, and keeps a copy of
-        # them. In a run of TRL's own script, TRL makes the adapters, so there is no such copy.
+        # If TRL did not make the adapters itself, it assumes that they are trained already, and
+        # keeps a copy of them. In a run of TRL's own script, TRL makes the adapters, so there is no
+        # such copy.
         model.delete_adapter("ref")
     return trainer
 
@@ -77,8 +78,8 @@ def trl_trainer(
 def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> Any:
     """The rows without their padding, as TRL's tokenised examples.
 
-    Each row ends at its last label, because padding has no label. The second answer of a pair has
-    the tokens of the first answer in reverse.
+    A row's padding begins after its last label, because padding has no label. The second answer of
+    a pair has the tokens of the first answer in reverse.
     """
     lengths = [1 + int((row["labels"] != IGNORED).nonzero()[-1]) for row in rows]
     pairs = list(zip(rows, lengths, strict=True))

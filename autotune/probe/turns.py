@@ -41,14 +41,16 @@ def held_by_others_gib(folder: Path) -> float:
 
 
 class Turns:
-    """Lets this process take turns on the device. Without a `folder`, no other process uses it.
+    """Lets this process take turns on the device.
 
-    `on_give` is called before the device goes to other processes, `on_wait` with the start and end
-    of each wait. Only the probing process sets `patience_s`, its longest wait in seconds. The
-    probing process gets the next turn before all other processes. After its longest wait, it
-    continues without a turn, and `is_stuck` is true. On a file system without locks, the probing
-    process also continues without turns. `compile_s` is the compilation time of the last `take`
-    block.
+    Without a `folder`, no other process uses the device.
+
+    `on_give` is called before the device goes to other processes. `on_wait` is called after each
+    wait, with its start and end. Only the probing process sets `patience_s`, its longest wait in
+    seconds. The probing process gets the next turn before all other processes. After its longest
+    wait, it continues without a turn, and `is_stuck` is true. On a file system without locks, the
+    probing process also continues without turns. `compile_s` is the compilation time of the last
+    `take` block.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Turns:
 
     @contextmanager
     def take(self, *, compiles: bool) -> Iterator[None]:
-        """Hold the device in this block; with `compiles`, give it away while torch compiles."""
+        """Hold the device in this block; with `compiles`, others get it while torch compiles."""
         self.compile_s = 0.0
         self._began = None
         self._take()
@@ -150,7 +152,7 @@ class Turns:
         self._take()
 
     def offer(self) -> None:
-        """Within a `take` block, give the probing process a turn if it waits, then continue."""
+        """Within a `take` block, let the probing process take a turn if it waits, then continue."""
         if self._file is not None and self._began is None and self._prober_waits():
             self._give()
             self._take()

@@ -1,8 +1,8 @@
 """The child process: it reads requests, sends results, and keeps the base model between probes.
 
-The process sends JSON lines on its own socket, because libraries print to stdout; stdout and stderr
-go to the trial's log. After each probe, the process restores its state and reports whether this
-succeeded. After a failure, the parent replaces the process.
+The process sends JSON lines on its own socket, because libraries print to stdout. Its stdout and
+stderr go to the trial's log. After each probe, the process restores its state and reports whether
+this succeeded. After a failure, the parent replaces the process.
 """
 
 import faulthandler
@@ -191,8 +191,8 @@ class Worker:
 
         `send` sends a message to the parent; `scratch` is a directory for temporary files.
         """
-        # Garbage collection among the libraries' million objects would take a fifth of the loading
-        # time.
+        # The libraries create a million objects, and collecting garbage among them would take a
+        # fifth of the loading time.
         gc.disable()
         from autotune.probe.harness import Probe  # noqa: F401
         from autotune.probe.health import check_products
@@ -341,8 +341,8 @@ class Worker:
                 # wait too.
                 return fields, False
 
-        # After the except block, the failed step's frames have no references, so their tensors can
-        # be freed.
+        # Only after the except block, nothing refers to the failed step's frames any more, so their
+        # tensors can be freed.
         emit(Phase.CLEANUP)
         if probe is not None:
             probe.close()
@@ -387,7 +387,7 @@ class Worker:
 
         The remaining objects, above all compiled code, are frozen, so that later garbage
         collections skip them. If some memory was not released, objects that were frozen earlier may
-        refer to this memory, so they are unfrozen and collected once.
+        refer to this memory, so all objects are unfrozen and collected once.
         """
         self.meter.release()
         succeeded = is_back()
@@ -447,7 +447,7 @@ class Worker:
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
         """The failure as fields of the result.
 
-        The fields do not refer to the error, so it can be freed.
+        The fields do not refer to the error, so the error can be freed.
         """
         from autotune.probe.accounting import is_out_of_memory, oom_detail
         from autotune.probe.harness import BadLoss

@@ -47,7 +47,7 @@ class WorkerProcess:
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         self._killed = False
-        # The files that a killed worker leaves are in the scratch directory, which `close` removes.
+        # A killed worker may leave files in the scratch directory, which `close` removes.
         self._scratch = contextlib.ExitStack()
         scratch = self._scratch.enter_context(scratch_directory())
 

@@ -83,7 +83,7 @@ def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(
     )
     probe.recorder = SimpleNamespace(
         begin=lambda phase: None,
-        weigh=idle.train,
+        record_peak=idle.train,
         check_steady=idle.train,
         losses=[torch.tensor(one) for one in losses],
     )
@@ -187,7 +187,7 @@ def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked
             return_freed=lambda resident_gib: None,
         ),
         recorder=SimpleNamespace(
-            begin=lambda phase: None, weigh=nothing.train, check_steady=nothing.train, losses=[]
+            begin=lambda phase: None, record_peak=nothing.train, check_steady=nothing.train, losses=[]
         ),
         _prepare=nothing.train,
         _make_trainer=lambda scratch: nothing,
@@ -386,7 +386,7 @@ def test_adapters_are_saved_as_the_run_does_where_that_is_small(
     begun: list[Phase] = []
     recorder = SimpleNamespace(
         begin=begun.append,
-        weigh=lambda: done.append("weigh"),
+        record_peak=lambda: done.append("record_peak"),
         schedule=Schedule.plan(request),
         evaluation_ends=[10.0, 11.0, 14.0],  # the kinds take 1 s and 3 s
     )
@@ -410,7 +410,7 @@ def test_adapters_are_saved_as_the_run_does_where_that_is_small(
     monkeypatch.setattr(module.time, "perf_counter", iter([10.0, 12.5]).__next__)
     probe._evaluate_and_save()
     assert probe._evaluation_s == pytest.approx(0.75 * 1.0 + 0.25 * 3.0)
-    assert done == ["evaluate", "weigh", "wait", *([saved] if saved else [])]
+    assert done == ["evaluate", "record_peak", "wait", *([saved] if saved else [])]
     assert begun == [Phase.EVALUATE, *([Phase.SAVE] if saved else [])]
     assert probe._checkpoint_s == (2.5 if saved == "checkpoint" else None)
 
@@ -678,7 +678,7 @@ def test_what_a_probe_does_in_order(
         ),
         recorder=SimpleNamespace(
             begin=note("begin"),
-            weigh=note("weigh"),
+            record_peak=note("record_peak"),
             check_steady=note("steady"),
             losses=[torch.tensor(2.5)],
         ),
@@ -692,7 +692,7 @@ def test_what_a_probe_does_in_order(
     assert probe.run() == [2.5]
     begun = ("begin", Phase.FIRST_STEP)
     assert done[:5] == ["prepare", "reset", begun, "train", "wait"]
-    assert done[5:] == [("return", 0.75), "weigh", "steady", *["new"] * timed, ("evaluate", 1)]
+    assert done[5:] == [("return", 0.75), "record_peak", "steady", *["new"] * timed, ("evaluate", 1)]
     assert not list(tmp_path.iterdir())
 
 

@@ -433,7 +433,7 @@ def test_parts_of_a_phase_have_peaks_of_their_own_until_steps_are_timed() -> Non
     said = len(meter.said)
     recorder.enter_segment("backward_layers")
     assert len(meter.said) == said and recorder.segment == ""
-    recorder.weigh()
+    recorder.record_peak()
     assert recorder.peaks[Phase.OPTIMIZER] == 9.0 and recorder.segments == parts
 
 
