@@ -1,6 +1,6 @@
 """A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
 
-In the formulas, the rates replace the values of the card's data sheet. A calibration is valid only
+In the formulas, these rates replace the rates of the card's data sheet. A calibration is valid only
 for the card and the host that were measured. The user's cache keeps one file for each card. On
 another machine, a copy of the file can be used to estimate runs on the calibrated machine.
 """
@@ -123,9 +123,9 @@ class Calibration(ShownAsTable):
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """Return the TFLOP/s of matrix products that are as large as a product of square matrices.
+        """Return the TFLOP/s of products with as much arithmetic as one of square matrices.
 
-        `side` is the side of the square matrices; the default is the largest measured side. The
+        `side` is the side of the two square matrices; the default is the largest measured side. The
         products are in the training dtype: bf16 if the card has it, otherwise fp16. Between two
         measured sides, the logarithm of the rate is interpolated. A side outside the measured sides
         gets the rate of the nearest one.

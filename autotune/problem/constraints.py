@@ -35,7 +35,8 @@ HEAD_MULTIPLE = 8
 OFF_BATCH = 0.25
 # By default, packing is tried only if a row holds at least this number of examples on average
 WORTH_PACKING = 1.05
-# With more values of seq_len, packing is refused, because rows must be packed for each value.
+# With more values of seq_len than this, packing is refused, because all examples must be packed
+# once for each value.
 MOST_LENGTHS = 16
 MIN_RANK = 16
 MAX_TRUNCATED = 0.01
@@ -56,8 +57,8 @@ NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 class Floors:
     """Limits on the loss of quality that the search may accept for speed.
 
-    Each `allow_...` is the user's consent to values that are otherwise removed. Some of these
-    values are also tried without consent, if no other configuration fits. If `min_rank` or
+    Each `allow_...` is the user's consent to values that are otherwise removed. Without consent,
+    some of these values are tried only if no other configuration fits. If `min_rank` or
     `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless this limit would leave the
     space without a value.
     """
@@ -538,10 +539,10 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation if layers stay uncompiled with some value of another knob."""
+    """Remove selective recomputation unless layers can be compiled with all values of other knobs."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
-        reason = "it needs compiled layers, because the compiler chooses the recomputed tensors"
+        reason = "only compiled layers have it, because the compiler chooses the recomputed tensors"
         narrowing.remove("checkpointing", SELECTIVE, reason)
     elif others := set(compiled.when or {}) - {"checkpointing"}:
         reason = f"the layers are compiled only with some values of {', '.join(sorted(others))}"
@@ -579,7 +580,10 @@ def narrow_to_layers(
 
 
 def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape | None) -> None:
-    """Allow grouped products only for adapters on experts, and compilation only with them."""
+    """Allow grouped products only for adapters on experts, and compile only with grouped products.
+
+    The second rule holds only if there are adapters on experts.
+    """
 
     def on_experts(targets: str) -> bool:
         if targets == ALL_LINEAR:
@@ -591,7 +595,7 @@ def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape
     named = set(narrowing.space.choices("lora_targets")) - set(excluded)
     with_experts = set(filter(on_experts, named))
     if not with_experts or with_experts != named:
-        # Most models have no experts, so the removal is no news.
+        # Most models have no experts, so this removal is not reported.
         reason = "there are no adapters on experts"
         narrowing.space, _ = narrowing.space.narrow("lora_kernels", _is_not_grouped, reason)
         narrowing.reserve, _ = narrowing.reserve.narrow("lora_kernels", _is_not_grouped, reason)
@@ -626,7 +630,7 @@ def _narrow_to_named_layers(
 
     A value stays if the model has all modules that the value names. If the module names of this
     model type are known, one existing module is enough. `attention_experts` also needs a parameter
-    of experts. One is enough, because no family has all of them.
+    of experts. One of EXPERT_PARAMETERS is enough, because no family has all of them.
     """
 
     def is_present(name: str) -> bool:
@@ -750,7 +754,7 @@ def _apply_floor_of_length(
         (length for length in narrowing.space.choices("seq_len") if length >= longest),
         default=math.inf,
     )
-    reason = f"no example is longer than {longest} tokens: the rest of a row would be padding"
+    reason = f"no example is longer than {longest} tokens, so longer rows would end in padding"
     narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
 
 
@@ -783,7 +787,7 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
 def _no_varlen(shape: Mapping[str, Any]) -> str | None:
     """Return why a model with this config cannot use varlen attention, or None if it can."""
     if shape.get("attention_dropout"):
-        return "it supports no dropout, but the model's attention has dropout"
+        return "varlen attention has no dropout, but the model's attention has"
 
     width, heads, size = (
         shape.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim")
@@ -795,8 +799,8 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
         return "the size of the model's heads is not known"
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return (
-            f"it supports heads of at most {LARGEST_HEAD} values, in multiples of {HEAD_MULTIPLE};"
-            f" the model's heads have {size}"
+            f"varlen attention needs heads of at most {LARGEST_HEAD} values, in multiples of"
+            f" {HEAD_MULTIPLE}; the model's heads have {size}"
         )
     return None
 
@@ -804,7 +808,7 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
 def _packing_conditions(
     narrowing: Narrowing, workload: Workload, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
-    """Return {knob: (values that allow packing, why packing excludes all other values)}.
+    """Return {knob: (values that allow packing, the reason why packing excludes all other values)}.
 
     If packing is impossible, the result is the reason as a string.
     """
@@ -837,9 +841,9 @@ def _packing_conditions(
         near = abs(step / workload.global_batch - 1) <= OFF_BATCH
         return near and step <= max(workload.trained, examples_per_row[length])
 
-    # The allowed sizes must be possible with every allowed length. The shortest length allows the
-    # most sizes. Each longer length may exclude some of them; a length that would exclude all is
-    # skipped.
+    # Each allowed micro batch size must be possible with each allowed length. The shortest length
+    # allows the most sizes. A longer length may exclude some of these sizes; a length that would
+    # exclude all of them is skipped.
     allowed_sizes = set(sizes)
     allowed_lengths = []
     for length in sorted(lengths):
@@ -849,7 +853,7 @@ def _packing_conditions(
             allowed_lengths.append(length)
 
     reason = (
-        f"a step's examples would differ by over {OFF_BATCH:.0%} from the global batch of"
+        f"a step's number of examples would differ by over {OFF_BATCH:.0%} from the global batch of"
         f" {workload.global_batch} (--global-batch)"
     )
     if not allowed_lengths:

@@ -56,8 +56,11 @@ COLUMNS = {
 # columns.
 PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *CHATS)
 PAIR = ("chosen", "rejected", "label")
-WORTH_A_NOTE = 0.01  # a share of the tokens that is cut off
-OTHER_LENGTHS = 1.5  # the ratio of two mean lengths from which a measured speed may not hold
+# The user gets a note if at least this share of the tokens is cut off.
+WORTH_A_NOTE = 0.01
+# The user gets a note if the mean lengths of two datasets have at least this ratio, because a speed
+# that was measured for one of them may not hold for the other.
+OTHER_LENGTHS = 1.5
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
 
 
@@ -315,7 +318,7 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
-    """Raise ValueError if an ignored column seems to hold the prompt, which the answers lack."""
+    """Raise ValueError if the answers lack the prompt, and an ignored column seems to hold it."""
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
         return  # the answers are whole conversations, which contain the prompt
     for name in PROMPTS:
@@ -329,8 +332,8 @@ def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
 def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     """Make a row for next-token prediction from an answer and the prompt in `columns`.
 
-    An answer that is a list of messages must contain the prompt, unless the prompt is also a list
-    of messages.
+    If an answer is a list of messages, it must contain the prompt, unless the prompt is a list of
+    messages too.
     """
     beside: dict[str, Any] = {
         name: columns[name] for name in ("system", "tools") if name in columns
@@ -430,7 +433,7 @@ def check_examples(
     """Check that a configuration can be trained on these examples, and compare their lengths.
 
     Every row is read. `tokenizer` is a directory with the tokenizer that counts the tokens; without
-    it, they are estimated. Returns notes for the user on lengths. Raises the errors of
+    it, the tokens are estimated. Returns notes for the user on the lengths. Raises the errors of
     `dataset_lengths`, and UsageError if the examples do not fill a micro batch.
     """
     if workload.pictured:
@@ -466,8 +469,9 @@ def _length_notes(lengths: Lengths, workload: Workload, seq_len: int) -> list[st
     ratio = lengths.mean / workload.lengths.mean
     if max(ratio, 1 / ratio) >= OTHER_LENGTHS:
         notes.append(
-            f"note: the examples have {lengths.mean:,.0f} tokens on average, and the study's had"
-            f" {workload.lengths.mean:,.0f}: its speed, memory and cost may not hold"
+            f"note: the examples have {lengths.mean:,.0f} tokens on average, and the study's"
+            f" examples had {workload.lengths.mean:,.0f}: the study's speed, memory and cost may not"
+            " hold"
         )
     return notes
 
@@ -517,7 +521,7 @@ def _text(form: Plain | Chat) -> str:
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
-    """Return how many bytes of an example are only read, and how many are trained on."""
+    """Return two numbers of bytes of an example: only read by the model, and trained on."""
     try:
         if not isinstance(form, Chat):
             prompt = (form.prompt or "").encode()

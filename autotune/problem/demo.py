@@ -1,7 +1,8 @@
 """The demo model: a toy with real weights and a tokenizer, made on its first use.
 
 Its shape is in the catalogue, so that a study without a dataset needs no weights. With a dataset,
-`probe.demo_model` trains the weights in a separate process. They are kept in the user's cache.
+`probe.demo_model` trains the weights in a separate process. The weights are kept in the user's
+cache.
 """
 
 import json

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from autotune.core.probe_types import Measurement
 
-# Other processes that use less than this share of the cores, or of the GPU's time, are ignored:
-# they change a step time by less than the check of a finished run (`verify`) tolerates.
+# Other processes are ignored if they use less than this share of the cores, or of the GPU's time:
+# they change a step time by less than the tolerance of `autotune verify`.
 HARMLESS = 0.05
 FULL = 0.9  # if at least this share of the cores is in use, other work delays the host
 # A probe counts as disturbed if the range of its step times exceeds this share of their median. 8

@@ -76,7 +76,7 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
             raise BadPicture("it is a broken JPEG")
-        # The three excluded codes begin tables, not frame headers.
+        # The three excluded codes are in this range, but begin tables instead of frame headers.
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
@@ -112,8 +112,8 @@ def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
             parts = parts[: max(index for index, part in enumerate(parts) if is_image(part))]
         texts = [part for part in parts if not is_image(part)]
         content = {"content": texts or [{"type": "text", "text": ""}]}
-        # Flags limit training to some messages. A text that ends before the last image gets no
-        # flags, because all its tokens are counted.
+        # Flags limit training to some messages. If the text ends before the last image, the flags
+        # are left out, because all tokens of this text are counted.
         flags = () if whole else FLAGS
         messages.append({key: message[key] for key in message if key not in flags} | content)
 

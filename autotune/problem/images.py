@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from autotune.core.images import Picture
 
 MOST_KINDS = 256  # the selection keeps images for at most this number of row lengths
-# The fewest text tokens in a row with images: one is read, and the next one is predicted
+# The fewest text tokens in a row with images: the model reads one, and predicts the next one
 LEAST_TEXT = 2
 
 Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its images

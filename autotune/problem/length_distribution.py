@@ -94,8 +94,8 @@ class Lengths:
             )
         deviation = P99 - math.sqrt(under_root)
 
-        # Each bin is represented by the mean of the distribution inside the bin, so that the mean
-        # over all bins, including the tail, is the given mean.
+        # A bin's length is the mean of the distribution inside the bin. So the mean over all bins,
+        # including the tail, is the given mean.
         unit = NormalDist()
         edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
         shares_below = [

@@ -70,8 +70,8 @@ def _place(rows: _OpenRows, tokens: int, number: int) -> int:
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())
 
-    # A row that gets an example is then the fullest one with room. So the next examples of this
-    # length go into the same row until it has no room.
+    # The row that got an example is now the fullest row with room. So the next examples of this
+    # length go into the same row, until it has no room for another.
     per_row = (rows.seq_len - sum(target.examples)) // tokens
     filled = min(target.number, number // per_row)
 

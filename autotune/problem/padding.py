@@ -1,8 +1,8 @@
 """The distribution of padded lengths: a micro batch is padded to its longest row.
 
-Either micro batches are drawn at random, or some examples are sorted by length before they are
-divided into micro batches. The exported script sorts the examples of one step. The sampler of
-transformers (`group_by_length`) sorts the examples of many steps.
+Micro batches are either drawn at random, or made from examples that are first sorted by length. The
+exported script sorts the examples of one step. The sampler of transformers (`group_by_length`)
+sorts the examples of many steps.
 """
 
 import itertools
@@ -93,10 +93,10 @@ def batch_maxima(draw: Draw) -> Maxima:
 def _shares_of_sorted(draw: Draw) -> Callable[[float], float]:
     """Return a function that converts a share of examples to a share of micro batches.
 
-    The function's argument is the share of examples with at most L tokens. Its result is the share
-    of micro batches in which no example has more than L tokens. Among the examples sorted together,
-    the number of examples with more than L tokens is binomial. Sorting puts these longer examples
-    into the smallest possible number of micro batches.
+    The function's argument is the share of examples with at most L tokens. The function's result is
+    the share of micro batches in which no example has more than L tokens. Among the examples sorted
+    together, the number of examples with more than L tokens is binomial. Sorting puts these longer
+    examples into the smallest possible number of micro batches.
     """
     number = draw.sorted_together // draw.size * draw.size
     log_ways = [
@@ -262,11 +262,11 @@ def stand_ins(draw: Draw) -> dict[int, float]:
     length is one of the three, unless its share is 0.
 
     If a micro batch's time is quadratic in the length, the weighted mean of the few times is exact
-    except for rounding. A CPU-bound time is constant up to some length. The error of the mean time
-    is then 1.2 % on average and 3.1 % at most. These errors are from 120 draws of 12 distributions,
-    each with the worst such length. With three Gauss nodes over all lengths, the mean error would
-    be 4.5 %, and the largest 14.6 %. With four Gauss nodes, the mean error would be 2.5 %, and the
-    largest 9.2 %.
+    except for rounding. A CPU-bound time is constant up to some length, and grows above it. The
+    error of the mean time is then 1.2 % on average and 3.1 % at most. The errors were computed for
+    120 draws of 12 distributions, each with the length that gives the largest error. With three
+    Gauss nodes over all lengths, the mean error would be 4.5 %, and the largest 14.6 %. With four
+    Gauss nodes, the mean error would be 2.5 %, and the largest 9.2 %.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:
@@ -291,7 +291,7 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
 
 def _two_nodes(weighted: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return two weighted values; they give any cubic polynomial the weighted sum of `weighted`.
+    """Return two weighted values that give each cubic polynomial the same sum as `weighted`.
 
     This is Gauss quadrature, computed from the first three moments. If all values are equal, the
     result is one node; without values, it is an empty list.

@@ -14,9 +14,9 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.workload import RunShape, Workload
 
 # The step times of two probes of one configuration may differ by this fraction, even if the steps
-# within each probe differ less. On an H200, the two confirming probes differed by 0.1 %. The
-# shorter probes of the search differed from the confirming probes by 0.4 to 1 %, because a GPU
-# warms up.
+# of each probe differ less from one another. On an H200, the two confirming probes differed by
+# 0.1 %. The shorter probes of the search differed from the confirming probes by 0.4 to 1 %, because
+# a GPU warms up.
 AGAIN = 0.01
 # Two configurations whose speeds differ by less than this fraction count as equally fast, because
 # the intervals of their speeds overlap. Two H200s in one host measured the same two configurations
@@ -104,7 +104,7 @@ def step_spread(
 
     If a probe timed a single step, the times of its micro batches are used instead. The range is at
     least AGAIN, the usual difference between two probes, and at least the error of an extrapolated
-    time. If there is only one time, the range is at least UNSEEN.
+    time. If only one time was measured, the range is at least UNSEEN.
     """
     reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements

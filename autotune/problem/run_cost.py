@@ -24,9 +24,9 @@ OOM = "out of memory"
 # on rented H200s. Seven took from 7 % less to 7 % more time, and two took 13 and 14 % more. A 3B
 # that was CPU-bound half of the time took 7 % more.
 HOST_DRIFT = 0.15
-# The same fraction for training on a CPU, which may slow down under load. Five passes of 40 s on
-# two virtual processors took from 10 % less to 22 % more time than projected from the first
-# seconds. Some slowed down after ten seconds.
+# CPU_DRIFT is the same fraction for training on a CPU, which may slow down under load. Five passes
+# of 40 s on two virtual processors took from 10 % less to 22 % more time than projected from the
+# first seconds. Some passes slowed down after ten seconds.
 CPU_DRIFT = 0.2
 TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the numbers of examples in a report's table of costs
 

@@ -257,7 +257,7 @@ class SearchSpace:
         return None
 
     def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
-        """Return the space with one more condition of a knob: the allowed values of `other`."""
+        """Return the space; the knob `name` then has an effect only with these values of `other`."""
         knob = self.knob(name)
         if knob is None:
             return self
@@ -302,8 +302,9 @@ class SearchSpace:
             for name, values in knob.depends_on().items():
                 deciding_values.setdefault(name, []).extend(values)
 
-        # Configurations are counted in groups. Those of a group have equal values of all knobs on
-        # which another knob depends, or values that make no difference to it.
+        # Configurations are counted in groups. The configurations of a group have the same values
+        # of all knobs on which another knob depends; values that no condition names count as one
+        # value.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
             next_groups = type(groups)()

@@ -1,6 +1,6 @@
 """Convert a StudySpec to a Task: resolve names, and narrow the search space to possible values.
 
-The conversion needs neither a GPU nor torch. Each removal of a value has a reason.
+The conversion needs neither a GPU nor torch. For each removed value, the Setup has a reason.
 """
 
 import math
@@ -132,8 +132,8 @@ def set_up(
         _refuse_untested_with_images(spec, space)
     global_batch = _global_batch(spec, space, model, lengths)
 
-    # Each rule removes impossible values. The order matters: a rule reads the space that the
-    # earlier rules left.
+    # Each of the following rules removes impossible values. The order matters, because a rule reads
+    # the space that the earlier rules left.
     narrowing = Narrowing(space=space, reserve=space)
     constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
@@ -454,7 +454,7 @@ def _warnings(
             f" {workload.global_batch} (--global-batch)"
         )
         warnings.append(
-            f"{fewer}: a pass over them is one smaller step, and its time is overestimated"
+            f"{fewer}: a pass over them is one smaller step, which takes less time than estimated"
         )
 
     return tuple(warnings)
@@ -568,7 +568,7 @@ def notes_of_checkpoint(model: ModelSpec) -> list[str]:
             " dequantised weights"
         )
     elif model.stored_as is not None and parts:
-        notes.append(f"{stored}, and stays so: only adapters are trained")
+        notes.append(f"{stored}, and stays in this format: only adapters are trained")
 
     if model.mtp_layers or (files is not None and files.mtp_params):
         about = []
@@ -603,8 +603,8 @@ def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
             notes.append(f"{slow}; for fast kernels: pip install {missing}")
         if uncounted := _join_packages(model, [name for name in without if is_installed(name)]):
             notes.append(
-                f"the fast kernels of {uncounted} are measured, but not counted: numbers without a"
-                " probe have more memory and time for some layers"
+                f"probes measure the fast kernels of {uncounted}, but estimates do not count them:"
+                " the estimated memory and time of some layers are too high"
             )
         return notes
 

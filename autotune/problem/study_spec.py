@@ -551,7 +551,7 @@ def _file_model() -> "type[BaseModel]":
         @model_validator(mode="before")
         @classmethod
         def _refuse_empty(cls, data: Any) -> Any:
-            # With an empty list, a search would start, and the user would not expect it.
+            # With an empty list, a search would start, which the user would not expect.
             if isinstance(data, dict) and data.get("configs") == []:
                 raise ValueError(
                     "configs is empty: name the configurations to probe,"

@@ -173,7 +173,7 @@ def kept_calibration(
         say(f"warning: {error}; the file is not used (`autotune calibrate` makes a new one)")
         return None
 
-    # Several machines may share the cache in a home directory
+    # If several machines share a home directory, the kept calibration may be another machine's.
     if calibration.processor != processor_name():
         of_another = f"it was made on a machine with {printable(calibration.processor)}"
         say(

@@ -35,9 +35,9 @@ class Task:
         run_options: evaluations, checkpoints and reports of the full run.
         calibration: a calibration of `device` or `measured_on`, or of another card in the same
             host.
-        world: whether the ranks of a probe are simulated (`fake`) or real. If one device simulates
-            a rank, a formula adds the time of communication to the measured time. In both cases, a
-            formula adds the wait for the GPU with the longest rows.
+        world: whether the ranks of a probe are simulated (`fake`) or real. If a rank is simulated,
+            a formula adds the time of communication to the measured time. For simulated and for
+            real ranks, a formula adds the wait for the GPU with the longest rows.
         within_hours: the time limit of the full run.
         example_gib: the memory of the example card, if a CPU represents one.
     """
@@ -104,7 +104,7 @@ class Task:
     def is_late(self, config: TrainConfig, tokens_per_s: float, hours: float | None = None) -> bool:
         """Return whether the full run misses the deadline.
 
-        Without `hours`, the run's length is the time of all its optimizer steps.
+        Without `hours`, the run's duration is the time of all its optimizer steps.
         """
         if self.within_hours is None:
             return False

@@ -174,7 +174,7 @@ class Workload:
         return examples / sum(group.number for group in rows)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """Pack all trained examples into rows; if fewer lengths are known, they are repeated."""
+        """Pack all trained examples into rows; if some lengths are unknown, the others repeat."""
         return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
     def run_shape(
@@ -246,9 +246,9 @@ class Workload:
         Times are assumed to be proportional to tokens. GPUs with shards gather layers in each micro
         batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and their
         numbers of tokens in a whole step differ less. If groups of GPUs hold copies of a sharded
-        model, these copies wait for each other only once a step. Here these copies count as if they
-        waited in each micro batch. `parallelism` replaces the configuration's parallelism, and
-        `accumulation` replaces the number that follows from the global batch.
+        model, the copies wait for each other only once a step. This function still counts them as
+        if they waited in each micro batch. `parallelism` replaces the configuration's parallelism,
+        and `accumulation` replaces the number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -360,7 +360,7 @@ class Workload:
 
     @cache  # noqa: B019 (a study has only one Workload)
     def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return kinds of micro batches that represent the run; () if all rows are full."""
+        """Return the kinds of micro batches that represent the run, or () if all rows are full."""
         if config.packing:
             return self._packed_micro_batches(config)
         kinds = self._padded_micro_batches(config)
@@ -390,8 +390,8 @@ class Workload:
         """Return the kinds of micro batches to time, and the longest, which causes the memory peak.
 
         Short and long kinds alternate. If rows may have any length, only odd lengths are chosen.
-        The reason is that cuDNN takes seconds to build a kernel for each alignment of a length
-        (`trainer.patches`). All odd lengths, which are half of all lengths, share one alignment.
+        Odd lengths share one alignment (`trainer.patches`), and half of all lengths are odd. cuDNN
+        takes seconds to build a kernel for each alignment.
         """
         draw = self._draw(config)
         if config.padding == "max_length":

@@ -98,7 +98,7 @@ def test_packed_weights_of_bitsandbytes(tmp_path):
     assert (packed.stored_as, packed.params) == ("nf4", plain.params)
     (note,) = notes_of_checkpoint(packed)
     assert note.startswith("the checkpoint is stored in nf4 (0.00 GiB of F16, 0.00 GiB of U8, ")
-    assert note.endswith("and stays so: only adapters are trained")
+    assert note.endswith("and stays in this format: only adapters are trained")
 
 
 def test_packed_experts_in_mxfp4(tmp_path):

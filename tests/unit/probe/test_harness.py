@@ -187,7 +187,10 @@ def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked
             return_freed=lambda resident_gib: None,
         ),
         recorder=SimpleNamespace(
-            begin=lambda phase: None, record_peak=nothing.train, check_steady=nothing.train, losses=[]
+            begin=lambda phase: None,
+            record_peak=nothing.train,
+            check_steady=nothing.train,
+            losses=[],
         ),
         _prepare=nothing.train,
         _make_trainer=lambda scratch: nothing,
@@ -692,7 +695,13 @@ def test_what_a_probe_does_in_order(
     assert probe.run() == [2.5]
     begun = ("begin", Phase.FIRST_STEP)
     assert done[:5] == ["prepare", "reset", begun, "train", "wait"]
-    assert done[5:] == [("return", 0.75), "record_peak", "steady", *["new"] * timed, ("evaluate", 1)]
+    assert done[5:] == [
+        ("return", 0.75),
+        "record_peak",
+        "steady",
+        *["new"] * timed,
+        ("evaluate", 1),
+    ]
     assert not list(tmp_path.iterdir())
 
 

@@ -62,7 +62,7 @@ def test_held_out_examples_do_not_fill_a_micro_batch_but_packed_rows_may(tmp_pat
 def test_other_lengths_than_in_the_study_are_noted(tmp_path: Path) -> None:
     cut, other = checked(tmp_path, *[text(200)] * 4)
     assert "100% of the examples are longer than 128 tokens (seq_len): 36% of all" in cut
-    assert "200 tokens on average, and the study's had 100" in other
+    assert "200 tokens on average, and the study's examples had 100" in other
     (other,) = checked(tmp_path, *[text(50)] * 4)
     assert "50 tokens on average" in other
 

@@ -71,7 +71,7 @@ def test_the_default_floors():
     }
     assert [str(removal) for removal in narrowing.removals] == [
         "seq_len 512: would truncate more than 1% of the tokens (--max-truncated)",
-        "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be"
+        "seq_len 2048, 4096: no example is longer than 1024 tokens, so longer rows would end in"
         " padding",
         "lora_rank 8: below the smallest rank of 16 (--min-rank)",
         "quantization fp8, int8, nf4: a quantised base learns differently: used only if no other"
@@ -228,7 +228,8 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
     # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
     assert knob.when is not None and knob.when["micro_batch_size"] == [1, 2, 4]
     reason = (
-        "a step's examples would differ by over 25% from the global batch of 32 (--global-batch)"
+        "a step's number of examples would differ by over 25% from the global batch of 32"
+        " (--global-batch)"
     )
     assert removed(setup) == [f"packing True: not with micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.task.space.enumerate():
@@ -286,7 +287,7 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
     assert {config.attention for config in choices} == {"sdpa"}
     with pytest.raises(
         UsageError,
-        match="packing was asked for, but a step's examples would differ by over 25% from the",
+        match="packing was asked for, but a step's number of examples would differ by over 25%",
     ):
         prepared(skewed, pins={"packing": True}, global_batch=2)
 
@@ -491,17 +492,18 @@ NO_CAP = "it computes a causal softmax without a cap on the scores"
         ({"model_type": "mamba"}, f"varlen attention is untested on mamba: {NO_CAP}"),
         (
             {"attention_dropout": 0.1},
-            "it supports no dropout, but the model's attention has dropout",
+            "varlen attention has no dropout, but the model's attention has",
         ),
         ({"head_dim": 256}, None),
         (
             {"head_dim": 264},
-            "it supports heads of at most 256 values, in multiples of 8;"
+            "varlen attention needs heads of at most 256 values, in multiples of 8;"
             " the model's heads have 264",
         ),
         (
             {"head_dim": None, "hidden_size": 640},
-            "it supports heads of at most 256 values, in multiples of 8; the model's heads have 20",
+            "varlen attention needs heads of at most 256 values, in multiples of 8;"
+            " the model's heads have 20",
         ),
     ],
     ids=str,
@@ -712,7 +714,7 @@ def test_selective_recomputation_needs_compiled_layers() -> None:
         narrow_checkpointing(lacking)
         assert both(lacking, "checkpointing") == ("none", "full")
         assert [removal.reason for removal in lacking.removals] == [
-            "it needs compiled layers, because the compiler chooses the recomputed tensors"
+            "only compiled layers have it, because the compiler chooses the recomputed tensors"
         ]
     conditional = unnarrowed(checkpointing=every, compile=compiled, packing=(True, False))
     conditional.only_with("compile", "packing", (True,))
@@ -1134,7 +1136,8 @@ def test_a_step_of_packed_rows_is_a_quarter_off_the_global_batch_at_most() -> No
     assert both(narrowing, "packing") == (False, True)
     assert when(narrowing, "packing") == {"seq_len": [1536, 2560]}
     reason = (
-        "a step's examples would differ by over 25% from the global batch of 4 (--global-batch)"
+        "a step's number of examples would differ by over 25% from the global batch of 4"
+        " (--global-batch)"
     )
     assert [str(one) for one in narrowing.removals] == [
         f"packing True: not with seq_len 3072: {reason}"

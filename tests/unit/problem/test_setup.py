@@ -678,7 +678,9 @@ def test_the_packages_with_kernels_for_layers_other_than_attention_are_named(
     monkeypatch.setattr("autotune.catalog.fast_kernels.is_installed", lambda name: True)
     uncounted = packages.removesuffix(" flash-linear-attention")
     planned, missing = set_up(spec, target.device).warnings, set_up(spec, target).warnings
-    assert missing[0].startswith(f"the fast kernels of {uncounted} are measured, but not counted")
+    assert missing[0].startswith(
+        f"probes measure the fast kernels of {uncounted}, but estimates do not"
+    )
     assert planned[0].endswith(f"({uncounted}); all numbers here are without them")
     if uncounted != packages:
         counted = "all numbers here are with the fast kernels of flash-linear-attention"
