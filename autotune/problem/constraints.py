@@ -539,7 +539,7 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation unless layers can be compiled with all values of other knobs."""
+    """Remove selective recomputation if some values of other knobs prevent compiled layers."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
         reason = "only compiled layers have it, because the compiler chooses the recomputed tensors"

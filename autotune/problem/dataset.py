@@ -32,7 +32,7 @@ from autotune.trainer.examples import (
 from autotune.trainer.forms import (
     CHATS,
     FORMS,
-    OF_PROMPT,
+    PROMPT_COLUMNS,
     Chat,
     Plain,
     adapt,
@@ -341,7 +341,7 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     others = {name: value for name, value in columns.items() if name not in (*FORM_COLUMNS, *PAIR)}
     prompt = columns.get("prompt")
     if isinstance(answer, str) and "instruction" in columns and not prompt:
-        parts = {name: columns[name] for name in OF_PROMPT if name in columns}
+        parts = {name: columns[name] for name in PROMPT_COLUMNS if name in columns}
         return {**others, **parts, **beside, "output": answer}
     if prompt and isinstance(prompt, str) is isinstance(answer, str):
         return {**others, **beside, "prompt": prompt, "completion": answer}
@@ -470,8 +470,7 @@ def _length_notes(lengths: Lengths, workload: Workload, seq_len: int) -> list[st
     if max(ratio, 1 / ratio) >= OTHER_LENGTHS:
         notes.append(
             f"note: the examples have {lengths.mean:,.0f} tokens on average, and the study's"
-            f" examples had {workload.lengths.mean:,.0f}: the study's speed, memory and cost may not"
-            " hold"
+            f" examples had {workload.lengths.mean:,.0f}: its speed, memory and cost may not hold"
         )
     return notes
 

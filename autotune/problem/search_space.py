@@ -257,7 +257,7 @@ class SearchSpace:
         return None
 
     def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
-        """Return the space; the knob `name` then has an effect only with these values of `other`."""
+        """Return the space; in it, `name` has an effect only with these values of `other`."""
         knob = self.knob(name)
         if knob is None:
             return self

@@ -49,7 +49,7 @@ class AblatedKnob:
 class Ablation:
     """The effect of each knob of the winner.
 
-    `undone` holds one entry per knob: the winner with only that knob reset.
+    `undone` holds one entry for each knob: the winner with only this knob reset.
     """
 
     winner: AblatedKnob
@@ -66,8 +66,9 @@ class Ablation:
     def ranked(self) -> list[AblatedKnob]:
         """Return the knobs, the most useful first.
 
-        First come the knobs whose reset makes the winner too large. Next come the knobs whose reset
-        has a measured speed; the slowest reset comes first. Knobs without a result are last.
+        First come the knobs without which the winner does not fit. Next come the knobs with a
+        measured speed, the knob first whose reset costs the most speed. Knobs without a result are
+        last.
         """
         return sorted(
             self.undone,

@@ -21,11 +21,11 @@ def confirm_finalists(trials: SharedTrials) -> None:
 
     The likely winner and the baseline come first, because the budget may be used up before the
     other finalists are measured. A measurement that would not fit into the remaining time is
-    skipped. If an unconfirmed configuration's search measurement beats the confirmed results, that
-    configuration becomes the likely winner and is measured next. One after another, at most
-    `limits.finalists` configurations become the likely winner. A finalist that fails is replaced by
-    the next best configuration. A full run also evaluates and saves checkpoints, so the winner's
-    confirmation does both if time allows.
+    skipped. If the search measured an unconfirmed configuration as faster than the confirmed
+    results, this configuration becomes the likely winner and is measured next. At most
+    `limits.finalists` configurations become the likely winner, one after another. A finalist that
+    fails is replaced by the next best configuration. A full run also evaluates and saves
+    checkpoints, so the winner's confirmation does both if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -46,8 +46,9 @@ def _run_round(
 ) -> bool:
     """Measure each configuration in `entries` once; return False if the round was interrupted.
 
-    After the first round, only configurations that may still win are measured. A configuration that
-    fails is replaced in `entries`. `likely` collects the configurations that became likely winners.
+    After the first round, only configurations that may still win are measured. If a configuration
+    fails, another one takes its place in `entries`. `likely` collects the configurations that
+    became likely winners.
     """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
@@ -55,7 +56,7 @@ def _run_round(
     while waiting:
         config = waiting.pop(0)
         if not (trials.can_end(config) if config in likely else trials.affords(config)):
-            trials.cut(
+            trials.record_omission(
                 "measuring the baseline with all layers"
                 if config == trials.selection.baseline()
                 else AGAIN
@@ -155,7 +156,7 @@ def _confirm(
     confirmed = selection.record(config).confirmed
 
     if not (trials.affords(config) if confirmed else trials.can_end(config)):
-        trials.cut(AGAIN)
+        trials.record_omission(AGAIN)
         return None
 
     try:
@@ -170,16 +171,15 @@ def _confirm(
     except Cancelled:
         pass
 
-    trials.cut(AGAIN)
+    trials.record_omission(AGAIN)
     return None
 
 
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
     """Whether a configuration's training losses agree with those measured for its reference.
 
-    The reference is the same configuration in a number format whose losses are trusted. The
-    comparison needs real weights, and time to measure the reference. Without real weights or
-    without time, the configuration counts as sound.
+    The reference is the same configuration in a trusted number format. The comparison needs real
+    weights, and time to measure the reference; otherwise the configuration counts as sound.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)

@@ -40,8 +40,9 @@ ORDER = (
     "cuda_graphs",
     "quantization",
 )
-# A move of one of these knobs frees memory and leaves the arithmetic unchanged. A later move may
-# use the freed memory, so the search accepts the move unless it is slower by more than MIN_GAIN.
+# A move (a change of one knob) of one of these knobs frees memory and leaves the arithmetic
+# unchanged. A later move may use the freed memory, so the search accepts the move unless the new
+# configuration is slower by more than MIN_GAIN.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score exceeds this
@@ -68,8 +69,8 @@ class CoordinateSearch:
         """Try the formula seeds, then change knobs until a pass over all knobs improves nothing.
 
         Compiling one candidate takes as long as evaluating several uncompiled candidates. If time
-        is short, the search therefore tries only uncompiled configurations at first, until helper
-        processes have compiled the seeds.
+        is short, the search therefore starts with uncompiled configurations, until other processes
+        have compiled the seeds.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._carry_over()
@@ -144,7 +145,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Of the compiled variants of the seeds and the best, try those whose code exists already.
+        """Try the compiled variants of the seeds and of the best configuration whose code exists.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -291,10 +292,10 @@ def next_move(
                 break
         if not fits:
             continue
-        # This value fits and was tried. For most knobs, the remaining values are slower, so the
-        # search of this knob ends. There are two exceptions: both a larger and a smaller micro
-        # batch may be faster; and if less recomputation needed a smaller micro batch, recomputing a
-        # few more layers may be faster.
+        # The configuration with this value was tried and fits. For most knobs, the remaining values
+        # are slower, so the search of this knob ends. There are two exceptions. A larger and a
+        # smaller micro batch may both be faster. And if less recomputation needed a smaller micro
+        # batch, recomputing a few more layers may be faster.
         if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
@@ -309,7 +310,8 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
         smaller = sorted(value for value in values if value < present)
         return [*larger[:1], *smaller[-1:]]
     if knob.name == "quantization" and present != "none":
-        # Another quantisation changes the base weights, so it does not give the same result faster.
+        # Another quantisation changes the base weights, so it is no faster way to the same training
+        # result.
         return []
     speed_rank = KNOBS[knob.name].speed_rank
     return sorted(

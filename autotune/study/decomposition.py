@@ -1,9 +1,9 @@
 """The decomposition of a speed-up into factors, one per group of knobs.
 
 The groups change one after another, from the baseline to the winner, and the factors multiply to
-the speed-up. If the configuration after a group's change cannot be probed, for example for lack of
-time, this group and the next share one factor. Ablation (`study/ablation`) resets single knobs of
-the winner instead, and its effects do not multiply to the speed-up.
+the speed-up. If the configuration after a group's change cannot be probed, for example because no
+time is left, this group and the next one share a factor. Ablation (`study/ablation`) resets single
+knobs of the winner instead, and its effects do not multiply to the speed-up.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WHOLE = "whole models instead of a few layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """The useful tokens/s after a group of knobs changed, divided by those before the change."""
+    """The useful tokens/s after a group of knobs changed, divided by the tokens/s before."""
 
     name: str
     factor: float
@@ -56,8 +56,8 @@ def decompose(
     """Decompose a speed-up into factors.
 
     `speed` returns the tokens/s of a configuration, usually from truncated models, or None if the
-    speed is unknown. The last factor, WHOLE, corrects the product of the other factors to
-    `speedup`, which comes from whole models. Returns None if winner and baseline are equal, or if
+    speed is unknown. `speedup` comes from whole models. The last factor, WHOLE, is chosen so that
+    the product of all factors is `speedup`. Returns None if winner and baseline are equal, or if
     `speed` of one of them is unknown.
     """
     if winner == baseline:
@@ -70,7 +70,7 @@ def decompose(
     factors: list[Factor] = []
     shared: list[str] = []
     speed_before = first
-    for name, config in way(winner, baseline):
+    for name, config in intermediate_configs(winner, baseline):
         shared.append(name)
         speed_after = last if config == winner else speed(config)
         if speed_after:
@@ -82,7 +82,9 @@ def decompose(
     return Decomposition(winner=winner, baseline=baseline, factors=tuple(factors))
 
 
-def way(winner: TrainConfig, baseline: TrainConfig) -> list[tuple[str, TrainConfig]]:
+def intermediate_configs(
+    winner: TrainConfig, baseline: TrainConfig
+) -> list[tuple[str, TrainConfig]]:
     """Return each group of knobs that changes, with the configuration after this group's change.
 
     This configuration has the winner's values in this group and all earlier groups, and the

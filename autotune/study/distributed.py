@@ -38,8 +38,8 @@ REAP_EVERY_S = 15.0
 WHOLE_SHARE = 0.1  # the search spends at most this share of the budget on probes of whole models
 BASELINE_SHARE = 0.2  # all probes of baselines take at most this share of the budget
 CONFIRMATION_SHARE = 0.15  # at most this share of the budget is reserved for the confirmation
-# If a single confirmation needs more than CONFIRMATION_SHARE, up to this share of the budget is
-# reserved for it.
+# If the confirmation of a single configuration needs more than CONFIRMATION_SHARE, up to this share
+# of the budget is reserved for it.
 LEAST_SHARE = 1 / 3
 
 # Numbers of candidates.
@@ -57,7 +57,9 @@ WORTH = 0.5
 # share of the best configuration's score by formula.
 ALIKE = 0.9
 
-LATE = 1.2  # the reserved time allows each probe this many times its predicted time
+# The time reserved for the confirmation assumes that each probe takes this many times its predicted
+# time.
+LATE = 1.2
 LEAST_NOISE = 0.005  # the smallest relative noise that a score is assumed to have
 # The key of the study's attribute that lists the numbers of the trials of coordinate searches.
 COORDINATE_TRIALS = "climbed"
@@ -80,8 +82,8 @@ class SharedTrials:
       trial that this worker finished, and `on_trial_of_others` with every trial of other workers.
     - `exempt` holds the numbers of coordinate search's trials. These trials do not count against
       the limit on trials without an improvement.
-    - `moving` is the knob that coordinate search changes now, and the configuration whose knob it
-      changes.
+    - `moving` has the knob that coordinate search changes now, and the configuration in which it
+      changes this knob.
     - `is_compiled` says whether the code of a compiled configuration exists already, from an
       earlier trial or from compilation in advance.
     """
@@ -152,9 +154,9 @@ class SharedTrials:
     def begin(self, tried: list[TrainConfig]) -> None:
         """Queue the first trials of the search.
 
-        In a new study, these are the configurations in `tried`, which were probed before the search
-        began. Their results are stored, so their trials need no probe. A resumed study queues again
-        the trials that its earlier sessions had no time for.
+        A new study queues the configurations in `tried`, which were probed before the search began.
+        Their results are stored, so their trials need no probe. A resumed study queues again the
+        trials for which its earlier sessions had no time.
         """
         for config in () if self.rows else tried:
             self.optimizer.enqueue(self.task.space.clip(config))
@@ -261,7 +263,7 @@ class SharedTrials:
                 self.give_back(number)
             if not isinstance(error, Cancelled):
                 raise
-            self.cut("the whole search")
+            self.record_omission("the whole search")
 
     def best(self, num_gpus: int | None = None) -> TrialRecord | None:
         """Return the best finished trial, measured or extrapolated.
@@ -297,10 +299,10 @@ class SharedTrials:
         """Return an untried choice that differs least from the best configuration.
 
         The choice's predicted time is at most the time left for the search, minus `keep_s`. If time
-        is short and `promising` is True, choices with compiled code come first, ranked by the
-        scores that the formula predicts. The result is then None if no choice is predicted to reach
-        half of the best configuration's score. `pinned` fixes the values of some knobs; the space
-        must contain these values.
+        is short and `promising` is True, choices with compiled code come first, in the order of
+        their scores by formula. The result is then None if, by formula, no choice has at least half
+        of the best configuration's score. `pinned` fixes the values of some knobs; the space must
+        contain these values.
         """
         best = self.best()
         space = self.task.space
@@ -318,8 +320,9 @@ class SharedTrials:
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
             if ready or fallback is not None:
-                # The fallback is from the previous, nearer group, which had no configuration with
-                # compiled code. Only one further group is searched for such a configuration.
+                # `fallback` is from the nearer group before this one. No configuration in that
+                # group had compiled code, and only one further group is searched for a
+                # configuration with compiled code.
                 return max(ready, key=lambda one: one[0])[1] if ready else fallback
 
             worth = [one for one in promised if one[0] >= WORTH * best_promise]
@@ -416,8 +419,8 @@ class SharedTrials:
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
         """Add a result to the selection and, if `counts` is True, a record of the trial to `rows`.
 
-        `counts` is False if another worker gave the trial back. The trial's configuration may still
-        win.
+        `counts` is False if another worker gave the trial back. The result still enters the
+        selection, so the trial's configuration may still win.
         """
         row = to_record(number, evaluation, self.task)
         if counts:
@@ -437,7 +440,7 @@ class SharedTrials:
             reason=result.reason,
         )
 
-    def cut(self, what: str) -> None:
+    def record_omission(self, what: str) -> None:
         """Record a part of the study that the budget was too short for."""
         if what not in self.too_short_for:
             self.too_short_for.append(what)
@@ -528,9 +531,9 @@ class SharedTrials:
     def duration_predictor(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds to probe a candidate's truncated models.
 
-        The prediction is a line fitted to the candidates probed so far. It maps the formula's time
-        for a micro batch to the seconds of the probes. The function returns 0 for a candidate that
-        was probed already, or if it cannot predict.
+        For the candidates probed so far, a straight line is fitted: the seconds of the probes over
+        the time of a micro batch by formula. The line gives the prediction. The function returns 0
+        for a candidate that was probed already, and if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:
@@ -559,7 +562,7 @@ class SharedTrials:
     def spare_s(self) -> float:
         """The seconds that the search may spend now on one whole model.
 
-        It is 0 while `lacks_plenty` is True.
+        The result is 0 while `lacks_plenty` is True.
         """
         if self.lacks_plenty():
             return 0.0

@@ -51,8 +51,8 @@ from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
-# A configuration that offloads may run out of the device's memory or of the host's memory. If at
-# least this share of the device's limit is still free, the host's memory ran out.
+# If a configuration with offloading runs out of memory, the device's or the host's memory ran out.
+# It was the host's memory if at least this share of the device's limit was still free.
 HOST_BAND = 0.1
 # If the predicted memory differs from the limit by less than this share of the limit, probes of
 # truncated models decide whether it fits. In `benchmarks/plan.py memory`, the formula's error is at
@@ -102,8 +102,8 @@ class Evaluation:
 class _Need:
     """The reserved memory that a configuration is predicted to need, and the limit.
 
-    `by_formula` is the formula's prediction. `gib` is the formula's memory peak, which a
-    measurement has corrected if `corrected` is True.
+    `by_formula` is the formula's prediction. `gib` is the memory peak by formula. If `corrected` is
+    True, a measurement has corrected it.
     """
 
     by_formula: MemoryBreakdown
@@ -205,9 +205,9 @@ class Evaluator:
             return
         is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
-            # The result comes from a study of other data, whose rows have other lengths. For padded
-            # rows, the lengths change only the time, so the memory can be learned. For packed rows,
-            # the lengths may change the memory too.
+            # The result comes from a study whose rows have other lengths. For padded rows, the
+            # lengths change only the time, so the measured memory is learned. For packed rows, the
+            # lengths may also change the memory.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -249,7 +249,8 @@ class Evaluator:
             return predicted
 
         request = self.request(config)
-        # Times that other processes disturbed may be too long, so they exclude no configuration.
+        # If other processes disturbed the times, the times may be too long, so no configuration is
+        # excluded because of them.
         if pruner is not None and predicted is not None and predicted.disturbed is None:
             reason = pruner(config, predicted)
             if reason is not None:
@@ -297,7 +298,7 @@ class Evaluator:
             is_own = self.store.has_measured(self.study, config)
             return Evaluation(result=known, reused=True, is_own=is_own)
 
-        # The CUDA context is not subtracted from this limit, because the predictor does that.
+        # The predictor subtracts the CUDA context from this limit, so it is not subtracted here.
         offered = memory_limit_gib(request.memory_gib, request.headroom)
         estimate = self._memory.predict(_with_longest_rows(request), request.micro_steps, offered)
         refused = self._gate(request, estimate)
@@ -595,9 +596,9 @@ class Evaluator:
     def _spend(self, result: ProbeResult) -> float:
         """Add a probe's seconds to the configuration's total, and return the probe's seconds.
 
-        A new worker loads libraries and kernels in its first step; this takes up to half a minute
-        if files are not cached. Later candidates do not have this cost. So, without compilation,
-        the first steps of a new worker are counted as if they were as short as later steps.
+        In its first step, a new worker loads libraries and kernels, which takes up to half a minute
+        if files are not cached. Later candidates do not have this cost. So if nothing is compiled,
+        the first steps of a new worker count as if they were as short as later steps.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
@@ -616,7 +617,7 @@ class Evaluator:
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
         """Add the host's share of the time and the kernel times to a whole model's result.
 
-        Both were measured on truncated models.
+        Both come from the probes of truncated models.
         """
         predicted = self._depths.predict_from_probes(
             result.config, self.request(result.config).micro_steps

@@ -39,8 +39,9 @@ def find_feasible(
 ) -> Feasible:
     """Find a configuration that fits: a baseline, or a configuration with the least memory.
 
-    Truncated models decide if they can, because probing the whole baseline of a large model would
-    use up time of the search. Raises Cancelled if the user asked to stop, or if the budget is over.
+    If possible, probes of truncated models decide, because a probe of the whole baseline of a large
+    model would use up time of the search. Raises Cancelled if the user asked to stop, or if the
+    budget is over.
     """
     tried_configs: list[TrainConfig] = []
 

@@ -2,9 +2,9 @@
 
 For GPU-bound steps, the formulas' error is a few percent (`step_time`). Without a calibration, the
 time that the host needs to launch the kernels is unknown. If memory is short, this time decides
-whether small micro batches or recomputation are faster. The search probes these configurations,
-called seeds, and coordinate search continues from the fastest. The seeds differ from the present
-configuration only in the knobs of VARIED.
+whether small micro batches or recomputation are faster. For each host speed, the formulas give the
+fastest configuration, called a seed. The search probes the seeds, and coordinate search continues
+from the fastest. The seeds differ from the present configuration only in the knobs of VARIED.
 """
 
 import math

@@ -102,7 +102,7 @@ def restore(
 def _trials_of_own_results(stored: list[StoredProbe]) -> set[int | None]:
     """Return the trials whose result was stored after a probe of their configuration.
 
-    `stored` are the rows of one study in the order of writing.
+    `stored` has the rows of one study in the order in which they were written.
     """
     measured: set[TrainConfig] = set()
     trials: set[int | None] = set()

@@ -15,14 +15,14 @@ from autotune.core.json_view import native_fields_plus
 from autotune.core.train_config import TrainConfig
 
 STEP = 2.0  # the ratio of neighbouring rates
-# The numbers of rates to try below and above the default. More rates are above, because a rate that
-# diverges reveals the upper limit, while a low rate reveals less: it only learns more slowly.
+# The numbers of rates to try below and above the default. More rates are above the default: a rate
+# that diverges reveals the upper limit, but a low rate only learns more slowly.
 BELOW = 3
 ABOVE = 5
 # For each round: the number of rates, and the steps relative to the first round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
 FEW = ((5, 1), (2, 3))  # the rounds for a small budget; they try only every second rate
-# The first round may add at most this number of rates, below or above the others.
+# At most this number of rates is added to the first round, below the lowest or above the highest.
 BEYOND = 2
 SEEDS = 2  # the number of seeds in the last round
 LEAST_STEPS = 5  # the fewest optimizer steps of a training in the first round
@@ -209,8 +209,8 @@ def search(
     """Search the rates around a default by successive halving.
 
     `train` takes a learning rate, the number of steps and a seed. If the lowest or the highest rate
-    is the best of the first round, up to BEYOND further rates beyond it are tried. They end with
-    the first rate that is not better.
+    is the best of the first round, up to BEYOND rates beyond it are tried, until one of them is not
+    better.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]

@@ -71,11 +71,11 @@ def code_key(config: TrainConfig) -> str:
 def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConfig]:
     """Yield untried configurations with compiled layers, the most likely next one first.
 
-    Coordinate search will continue from its current configuration, or from the running trial if
-    that is better. So the compiled variants of these two come first, then configurations with one
-    knob changed. Outside coordinate search, the best configuration so far counts as the current
-    one. Then follow more capable variants of the best configuration, and configurations similar to
-    it, the fastest by formula first.
+    Coordinate search will continue from its current configuration or, if the running trial is
+    better, from that trial's configuration. So the compiled variants of these two configurations
+    come first, then copies of them with one changed knob. Outside coordinate search, the best
+    configuration so far counts as the current one. Then follow more capable variants of the best
+    configuration, and configurations similar to it, the fastest by formula first.
     """
     space = trials.task.space
     best = trials.best()
@@ -108,9 +108,10 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
 def _moves(
     centres: list[TrainConfig], name: str, trials: SharedTrials, tried: dict[str, Outcome]
 ) -> Iterator[TrainConfig]:
-    """For each knob and each centre, yield the configuration that coordinate search would try next.
+    """Yield the configurations that coordinate search would try next.
 
-    The search changes one knob of the centre. The knob `name` comes first.
+    For each knob, the knob `name` first, the search would change this knob in each configuration of
+    `centres`.
     """
     space = trials.task.space
     place = ORDER.index(name)
@@ -124,7 +125,7 @@ def _moves(
 def _neighbours(trials: SharedTrials, tried: dict[str, Outcome]) -> Iterator[TrainConfig]:
     """Yield the compiled configurations with the fewest differences from the best configuration.
 
-    The most promising of them comes first.
+    The first has the best score by formula.
     """
     best = trials.best()
     if best is None:

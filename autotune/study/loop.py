@@ -36,9 +36,9 @@ class Study:
         trials = self.trials
         with trials.return_trials_on_failure():
             self.run_queue()
-            self._climb()
+            self._run_coordinate_searches()
             if trials.is_spent():
-                trials.cut("the whole search")
+                trials.record_omission("the whole search")
             self._raise_capability()
             self._sample()
             self._raise_capability()
@@ -84,7 +84,7 @@ class Study:
         """Measure the finalists again until the budget is over."""
         confirm_finalists(self.trials)
 
-    def _climb(self) -> None:
+    def _run_coordinate_searches(self) -> None:
         """Run coordinate search for each number of GPUs in turn.
 
         The time that is left is divided equally among these searches.
@@ -129,7 +129,7 @@ class Study:
 
             if not had_best and trials.best() is not None:  # no configuration had succeeded before
                 had_best = True
-                self._climb()
+                self._run_coordinate_searches()
 
             if row.config.digest in known and not trials.is_done():
                 untried = trials.pick_untried(promising=False)
@@ -146,9 +146,9 @@ class Study:
     def _raise_capability(self) -> None:
         """Try the best configuration with its learning knobs at their most capable values.
 
-        First all learning knobs are raised together, then each of them alone. Configurations about
-        as fast as the best are tried too. Their learning knobs have the values of the likely
-        winner. Chance decides which of these nearly equal configurations is measured as the
+        First all learning knobs are raised together, then each of them alone. Then configurations
+        that are about as fast as the best one are tried too, with the learning knobs of the likely
+        winner: chance decides which of these nearly equal configurations is measured as the
         fastest, and the winner must not depend on chance.
         """
         best = self.trials.best()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A published number or outcome (`theirs`), and the one that this suite found (`ours`)."""
+    """A published number or outcome (`theirs`), and the number or outcome of our probe (`ours`)."""
 
     theirs: float | str
     ours: float | str | None
@@ -179,7 +179,7 @@ class SourcedResult:
     source: str | None
 
 
-# The published speed of a case has one of these units, or the same speed is published in both.
+# The units of published speeds. If a case has both, they express the same speed.
 SPEEDS = ("tokens/s", "samples/s")
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"

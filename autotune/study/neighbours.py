@@ -1,6 +1,7 @@
 """Finds the configurations of a space that differ least from a given configuration.
 
-Each is made by changing a few knobs, so the size of the space does not matter.
+Each of these configurations is made by changing a few knobs, so the size of the space does not
+matter.
 """
 
 from collections.abc import Iterable, Iterator

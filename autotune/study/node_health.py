@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autotune.study.evaluator import Prober
     from autotune.study.storage.probe_store import ProbeStore
 
-# The largest differences of a healthy node from the median of the other nodes. The differences in
+# A healthy node differs from the median of the other nodes by at most these values. The values for
 # speed and memory are relative.
 MAX_SPEED_DIFFERENCE = 0.05
 MAX_MEMORY_DIFFERENCE = 0.02

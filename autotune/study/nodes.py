@@ -147,7 +147,7 @@ def _latest_result(
 def _reading(result: ProbeResult) -> NodeReading:
     """Return the reading of a result.
 
-    If the worker had worked before, the temperature is left out, because work warms the card.
+    If the worker had run earlier probes, the temperature is left out, because they warmed the card.
     """
     assert result.measurement is not None
     reading = NodeReading.of(result.measurement)

@@ -1,6 +1,6 @@
 """The numerics check: whether a cheaper number format trains like the reference.
 
-It compares the losses of the same micro batches. The comparison needs real weights. With random
+The check compares the losses of the same micro batches. It needs real weights, because with random
 weights, the loss is about the logarithm of the vocabulary's size, whatever the format.
 """
 

@@ -246,8 +246,8 @@ class Optimizer:
 
         self._is_asking = True
         proposal = None
-        # The loop repeats if another worker assumed that this worker was dead and gave the trial
-        # back.
+        # The loop repeats if another worker considered this worker dead, and put the trial back
+        # into the queue.
         while proposal is None:
             with (
                 optuna_errors(self._url),
@@ -322,8 +322,8 @@ class Optimizer:
     ) -> bool:
         """Finish a trial. A positive margin marks the trial as infeasible.
 
-        Returns False if another worker assumed that this worker was dead and gave the trial back.
-        That decision stands.
+        Returns False if another worker considered this worker dead, and put the trial back into the
+        queue. The trial then stays there.
         """
         with (
             optuna_errors(self._url),
@@ -374,8 +374,8 @@ class Optimizer:
 
         Returns False if another worker was quicker.
         """
-        # After a broken connection, `retry_on_outage` calls this method again. This worker's first
-        # call may then have failed the trial already.
+        # If the connection breaks, `retry_on_outage` calls this method again. The first call may
+        # then have marked the trial as failed already.
         again = number in self._withdrawn
         self._withdrawn.add(number)
         with optuna_errors(self._url):

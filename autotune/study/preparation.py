@@ -33,7 +33,7 @@ class SessionPlan:
 
     `cards` has the GPU of each additional local worker, or None for a worker on the CPU. `started`
     is the time.monotonic() at which the budget starts. `preparation_s` is the time before
-    `started`; it is not part of the budget. Most of it is spent reading the dataset.
+    `started`; it is not part of the budget. Most of this time is spent reading the dataset.
     """
 
     spec: StudySpec
@@ -83,7 +83,7 @@ def prepare_session(
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    # If the spec lists configurations to probe, each of them applies the pins itself.
+    # If the spec lists configurations to probe, the pins are applied to each of them later.
     searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)

@@ -4,7 +4,7 @@ The prediction uses an earlier probe of the whole model, or probes of models wit
 times of loading and of a micro batch are assumed to be linear in the number of layers. A probe has
 warm-up steps (the lead), then rounds of steps (`probe.schedule`). The time of the lead and the
 first round is assumed to be proportional to their number of micro batches and to the time of a
-micro batch. Only complete rounds are timed, sometimes also the first.
+micro batch. Only complete rounds are timed; the first round is timed only sometimes.
 """
 
 import statistics
@@ -15,8 +15,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
 WHOLE = 0  # stands for all layers in dictionaries whose keys are numbers of layers
-# An evaluated micro batch is only a forward pass. It takes at most this share of the time of a
-# training micro batch.
+# The evaluation of a micro batch is only a forward pass, and takes at most this share of the time
+# of a training micro batch.
 EVALUATED = 0.5
 # The warm-up steps and the first timed round take at most the time of this number of average micro
 # batches. Further time counts as compilation.
@@ -86,8 +86,8 @@ class ProbeTimes:
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._extrapolate(micros)
 
-        # The schedules of this request and of the known probe. Attention's plan for each length
-        # exists already, because the known probes made it.
+        # The schedules of this request and of the known probe. Attention's plans for all lengths
+        # exist already, because the known probe made them.
         schedule = Schedule.plan(request, planned=True)
         known_schedule = Schedule.plan(
             replace(request, micro_steps=known.micro_steps), planned=True

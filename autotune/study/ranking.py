@@ -1,8 +1,8 @@
 """Ranks measured configurations: the cheapest wins, unless a more capable one costs little more.
 
 The score of a configuration is its useful tokens per second (`performance.score`). A more capable
-configuration can learn more, for example with a higher LoRA rank. It wins if its cost exceeds that
-of the cheapest by at most 5 % (the slack).
+configuration can learn more, for example with a higher LoRA rank. It wins if it costs at most 5 %
+more than the cheapest configuration; these 5 % are the default of the slack.
 """
 
 import math
@@ -49,7 +49,7 @@ class Scored:
         )
 
     def beats(self, other: "Scored") -> bool:
-        """Whether this score, taken at the slowest step, exceeds the other at its fastest step."""
+        """Whether this score by the slowest step exceeds the other score by the fastest step."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:
@@ -61,8 +61,8 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
     """Return the cheapest candidate, or a more capable one that costs at most `slack` more.
 
     Among equally fast configurations, a GPU-bound one is preferred, because other work on the host
-    slows a CPU-bound one. Then the one with the most free memory is preferred. Raises ValueError
-    without candidates.
+    slows a CPU-bound one. Next, the configuration with the most free memory is preferred. Raises
+    ValueError without candidates.
     """
     leaders = _leaders(candidates, slack)
     return max(

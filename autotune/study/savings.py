@@ -62,7 +62,7 @@ def run_savings(
     `speedup` and its `interval` compare the two speeds. They are more exact than the difference of
     the two costs, because most errors of a cost are the same for both.
     """
-    # The relative error of the baseline's cost scales the savings.
+    # The savings have the same relative error as the baseline's cost.
     scale = [hours / baseline.full_run_hours for hours in baseline.interval_hours]
 
     def savings(of_baseline: float, of_winner: float) -> Interval:

@@ -178,8 +178,8 @@ class GpuPlan(ShownAsTable):
 class Scaling:
     """The run on each number of GPUs, the fewest first.
 
-    The winner uses `own` GPUs. For the numbers of GPUs in `known`, a row is the study's best
-    configuration. For other numbers, a row is a projection of the winner.
+    The winner uses `own` GPUs. For a number of GPUs in `known`, the row is the study's best
+    configuration with this number. For any other number, the row is a projection of the winner.
     """
 
     own: int = 1

@@ -52,8 +52,8 @@ class CandidateRecord:
     """The measurements of one configuration: search probes and confirmations.
 
     Confirmations outrank search probes. `extrapolated` comes from models with fewer layers.
-    `undecided` says that by this extrapolation, the configuration may still win. `late_s` is the
-    extra time of the first step, compared with later steps. `cannot_win` marks a baseline that
+    `undecided` says that, according to `extrapolated`, the configuration may still win. `late_s` is
+    the extra time of the first step, compared with later steps. `cannot_win` marks a baseline that
     failed its confirmation; the winner is still compared with it. `disturbed` holds results whose
     times were changed by other work on the machine. Their times count only if there is no other
     result; their memory always counts. `reused` says that an earlier study made the measurement
@@ -126,9 +126,9 @@ class Selection:
     results: configurations with the same values of these knobs form a result cell. Reports list the
     best configuration of each cell. A configuration that was pruned after an extrapolation may be
     the best of its cell. It can win only if every configuration was pruned in this way.
-    `references` holds the measurements in the reference number format. Other formats' losses are
-    compared with theirs. A failed measurement is None. `tried` holds every configuration with a
-    result.
+    `references` holds the measurements in the reference number format. The losses of other formats
+    are compared with the losses of these measurements. A failed measurement is None. `tried` holds
+    every configuration with a result.
     """
 
     task: Task
@@ -284,9 +284,9 @@ class Selection:
     def may_win(self, config: TrainConfig) -> bool:
         """Whether a configuration may still win, given the noise of the confirmations.
 
-        The test raises its score by the noise, and lowers all other scores by the noise: it may
-        still win if it then comes first. If all its confirmations were disturbed, it may always
-        still win.
+        The configuration may still win if it comes first once its score is raised by the noise and
+        all other scores are lowered by the noise. If all its confirmations were disturbed, it may
+        always still win.
         """
         record = self.record(config)
         if record.num_confirmations and not record.confirmed:
@@ -495,7 +495,7 @@ class Selection:
         )
 
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
-        """The power of all devices in W. Each is assumed to draw as much as the first.
+        """The power of all devices in W. Each device is assumed to draw as much power as the first.
 
         It is None if other GPUs were probed in place of the target.
         """
@@ -652,7 +652,7 @@ class Selection:
         """Return the pool, and the unconfirmed configurations that surely beat its winner.
 
         The budget may leave no time to confirm them, and a slower configuration must not win only
-        because it was confirmed. The other contenders and the baseline are considered. A
+        because it was confirmed. All other contenders are checked, and the baseline. A
         configuration is added if its score at its slowest step exceeds the winner's score at the
         winner's fastest step, and if it would also win with this lower score. So a more capable
         winner that costs little more is not beaten. With a deadline, only the baseline can be

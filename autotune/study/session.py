@@ -2,8 +2,8 @@
 
 The session closes prober and connections at its end. `Leader` runs a study. `work` helps with a
 study that another process leads. `explain` resets one knob of a winner at a time, and probes the
-resulting configurations. A session first starts the worker process, which loads torch while the
-rest is set up.
+resulting configurations. A session first starts the worker process, because loading torch takes
+seconds. Meanwhile, the session opens the database.
 """
 
 import math
@@ -272,7 +272,7 @@ class Leader:
     def _asked_gib(self) -> float | None:
         """The memory that the user allows.
 
-        For an example card, it is the card's memory plus the memory that the libraries hold.
+        For an example card, this is the card's memory plus the memory that the libraries hold.
         """
         spec = self.plan.spec
         example_gib = self.plan.setup.task.example_gib

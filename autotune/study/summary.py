@@ -108,8 +108,8 @@ class Recipe:
 
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
     `learning` has the learning rates that were tried for the winner. `unsteady` is the reason why
-    the measurements are too unsteady to state a speed-up, or None. `alone` says that no other
-    configuration than the winner was tried.
+    the measurements are too unsteady to state a speed-up, or None. `alone` says that only the
+    winner was tried.
     """
 
     study: str
@@ -213,8 +213,8 @@ class Recipe:
 class TrialRecord:
     """One finished trial. `margin` is needed memory / limit - 1, positive without enough memory.
 
-    `reused` says that the result was stored before the trial began, and `is_own` that it was this
-    study that had measured it.
+    `reused` says that the result was stored before the trial began. `is_own` says that this study
+    itself had measured it.
     """
 
     number: int
@@ -518,7 +518,7 @@ class StudySummary:
 
     @property
     def configurations(self) -> tuple[TrialRecord, ...]:
-        """One trial per configuration: the last trial with a probe, or else the first trial."""
+        """For each configuration, the last trial that ran a probe, or else the first trial."""
         rows: dict[TrainConfig, TrialRecord] = {}
         for row in self.trials:
             if row.config not in rows or not row.reused:

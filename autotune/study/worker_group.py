@@ -1,7 +1,8 @@
 """The additional workers of a study, on the other GPUs of this machine or of a Ray cluster.
 
-Each is an `autotune worker` process, which ends no later than the leader. Lost workers are not
-restarted, because their trials are queued again once their leases (reservations) expire.
+Each of these workers is an `autotune worker` process, which ends no later than the leader. A lost
+worker is not restarted: once its leases (reservations) expire, the other workers try its
+configurations.
 """
 
 import os

@@ -12,7 +12,7 @@ from .forms import Chat, Plain, parse_row, texts_of
 from .reading import read_rows
 
 TOKENS = 48  # the largest number of tokens in an answer
-PLAIN_WORDS = 8  # a text without a prompt is asked to continue its first words
+PLAIN_WORDS = 8  # for a text without a prompt, the prompt is this number of its first words
 
 
 def first_example(path: Path, split: str | None, *, has_template: bool = True) -> Plain | Chat:
@@ -21,7 +21,7 @@ def first_example(path: Path, split: str | None, *, has_template: bool = True) -
 
 
 def first_prompt(path: Path, split: str | None) -> str:
-    """Return the prompt of the first example: of a conversation, the first text of the user."""
+    """Return the first example's prompt; in a conversation, the first text of the user."""
     example = first_example(path, split)
     if isinstance(example, Plain):
         return example.prompt or " ".join(example.completion.split()[:PLAIN_WORDS])
@@ -39,7 +39,7 @@ class Prompt:
     """A prompt and the tokenizer that reads it."""
 
     def __init__(self, text: str, tokenizer: Any, example: Plain | Chat) -> None:
-        """`example` is one of the dataset's, and determines the form of the prompt."""
+        """The prompt gets the form of `example`, which is from the dataset."""
         self._tokenizer = tokenizer
         if isinstance(example, Chat) and tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
@@ -57,8 +57,8 @@ class Prompt:
         tokens = torch.tensor([self._tokens], device=next(model.parameters()).device)
         was_training = model.training
         model.eval()
-        # The whole sequence is computed for each token. This is slow, but needs no cache, which the
-        # attention of a training may not support.
+        # For each new token, the whole sequence is computed again. This is slow, but needs no
+        # key-value cache, which the attention of a training may not support.
         with torch.no_grad(), computing:
             for _ in range(TOKENS):
                 logits = model(input_ids=tokens, use_cache=False).logits[:, -1]

@@ -44,7 +44,7 @@ def has_plain_head(model: Any) -> bool:
     if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
 
-    # These placeholder tensors need the right number of dimensions and the model's device, but may
+    # The placeholder tensors need the right number of dimensions and the model's device, but may
     # have any size.
     hidden = weight.new_zeros(1, 1, 1)
     tokens = hidden[..., 0].long()
@@ -139,8 +139,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for positions in _target_positions(targets).split(CHUNK_TOKENS):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[positions].detach().requires_grad_(needs_gradients)
-                # No variable holds the logits, so they are freed before the next chunk's logits
-                # exist.
+                # The logits have no variable of their own, so that they are freed before the next
+                # chunk's logits exist.
                 loss = cross_entropy(
                     compute_logits(chunk).float(), targets[positions], reduction="sum"
                 )
@@ -149,8 +149,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    # No variable holds this chunk's gradient, because it would stay in memory
-                    # during the next chunk.
+                    # The chunk's gradient has no variable of its own, because it would then stay in
+                    # memory during the next chunk.
                     gradient += of_weights.pop(0)
             total += loss.detach()
 

@@ -52,7 +52,7 @@ class Clock(TrainerCallback):
         # Each of the following lists has one entry for the start of each step, and one entry for
         # the end of the run.
         self._starts: list[float] = []
-        # The same moments as CUDA events; on a CPU, a copy of `_starts`.
+        # The starts in `_starts` as CUDA events; on a CPU, a copy of `_starts`.
         self._events: list[Any] = []
         self._tokens = [0]  # tokens since the previous start, with padding
         # Number of graphs that torch.compile had made before this start.
@@ -100,8 +100,7 @@ class Clock(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of the run, and report the pause after the last step."""
-        # A run that resumes from its last checkpoint may have no steps left, and then has no
-        # pauses.
+        # If a run resumes from its last checkpoint, it may have no steps left, and so no pauses.
         if any(self._pauses[-1:]):
             self._report(state)
         self.mark()
@@ -159,7 +158,8 @@ class Clock(TrainerCallback):
     def _should_stop(self, step: int) -> bool:
         """Return whether the run stops after this step.
 
-        All ranks stop after the same step, because a rank that went on would wait for the others.
+        All ranks must stop after the same step, because a rank that continued would wait for the
+        others.
         """
         if not dist.is_initialized():
             return self._signal is not None
@@ -202,9 +202,9 @@ class Clock(TrainerCallback):
     def exit_if_stopped(self) -> None:
         """End the process if a signal stopped the run. The exit code identifies the signal.
 
-        A signal after the last step does not stop the run: the result is still saved. If such a
-        signal stopped the run, some ranks would end and others would wait for them, because ranks
-        receive a signal at different times.
+        A signal after the last step does not stop the run: the result is still saved. Ranks receive
+        a signal at different times, so if they stopped here, some would end while others wait for
+        them.
         """
         if self._is_stopped and self._signal is not None:
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)

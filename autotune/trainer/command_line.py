@@ -135,7 +135,7 @@ def _add_study_dataset(given: argparse.Namespace, settings: RunSettings) -> None
 
 
 def ask_obstacle(settings: RunSettings, given: argparse.Namespace) -> str | None:
-    """Return what --ask lacks to answer its prompt, or None if it is not given or lacks nothing."""
+    """Return the missing condition of --ask, or None if it is not given or misses none."""
     if given.ask is None:
         return None
     if given.dataset is None:

@@ -247,9 +247,8 @@ class Encoder:
             if ranges is None:
                 yield index, tokens[first:]
                 continue
-            # Only the end of a token counts: a token that reaches into an answer belongs to the
-            # answer, as in TRL. A token's start is not reliable, because it may leave out a leading
-            # space.
+            # A token belongs to an answer if it ends in the answer, as in TRL. The start of a token
+            # is not reliable, because it may leave out a leading space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
             is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
             yield index, _mask(tokens, is_trained)[first:]
@@ -353,8 +352,8 @@ class Encoder:
 
         Variables with the name of an argument of the tokenizer are left out.
 
-        A row must not set arguments of the tokenizer: one of these arguments replaces the chat
-        template.
+        A row must not set arguments of the tokenizer, because one of these arguments replaces the
+        chat template.
         """
         return {name: form.options[name] for name in form.options if name not in self._arguments}
 
@@ -372,8 +371,8 @@ class Encoder:
             is_open = self._opening and text.startswith(self._opening, len(prompt))
             return len(prompt) + (len(self._opening) if is_open else 0), len(through)
 
-        # This template renders messages differently if more messages follow. So replace each text
-        # of the answer with a mark, and search the rendered text for the marks.
+        # This template renders a message differently if other messages follow it. So replace each
+        # text of the answer with a mark, and search the rendered text for the marks.
         marked = [*messages[:index], _with_marks(messages[index])]
         head, tail = _text_outside_marks(self._render(form, [*marked, *messages[index + 1 :]]))
         head_alone, tail_alone = _text_outside_marks(self._render(form, marked))
@@ -398,8 +397,8 @@ class Encoder:
         """
         start = head.rfind(self._opening) + len(self._opening)
         before = texts_of(form.messages[index - 1]) if index else []
-        # If the previous message stands after the opening, the opening belongs to an earlier
-        # answer.
+        # If the text of an earlier message comes after the opening, the opening belongs to an
+        # earlier answer.
         is_own = not any(text.strip() in head[start:] for _, text in before)
         if self._opening and self._opening in head and is_own:
             return len(head) - start
@@ -474,10 +473,10 @@ def _refusal(error: Exception) -> str:
             return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
         return f"a message or a tool lacks {key[1]!r}, which the tokenizer's chat template needs"
     if kinds & {"TemplateError", "TimeoutError"}:
-        return f"the tokenizer's chat template refuses it{text and ': '}{text}"
+        return f"the tokenizer's chat template refuses the row{text and ': '}{text}"
     return (
-        "the tokenizer's chat template cannot render it: a value of a message, a call or a tool"
-        " has another type than the template expects"
+        "the tokenizer's chat template cannot render the row: a value of a message, a call or a"
+        " tool has another type than the template expects"
     )
 
 

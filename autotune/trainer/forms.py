@@ -29,8 +29,9 @@ COLUMNS = (
     "text",
 )
 CHATS = ("messages", "conversations")  # columns that hold a conversation
-BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that may stand beside messages
-OF_PROMPT = ("instruction", "input", "history")  # the columns of Alpaca's prompt
+# Columns that a row with messages may have besides its messages
+SIDE_COLUMNS = ("system", "tools", "chat_template_kwargs")
+PROMPT_COLUMNS = ("instruction", "input", "history")  # the columns of Alpaca's prompt
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
 
@@ -125,11 +126,15 @@ def _parse_columns(
     for name in CHATS:
         if name in columns:
             messages = _with_system(columns, _parse_messages(columns[name], name))
-            return Chat(messages=messages, **beside), (name, *BESIDE)
+            return Chat(messages=messages, **beside), (name, *SIDE_COLUMNS)
     if "prompt" in columns and "completion" in columns:
-        return _parse_prompt(columns, beside), ("prompt", "completion", *BESIDE)
+        return _parse_prompt(columns, beside), ("prompt", "completion", *SIDE_COLUMNS)
     if "instruction" in columns and "output" in columns:
-        return _parse_alpaca(columns, has_template=has_template), (*OF_PROMPT, "output", "system")
+        return _parse_alpaca(columns, has_template=has_template), (
+            *PROMPT_COLUMNS,
+            "output",
+            "system",
+        )
     if "text" in columns:
         return Plain(completion=_check(str, columns["text"], "text")), ("text",)
     return None
@@ -419,7 +424,7 @@ def is_text(part: Any) -> bool:
 
 
 def is_image(part: Any) -> bool:
-    """Return whether this part of a message is a place for an image."""
+    """Return whether this part of a message stands for an image."""
     return isinstance(part, dict) and part.get("type") == "image"
 
 
@@ -467,8 +472,8 @@ def _adapt(message: Message, number: int, template: str) -> Message:
     if role == "developer" and not _names(template, role):
         message = message | {"role": "system"}
 
-    # A template may read a thought under only one of several keys, so store the thought under that
-    # key.
+    # There are several keys for a thought, and a template may read only one of them. So store the
+    # thought under that key.
     if not any(key in template for key in THOUGHTS):
         return message
     wanted = next(key for key in THOUGHTS if key in template)
@@ -481,7 +486,7 @@ def _adapt(message: Message, number: int, template: str) -> Message:
 
 
 def _names(template: str, role: str) -> bool:
-    """Return whether a chat template has this role as a quoted string, and so knows it."""
+    """Return whether a chat template knows this role: it contains the role as a quoted string."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 

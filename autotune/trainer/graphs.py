@@ -52,8 +52,8 @@ class MicroBatchGraphs:
                     f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
                     " needs a CUDA graph"
                 )
-            # The capture skips the packing check, so the first run must skip it too. If only the
-            # capture skipped the check, the capture would compile the layers again, and fail.
+            # The capture skips the packing check. The first run must skip the check too: otherwise
+            # the capture would compile the layers again, and fail.
             with skip_packing_check():
                 loss = self._step(batch).clone()
                 self._graphs[shape] = self._capture(batch)
@@ -91,8 +91,8 @@ class MicroBatchGraphs:
 def skip_packing_check() -> Iterator[None]:
     """Stop transformers from checking whether rows are packed.
 
-    The check reads from the device whether positions restart. During a capture, the check cannot
-    read from the device, and would make a mask instead.
+    The check reads from the device whether positions restart. During a capture, nothing can be read
+    from the device, and transformers would make a mask instead.
     """
     find = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

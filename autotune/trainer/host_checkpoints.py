@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# torch's allocator of pinned memory rounds up to powers of two. So inputs are stored in blocks of
-# this number of bytes, which waste no memory. One allocation for a whole input could waste up to
-# half of its memory.
+# torch's allocator of pinned memory rounds up to powers of two. Inputs are therefore stored in
+# blocks of this number of bytes, which waste no memory. If a whole input were one allocation, up to
+# half of the memory could be wasted.
 BLOCK_BYTES = 64 * 2**20
 # Inputs of up to this number of bytes are copied back one layer before they are needed, so the
 # device holds two inputs. Larger inputs are copied back when they are needed. For an 8B model with
@@ -140,7 +140,10 @@ class HostCheckpoints:
         return blocks
 
     def _recycle(self, blocks: list[torch.Tensor]) -> None:
-        """Mark blocks as free. Copies run in order on one stream, so reuse needs no wait."""
+        """Mark blocks as free.
+
+        All copies run in order on one stream, so a block can be reused without a wait.
+        """
         for block in blocks:
             self._free_blocks[block.nbytes].append(block)
 

@@ -32,7 +32,7 @@ TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")
 def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
     """Return random examples with images for the whole run.
 
-    Their lengths and the sizes of their images are those of the rows in the settings.
+    The settings list rows with their lengths and images; the random examples are like these rows.
     """
     measured = [
         (length, [SimpleNamespace(**picture) for picture in pictures])
@@ -126,7 +126,7 @@ class ImageRows(Sequence[ImageExample]):
                 ids, more = self._process(piece, pictures[:number])
             # The processor refuses, for example, an image of 1 x 1,000 pixels.
             except ValueError as error:
-                raise BadDataset(f"{where}: the processor refuses it: {error}") from None
+                raise BadDataset(f"{where}: the processor refuses the row: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)
             if number:

@@ -33,8 +33,8 @@ GROUPS = (
     ("mlp", ("gate_up_proj",)),
     ("mlp", ("down_proj",)),
 )
-# The number of columns that are added to a matrix is a multiple of this, because fast kernels need
-# aligned rows.
+# The number of columns that are added to a matrix is a multiple of MULTIPLE, because fast kernels
+# need aligned rows.
 MULTIPLE = 64
 # If the ranks of a group's adapters add up to at most this number, one product for the whole group
 # takes no longer than one product for each member.
@@ -48,8 +48,8 @@ class JoinedLayers:
 
     PEFT's modules and parameters stay in the model. Until `undo` is called, the base's weights are
     views into the wide matrices. A and sB are copied into these matrices in the base's dtype.
-    Before a forward pass, A and sB are copied again if A or B has changed. torch notices only
-    changes by its own operations, so call `watch` for an optimizer of another library.
+    Before a forward pass, A and sB are copied again if A or B has changed. torch notices a change
+    only if one of its own operations made it, so call `watch` for an optimizer of another library.
     """
 
     def __init__(self, base: Any, layers: list[nn.Module]) -> None:
@@ -357,9 +357,9 @@ class _Products(torch.autograd.Function):
 # Compiled code on disk refers to these operations by name. If a shape or a FLOP formula below
 # changes, the name must change too.
 #
-# Both operations write into columns of their first argument that are not read elsewhere: h and dh.
-# The mutation is not declared, because the compiler would then copy the argument. A recomputation
-# writes the same values again.
+# Both operations write h or dh into columns of their first argument that are not read elsewhere.
+# The write is not declared as a mutation, because the compiler would then copy the argument. A
+# recomputation writes the same values again, so it does no harm.
 
 
 @torch.library.custom_op("lora::joined_forward", mutates_args=())  # type: ignore[untyped-decorator]
@@ -369,9 +369,9 @@ def _products(
     """Return the outputs (M x size) of one member from [x | 0] (M x K + P) and h (M x R).
 
     `begin` and `end` are the member's rows of `wide`. Each member has a separate operation for two
-    reasons. One tensor of all outputs would stay in memory as long as any part of it is saved, and
-    attention saves its values for the backward pass. If one operation had several outputs, the
-    compiler would assume that recomputing one of them is free.
+    reasons. First, one tensor of all outputs would stay in memory as long as any part of it is
+    saved, and attention saves its values for the backward pass. Second, if one operation had
+    several outputs, the compiler would assume that recomputing one of them is free.
     """
     fan_in = padded.shape[1] - _padding(hidden.shape[1])
     padded[:, fan_in : fan_in + hidden.shape[1]].copy_(hidden)

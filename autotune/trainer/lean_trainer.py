@@ -337,9 +337,9 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
     pass. torch's partitioner chooses the tensors to recompute: large tensors that take few
     operations.
     """
-    # The graphs of our own functions (joined adapters, products in 8 bits) include all that they
-    # compute, so their code may be cached on disk. The setting is part of the cache's key, so it
-    # must be the same for all layers.
+    # The graphs of our own autograd functions (joined adapters, products in 8 bits) contain
+    # everything that these functions compute, so their code may be cached on disk. This setting is
+    # part of the cache's key, so it must be the same for all layers.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     backend = "inductor" if activation_budget == 1.0 else _budgeted_inductor(activation_budget)
     for layer in layers:
@@ -355,8 +355,8 @@ def budget_options(activation_budget: float) -> dict[str, Any]:
     return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
 
 
-# Each budget has one backend, because Dynamo tells the compiled code of different budgets apart by
-# the backend.
+# Each budget has its own backend, because Dynamo distinguishes the compiled code of different
+# budgets only by the backend.
 @functools.cache
 def _budgeted_inductor(activation_budget: float) -> Callable[..., Any]:
     """Return an Inductor backend for layers that keep this fraction of their activations."""

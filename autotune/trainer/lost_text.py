@@ -33,9 +33,9 @@ class LostText:
     """Finds the texts of conversations that are missing in the rendered text.
 
     Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
-    mark in place of each text. A missing mark shows that the template leaves out the text, however
-    short the text is. Each conversation's own texts are searched too, because a template may treat
-    some texts differently.
+    mark in place of each text. If a mark is missing, the template leaves out the text in its place,
+    however short this text is. The texts of each conversation itself are searched too, because a
+    template may treat some texts differently.
     """
 
     def __init__(self) -> None:

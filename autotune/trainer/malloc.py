@@ -17,8 +17,8 @@ LARGEST_THRESHOLD = 2**25
 def set_release_threshold(threshold: int) -> None:
     """Let malloc keep freed blocks of less than `threshold` bytes for later allocations.
 
-    Larger blocks return to the kernel. So does free memory at the end of the heap, if it is more
-    than twice the threshold. With a C library other than glibc, this function does nothing.
+    Larger blocks return to the kernel. Free memory at the end of the heap returns too, if it is
+    more than twice the threshold. With a C library other than glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

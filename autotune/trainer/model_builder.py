@@ -128,11 +128,12 @@ def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
 def outline(
     config: Any, settings: ModelSettings, device: torch.device, room_gib: float
 ) -> PreTrainedModel | None:
-    """Build the base without memory for its matrices. Shard the base, then call `materialize`.
+    """Build the base without memory for its matrices.
 
-    Returns None if the unsharded base fits into `room_gib` of the device (in fp32 if the base
-    itself is trained). Returns None if the head and the embedding are one weight, because sharding
-    would turn it into two. Returns None if the base is quantised by bitsandbytes.
+    The caller shards the base, then calls `materialize`. Returns None if the unsharded base fits
+    into `room_gib` of the device (in fp32 if the base itself is trained). Returns None if the head
+    and the embedding are one weight, because sharding would make two weights of it. Returns None if
+    the base is quantised by bitsandbytes.
     """
     if settings.bitsandbytes_arguments() is not None:
         return None
@@ -246,7 +247,8 @@ def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
     model: PreTrainedModel = _model_class(settings, config).from_config(
         config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
-    # `no_init_weights` skips this call. Without the call, a tied head would be a second weight.
+    # Inside `no_init_weights`, transformers does not tie the weights itself, so a tied head would
+    # be a second weight.
     model.tie_weights()
     return model
 
@@ -298,8 +300,8 @@ def trainable_model(
             tower.requires_grad_(False)
         return base
 
-    # PEFT is imported here, because it imports bitsandbytes and so torch's compiler. A base without
-    # adapters needs neither bitsandbytes nor the compiler.
+    # PEFT is imported only here, because it imports bitsandbytes, which imports torch's compiler. A
+    # base without adapters needs neither.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
@@ -422,8 +424,8 @@ def _unhook_towers(base: nn.Module) -> None:
     """Stop the inputs of vision towers from requiring gradients.
 
     If layers are recomputed, transformers and PEFT each make the patch embeddings require
-    gradients. A frozen tower would then have a backward pass. Non-reentrant recomputation does not
-    need these gradients.
+    gradients, and a frozen tower would then have a backward pass. The recomputation here is
+    non-reentrant, and does not need these gradients.
     """
     for tower in _towers(base).values():
         for module in tower.modules():
@@ -468,7 +470,8 @@ def compute_in_tiles(base: PreTrainedModel) -> None:
 
     Adapters and checkpointing must be present already. transformers and PEFT each make the output
     of the embedding require gradients, which would keep that output and its gradient for the whole
-    step. Non-reentrant recomputation does not need this gradient, so this function prevents it.
+    step. The recomputation here is non-reentrant and does not need this gradient, so this function
+    prevents it.
     """
     base.get_input_embeddings()._forward_hooks.clear()
     tile_layers(base, decoder_layers(base))
@@ -562,7 +565,8 @@ def _quantize(
 
     attribute = "is_loaded_in_4bit" if settings.quantization == "nf4" else "is_loaded_in_8bit"
     setattr(model, attribute, True)
-    # transformers sets this too. Without it, Jamba multiplies by the packed bytes of a weight.
+    # transformers sets this attribute too. Without it, Jamba multiplies by the packed bytes of a
+    # weight.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = True

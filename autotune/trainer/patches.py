@@ -19,8 +19,8 @@ from . import varlen
 from .host_checkpoints import HostCheckpoints
 
 CUDNN_ATTENTION = "sdpa_cudnn"
-# For masked rows, cuDNN selects its kernels by the largest of these numbers that divides the rows'
-# length (tested on an H100).
+# With a mask, cuDNN selects its attention kernel by the alignment of the rows' length: the largest
+# of these numbers that divides the length (tested on an H100).
 ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 
 
@@ -48,8 +48,8 @@ def choose_attention(*, any_length: bool, flash: bool = True) -> None:
     """Exclude cuDNN from torch's own choice of kernels (sdpa) if rows may have any length.
 
     cuDNN makes an execution plan for each new row length. On an H200, making a plan took 0.1 s of a
-    micro batch of 0.5 s. Without `flash`, both cuDNN and flash attention are excluded, so that a
-    newer card behaves like one with a compute capability below 8.0.
+    micro batch of 0.5 s. If `flash` is false, cuDNN and flash attention are both excluded, so that
+    the card behaves like an older card with a compute capability below 8.0.
     """
     torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
     torch.backends.cuda.enable_flash_sdp(flash)

@@ -27,11 +27,12 @@ CLEAN_EXITS = (
     75,
     130,
 )  # exit codes of a rank that has finished, and of ranks that SIGTERM or SIGINT stopped
-# Seconds that the other ranks have to print their errors after one rank has failed.
+# The time in seconds that the other ranks get to print their errors after one rank has failed.
 GRACE_S = 5.0
 # A scheduler signals each process of a job, so signals within this number of seconds count as one.
 AGAIN_S = 1.0
-ALONE_S = 600.0  # seconds that ranks have to save after the launcher's death; then they are killed
+# After the launcher's death, the ranks have this number of seconds to save, and are then killed.
+ALONE_S = 600.0
 CAUSES = {"SIGKILL": ": the host may have run out of memory"}
 PR_SET_PDEATHSIG = 1  # the option of Linux's prctl that sends a signal when the parent dies
 LOOPBACK = "lo"  # Linux's network interface that no other machine reaches
@@ -158,7 +159,7 @@ def _wait(
             for rank in running:
                 rank.send_signal(signals[0][1])
         is_repeated = bool(signals) and signals[-1][0] - signals[0][0] > AGAIN_S
-        # After the launcher's death, no second signal can end the ranks, so a deadline does.
+        # After the launcher's death, no second signal can reach the ranks, so a deadline ends them.
         if deadline == float("inf") and os.getppid() != launcher:
             deadline = time.monotonic() + ALONE_S
         if time.monotonic() > deadline or is_repeated:

@@ -162,7 +162,8 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     that has room for it.
     """
     rows: list[list[int]] = []
-    # (minus the number of free tokens, index of the row), ascending: the emptiest row comes first
+    # Pairs (minus the number of free tokens, index of the row) in ascending order, so the emptiest
+    # row comes first
     rooms: list[tuple[int, float]] = []
 
     for example in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):

@@ -14,8 +14,8 @@ from .parquet_footer import ROW_BYTES, VALUE_BYTES, least_bytes
 PART_ROWS = 64  # rows to convert to Python at once; 1,000 rows at once are not faster
 READ_BYTES = 2**20  # bytes of a column to read at once
 # All rows of a file may take at most FREE_BYTES in memory, plus GROWTH bytes for each byte of the
-# file. Larger rows raise TableError. A valid file may also grow: a column that repeats a long text
-# in each row grows a hundredfold.
+# file. If the rows take more, TableError is raised. Valid files grow too: a column that repeats a
+# long text in each row grows a hundredfold.
 FREE_BYTES = 2**28
 GROWTH = 1000
 

@@ -57,7 +57,7 @@ from .varlen import VARLEN
 CLASSIFICATION = "classification"  # a value of `RunSettings.objective`
 SEED = 0
 # torch compiles a layer for at most this number of input shapes. Further shapes would run without
-# compilation. The limit covers all shapes that the measurement compiled.
+# compilation. The limit is above the number of shapes that the measurement compiled.
 RECOMPILE_LIMIT = 64
 # The number of rows with images whose tokens are counted, as a sample of all rows.
 COUNTED_ROWS = 64
@@ -141,8 +141,8 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
 
     Ends the process if the checkpoint to continue from has another origin.
     """
-    # Only the first rank saves, so only it checks the origin. If the first rank ends, the other
-    # ranks end too.
+    # Only the first rank saves checkpoints, so only the first rank checks the origin. If it ends,
+    # the other ranks end too.
     is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
     if not options.saves or not is_first:
         return TrainerCallback()
@@ -321,7 +321,8 @@ def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) ->
 def held_out_share(settings: RunSettings, options: Options) -> float:
     """Return the fraction of the examples to hold out and evaluate during the training.
 
-    It is 0 for random examples, and with --held-out, which holds out a number of examples instead.
+    The fraction is 0 for random examples. It is also 0 with --held-out, which holds out a number of
+    examples instead.
     """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
@@ -406,8 +407,8 @@ def random_examples(
 ) -> list[torch.Tensor]:
     """Return random token ids as the examples of the whole run.
 
-    Their lengths are those of the study's examples, or those in the file of --lengths. `config` is
-    the model's.
+    The lengths are like those of the study's examples, or come from the file of --lengths. `config`
+    is the model's config.
     """
     vocab_size = config.get_text_config().vocab_size
     lengths = settings.lengths

@@ -29,9 +29,9 @@ class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
     A row's padding counts as a separate example. `ends` (int32) has one entry more than the rows
-    have tokens. It begins with 0 and the end of each example. The last end fills all further
-    entries, so the shape of `ends` does not depend on the number of examples. `counts` (2 values,
-    on the host) are the number of examples and the tokens of the longest example.
+    have tokens. It begins with 0 and the end of each example. All further entries repeat the last
+    end, so the shape of `ends` does not depend on the number of examples. `counts` (2 values, on
+    the host) are the number of examples and the tokens of the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -113,9 +113,9 @@ def attend_windows(
 
     Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
     holds 0 and the ends of the windows. One kernel computes all windows. Without this function,
-    transformers computes the windows one after another. In each layer, it waits until the device
-    has sent their lengths. If FlashAttention does not support the inputs, this function also
-    computes the windows one after another.
+    transformers would compute the windows one after another, and in each layer wait until the
+    device has sent the windows' lengths. If FlashAttention does not support the inputs, this
+    function also computes the windows one after another.
     """
     if _supports_flash(query):
         counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])

@@ -35,8 +35,8 @@ WAIT_S = 300.0
 OTHER = "use the version of autotune that wrote it, or another database with --storage"
 RETRY_EVERY_S = 1.0
 TRIES = 4  # the attempts at an operation whose connection breaks
-# The attempts to create the tables. Each attempt may fail because another process creates a table
-# at the same time, so this is more than the number of tables.
+# The attempts to create the tables. An attempt fails if another process creates the same table at
+# the same time, so there are more attempts than tables.
 TABLE_TRIES = 30
 TABLE_RETRY_S = 0.1
 P = ParamSpec("P")
@@ -44,10 +44,10 @@ T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# After these times, PostgreSQL's client gives up on a host that does not respond. The first limits
-# a connection attempt (in s), and the second limits data without acknowledgement (in ms). The last
-# three limit the wait for an answer: seconds before the first keepalive, seconds between
-# keepalives, and their number.
+# With these timeouts, PostgreSQL's client gives up on a host that does not respond. The first
+# limits a connection attempt (in s), and the second limits the time that sent data stays
+# unacknowledged (in ms). The last three limit the wait for an answer: seconds before the first
+# keepalive, seconds between keepalives, and the number of keepalives.
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,

@@ -2,8 +2,8 @@
 
 A lease reserves a configuration for one worker. Each lease is a unique row of the database, so two
 workers never probe the same configuration. Each worker counts its heartbeats in the database. The
-other workers measure, by their own clocks, how long that count has not changed, so the clocks need
-not agree. A worker on this machine counts as lost as soon as its process ends.
+other workers measure, by their own clocks, how long that count has not changed, so the clocks of
+the machines need not agree. A worker on this machine counts as lost as soon as its process ends.
 """
 
 import json
@@ -200,8 +200,8 @@ class Leases:
 
         now = self._clock()
         at_work = {self.name: self._me}
-        # After a pause of this process (database unreachable, process stopped), the observations
-        # are stale, so they start again.
+        # If this process was paused (database unreachable, process stopped), its observations are
+        # stale, so it starts to observe again.
         if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
             self._was_paused = False

@@ -28,8 +28,8 @@ class Outbox:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, which is on disk when this method returns. Raises StorageError."""
         with self._locked() as file:
-            # A process that was killed while writing leaves half a line. The leading newline
-            # separates this row from such a half line.
+            # If a process is killed while it writes, half a line stays in the file. The leading
+            # newline separates this row from such a half line.
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

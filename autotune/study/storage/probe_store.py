@@ -40,8 +40,8 @@ _probes = sa.Table(
 )
 # Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
-# A row may become visible after rows with higher ids, because transactions commit in any order. So
-# each query for new rows also covers this number of ids below the highest id that was read.
+# Transactions commit in any order, so a row may become visible after rows with higher ids. Each
+# query for new rows therefore also covers this number of ids below the highest id that was read.
 LATE_ROWS = 1000
 
 

@@ -222,7 +222,7 @@ def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) 
     with pytest.raises(UsageError, match="roles must alternate"):
         dataset_lengths(fine, str(mute))
     (mute / "chat_template.jinja").write_text("{{ raise_exception('') }}")
-    with pytest.raises(UsageError, match=r"chat template refuses it$"):
+    with pytest.raises(UsageError, match=r"chat template refuses the row$"):
         dataset_lengths(fine, str(mute))
 
 

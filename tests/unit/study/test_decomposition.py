@@ -9,7 +9,7 @@ import pytest
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.study.decomposition import GROUPS, WHOLE, decompose, way
+from autotune.study.decomposition import GROUPS, WHOLE, decompose, intermediate_configs
 
 BASELINE = TrainConfig(micro_batch_size=8, checkpointing="full", packing=False)
 WINNER = replace(
@@ -39,7 +39,7 @@ def speed(config: TrainConfig) -> float:
 
 def factors(speedup: float, *unknown: str) -> dict[str, float]:
     """The factors where these groups end at configurations that cannot be probed."""
-    by_config = {config: name for name, config in way(WINNER, BASELINE)}
+    by_config = {config: name for name, config in intermediate_configs(WINNER, BASELINE)}
     made = decompose(
         WINNER,
         BASELINE,
@@ -84,7 +84,7 @@ def test_without_the_speed_of_either_end_there_are_no_factors() -> None:
 
 
 def test_the_way_ends_at_the_winner_and_names_no_knob_twice() -> None:
-    assert way(WINNER, BASELINE)[-1][1] == WINNER
+    assert intermediate_configs(WINNER, BASELINE)[-1][1] == WINNER
     named = [knob for knobs in GROUPS.values() for knob in knobs]
     assert len(named) == len(set(named))
     assert {"lora_rank", "method"}.isdisjoint(named) and {

@@ -245,8 +245,8 @@ def test_what_is_unfinished_goes_back_to_the_queue(start: Start) -> None:
         made.give_back(again.number)
         made.ask()
     assert made.too_short_for == ["the whole search"]
-    made.cut("the whole search")
-    made.cut("the rest")
+    made.record_omission("the whole search")
+    made.record_omission("the rest")
     assert made.too_short_for == ["the whole search", "the rest"]
 
 

@@ -145,7 +145,7 @@ def test_each_number_is_searched_in_its_share_of_the_time(
             """Take no time."""
 
     monkeypatch.setattr(loop, "CoordinateSearch", Climb)
-    session.study._climb()
+    session.study._run_coordinate_searches()
     assert seen == [(1, 2000), (2, 1500), (4, 0)] and session.study.trials.kept_s == 0.0
 
 

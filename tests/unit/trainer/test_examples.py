@@ -96,7 +96,7 @@ def test_a_template_without_an_end_is_stopped(
     row = ("a:1", {"messages": TURNS})
     with pytest.raises(
         BadDataset,
-        match=r"^a:1: the tokenizer's chat template refuses it: it takes longer than 0\.1 s$",
+        match=r"^a:1: the tokenizer's chat template refuses the row: it takes longer than 0\.1 s$",
     ):
         list(Encoder(tokenizer, loss_on).encode([row]))
     tokenizer.chat_template = CHATML

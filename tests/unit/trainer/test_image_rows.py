@@ -163,12 +163,12 @@ def test_what_the_template_or_the_processor_refuses_ends_the_run(tmp_path: Path)
 
     made.image_processor.preprocess = refuse
     rows = ImageRows(dataset(tmp_path), made, split=None, loss_on=None, seq_len=200)
-    with pytest.raises(SystemExit, match=r"rows\.jsonl:1: the processor refuses it: "):
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:1: the processor refuses the row: "):
         rows[0]
     made.tokenizer.chat_template = "{{ raise_exception('no image') }}"
     rows = ImageRows(dataset(tmp_path), made, split=None, loss_on=None, seq_len=200)
     with pytest.raises(
-        SystemExit, match=r"rows\.jsonl:1: the tokenizer's chat template refuses it: no image$"
+        SystemExit, match=r"rows\.jsonl:1: the tokenizer's chat template refuses the row: no image$"
     ):
         rows[0]
 
