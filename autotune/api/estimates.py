@@ -111,7 +111,7 @@ def compare(
 def check(file: str | Path, **options: Any) -> "CheckReport":
     """Check by formula whether the run in a TRL, Axolotl or LLaMA-Factory YAML file fits a GPU.
 
-    It needs no GPU. `options` are the options of `autotune check`, with underscores. Raises
+    The check needs no GPU. `options` are the options of `autotune check`, with underscores. Raises
     AutotuneError.
     """
     from autotune.planning import run_check as planning

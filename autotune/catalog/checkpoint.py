@@ -1,8 +1,8 @@
 """The sizes of a checkpoint's weights, from the headers of its safetensors files.
 
 A header has the dtype and shape of each tensor. Only headers are read, which takes milliseconds for
-a checkpoint of any size, and needs no torch. Tensors are recognised by the names
-that published checkpoints use.
+a checkpoint of any size, and needs no torch. Tensors are recognised by the names that published
+checkpoints give them.
 """
 
 import json
@@ -43,9 +43,9 @@ class Checkpoint:
     """The weights in a checkpoint's safetensors files.
 
     `stored` pairs each dtype with its number of bytes, largest first. `params` is the number of
-    parameters that transformers loads; a byte of 4-bit weights holds two of them. It is None if the
-    files are damaged or do not match the config. `mtp_params` are parameters of layers for
-    multi-token prediction, which transformers does not load for training. `fault` says what is
+    parameters that transformers loads; a byte of 4-bit weights holds two parameters. `params` is
+    None if the files are damaged or do not match the config. `mtp_params` are parameters of layers
+    for multi-token prediction, which transformers does not load for training. `fault` says what is
     wrong with the files.
     """
 
@@ -76,8 +76,8 @@ def read_checkpoint(
 ) -> Checkpoint | None:
     """Return what a model's safetensors files hold, or None if the folder has no such files.
 
-    `num_layers` and `embedding` (vocabulary, hidden size) are those of the config. `bits` is the
-    number of bits of a packed weight.
+    `num_layers` and `embedding` (the sizes of vocabulary and hidden state) come from the config.
+    `bits` is the number of bits of a packed weight.
     """
     try:
         names = _file_names(folder)

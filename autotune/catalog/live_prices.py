@@ -22,9 +22,9 @@ TIMEOUT_S = 20.0  # without a timeout, gpuhunt waits for its server forever
 # Flags of offers with conditions that a study cannot meet: at least two machines, or days of
 # notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# A key is a name that means different cards in the catalogue and in clouds: the workstation card in
-# the catalogue, the server edition in clouds. The value is the catalogue's name of the server
-# edition.
+# Names that clouds use for another card than the catalogue does, each with the catalogue's name of
+# the card that clouds rent. In the catalogue, rtx-pro-6000 is the workstation card; clouds rent the
+# server edition under this name.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 

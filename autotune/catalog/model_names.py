@@ -114,9 +114,9 @@ class ModelNames:
         return None
 
     def find_respelled(self, name: str) -> int | None:
-        """Return the row of a name without an organisation that only spells it in another way.
+        """Return the row whose name is `name` in another spelling; `name` has no organisation.
 
-        For example, gemma3-27b-it, Llama 3.1 8B and qwen3:8b are rows. The result is None if no
+        For example, gemma3-27b-it, Llama 3.1 8B and qwen3:8b are found. The result is None if no
         row or several rows match.
         """
         for part in _name_variants(_without_maker(re.sub(r"[\s_:]+", "-", name.strip().lower()))):
@@ -141,8 +141,9 @@ def _without_maker(last: str) -> str:
 def _name_variants(last: str) -> Iterator[str]:
     """Yield the name, then the name with fewer and fewer tuning words at its end.
 
-    The last name has no tuning words at all. So the row of a tuned version is found before the row
-    of its base: Qwen3-4B-Instruct-2507 has another context length than Qwen3-4B.
+    The last yielded name has no tuning words at all. So a tuned version that has its own row gets
+    this row, not the row of its base model: Qwen3-4B-Instruct-2507 has another context length than
+    Qwen3-4B.
     """
     yield last
     while (word := _LAST_TUNED.search(last)) is not None:

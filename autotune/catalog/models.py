@@ -55,14 +55,13 @@ class ModelSpec:
 
     `config` has the keyword arguments of the transformers config, including `model_type`. `params`
     is the exact total, with tied weights counted once; outside the catalogue, it comes from the
-    headers of the weight files, and is unknown without files.
-    `weights` is a directory with safetensors, or None for random weights. `tokenizer` is a
-    directory with the model's tokenizer. `processor` is the content of a preprocessor_config.json,
-    which determines the scale of images. `stored_as` is the format of a quantised checkpoint.
-    Weights in 'fp8' or 'mxfp4' become 16-bit weights before the training. Weights in 'int8', 'nf4'
-    or 'nf4-double' stay quantised, and only adapters are trained. `checkpoint` is what the weight
-    files on this machine hold. `mtp_layers` is the number of the checkpoint's layers for
-    multi-token prediction.
+    headers of the weight files, and is unknown without files. `weights` is a directory with
+    safetensors, or None for random weights. `tokenizer` is a directory with the model's tokenizer.
+    `processor` is the content of a preprocessor_config.json, which determines the scale of images.
+    `stored_as` is the format of a quantised checkpoint. Weights in 'fp8' or 'mxfp4' become 16-bit
+    weights before the training. Weights in 'int8', 'nf4' or 'nf4-double' stay quantised, and only
+    adapters are trained. `checkpoint` describes the weight files on this machine. `mtp_layers` is
+    the number of the checkpoint's layers for multi-token prediction.
     """
 
     JSON: ClassVar = keys(

@@ -26,8 +26,9 @@ MAX_USD = 1e6  # the maximum for one hour of one offer; a larger number is a typ
 class Price:
     """USD for one hour of one GPU, rented on demand in an instance of `count` GPUs.
 
-    `quotable` is False for an old or second-hand price, which is used only if no other is known.
-    `as_of` is the date of the price, or None if the date is unknown.
+    `quotable` is False for a price that is no provider's quote, such as the price of one host of a
+    marketplace on one day. Such a price is used only if no other is known. `as_of` is the date of
+    the price, or None if the date is unknown.
     """
 
     provider: str
@@ -88,10 +89,9 @@ def load_prices(path: Path) -> tuple[Price, ...]:
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
     """Return every price of `device`, a catalogue name, the best first.
 
-    The user's own prices come before the catalogue's. Within each of the two lists, quotable prices
-    come before old or second-hand ones. Then smaller instances come first, because one GPU of an
-    eight-GPU instance cannot be rented alone. Ties are ordered by on-demand price, the cheapest
-    first.
+    The user's own prices come before the catalogue's. Each of the two lists is ordered by three
+    keys: quotable prices come first, then smaller instances, because one GPU of an eight-GPU
+    instance cannot be rented alone, then cheaper on-demand prices.
     """
     return [*best_first(device, own), *best_first(device, list_prices())]
 

@@ -214,8 +214,9 @@ def _check_machine(command: str) -> None:
             if sys.platform == "win32"
             else "use a machine or a container with Linux",
         )
-    # One package stands for all. If another one is missing, the command may not need it; if the
-    # command does, its import fails. Doctor reports missing packages itself.
+    # If one package of the extra `run` is missing, usually all are missing, so only one is looked
+    # for. A command that needs another missing package fails when it imports the package. Doctor
+    # reports missing packages itself.
     if command != "autotune doctor" and not is_installed("optuna"):
         raise NotInstalled(command)
 

@@ -1,6 +1,6 @@
 """Measures processor time: of this process and its descendants, and of all other processes.
 
-It reads Linux's /proc and imports no torch. On a virtual machine, processor time that the
+This module reads Linux's /proc and imports no torch. On a virtual machine, processor time that the
 hypervisor gives to other machines counts as used by other processes.
 """
 

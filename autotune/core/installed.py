@@ -1,7 +1,7 @@
 """The packages that only some commands need, and the error that names how to install them.
 
 `pip install autotune-llm` installs the packages that estimates need. The extra `run` adds the
-packages of all other commands. They run on Linux only.
+packages of all other commands, which run on Linux only.
 """
 
 from importlib.util import find_spec

@@ -18,10 +18,11 @@ def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: floa
 
 
 def nccl_of(parallelism: Parallelism) -> float:
-    """Return NCCL's memory on each GPU.
+    """Return NCCL's memory on each GPU of a run with this parallelism.
 
-    NCCL needs memory for each group that a GPU belongs to. One group has the GPUs that share a copy
-    of the model. The other group has the GPUs that hold the same shard, one GPU of each copy.
+    NCCL needs memory for each group of GPUs that exchange data. A GPU may belong to two groups: the
+    GPUs that together hold a copy of the model, and the GPUs that hold the same shard of different
+    copies.
     """
     return sum(
         nccl_gib(number) for number in (parallelism.num_shards, parallelism.copies) if number > 1

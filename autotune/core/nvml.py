@@ -1,7 +1,7 @@
 """Reads the NVIDIA GPUs of this machine through NVML, without torch.
 
-It reads memory, the processes that use memory, clocks, power and throttling. No setting of a card
-is ever changed. A value that the driver does not report is None.
+This module reads memory, the processes that use memory, clocks, power and throttling. It never
+changes a setting of a card. A value that the driver does not report is None.
 """
 
 import os
@@ -151,8 +151,8 @@ class Nvml:
         """Return the mean share of the card's time that processes other than `own` used.
 
         The mean begins one sampling interval before `since_s`, which is in seconds since 1970. The
-        result is None if the driver lists none of the processes in `own`, although they use the
-        card: it then hides processes, or lists them under other ids.
+        processes in `own` use the card. If the driver lists none of them, the driver hides
+        processes, or lists them under other ids, so the result is None.
         """
         import pynvml
 
@@ -231,7 +231,8 @@ def first_visible() -> int | str:
     """Return the card that CUDA would call device 0, by index or UUID.
 
     If CUDA_VISIBLE_DEVICES is not set, the result is card 0. The values "" and "-1" of this
-    variable hide all cards. They are returned unchanged, and `Nvml.open` finds no card for them.
+    variable hide all cards. These two values are returned unchanged, and `Nvml.open` finds no card
+    for them.
     """
     named = _named_cards()
     return 0 if named is None else named[0]

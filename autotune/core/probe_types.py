@@ -429,12 +429,13 @@ class CollectiveRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """The total time of a GPU's kernels in one micro batch, for each kind of work, from a profile.
+    """The times of a GPU's kernels in one profiled micro batch, by kind of work.
 
-    `fp8_s` is the time of matrix products in 8 bits, and `products_s` of products in more bits.
-    `attention_s` is the time of fused attention, and `bytes_s` of kernels that move bytes. `busy_s`
-    is the time while at least one kernel ran. `micro_s` is the time of the same micro batch without
-    profiling. During the rest of `micro_s`, the device waits: for the host, or between two kernels.
+    `fp8_s` is the total time of matrix products in 8 bits, and `products_s` of matrix products in
+    more bits. `attention_s` is the total time of fused attention, and `bytes_s` of all kernels that
+    only move bytes. `busy_s` is the time while at least one kernel ran. `micro_s` is the time of
+    the same micro batch without profiling. During the rest of `micro_s`, the device waits: for the
+    host, or between two kernels.
     """
 
     products_s: float

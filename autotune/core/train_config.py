@@ -18,8 +18,8 @@ LORA_ALPHA = 32
 # scale 32 / 16.
 RSLORA_ALPHA = 8
 
-# Each knob's name, the knob, and its default. A sentinel replaces the default if the values of
-# other knobs can change it.
+# For each knob: its name, the knob, and the default. If another knob can force this knob away from
+# its default, an object that equals no value stands in for the default.
 _ROWS = tuple(
     (name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items()
 )
@@ -145,7 +145,7 @@ class TrainConfig:
     def lora_alpha(self) -> int | None:
         """The numerator of LoRA's scale.
 
-        It is the same for all ranks, so one learning rate suits all ranks.
+        The numerator is the same for all ranks, so one learning rate suits all ranks.
         """
         if self.lora_rank is None:
             return None

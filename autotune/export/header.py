@@ -37,7 +37,7 @@ def allocator(recipe: Recipe) -> tuple[str, str]:
 def one_line(text: str) -> str:
     """Return `text` in a form that is safe in a comment: one line of printable characters.
 
-    The text may contain names that users or model authors chose.
+    `text` may contain names that users or model authors chose.
     """
     return printable(text, " ").rstrip()
 

@@ -183,9 +183,10 @@ def eval_batch(tool: str, recipe: Recipe) -> int:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """Return the multiple that TRL and Axolotl pad row lengths to, or None to allow any length.
+    """Return the value of TRL's and Axolotl's key `pad_to_multiple_of`, or None without the key.
 
-    With this multiple, rows have no more different lengths than in the measurement.
+    With this value, the rows of the full run have at most as many different lengths as the rows
+    that were measured.
     """
     config = recipe.config
     if config.packing:  # TRL joins the packed rows of a micro batch into one long row
@@ -240,8 +241,9 @@ def dataset_source(tool: str, data: TrainingData) -> dict[str, Any]:
     builder = next((BUILDERS.get(Path(file).suffix.lower()) for file in data.files), None)
     if builder is None:  # the dataset is not on this machine
         return {"path": data.path}
-    # These tools choose files by `datasets`. It names its own split train, unless a folder's files
-    # have splits, and TRL gets the files of the study's split.
+    # These tools read files with the library `datasets`. The library names the only split of a file
+    # "train". A folder's files may have names of splits instead; for TRL, the files of the study's
+    # split are listed.
     if tool == "trl":
         files = data.files[0] if len(data.files) == 1 else list(data.files)
         return {"path": builder, "data_files": files}

@@ -1,6 +1,6 @@
 """Writes the YAML file for TRL, Axolotl or LLaMA-Factory.
 
-A comment at its top lists the settings that the tool cannot express. The keys come from
+A comment at the top of the file lists the settings that the tool cannot express. The keys come from
 `keys.yaml`, and the comments from `tools.yaml`.
 """
 

@@ -39,9 +39,9 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import (
-    alike_but_for_rows,
     candidates,
     count_leanest,
+    key_without_micro_batch,
     plan_setup,
     planned_setup,
 )
@@ -240,7 +240,7 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     # micro batch needs the least memory.
     smallest: dict[tuple[Any, ...], TrainConfig] = {}
     for config in configs:
-        key = alike_but_for_rows(task, config)
+        key = key_without_micro_batch(task, config)
         smallest[key] = min(smallest.get(key, config), config, key=lambda one: one.micro_batch_size)
 
     needs = {
@@ -280,7 +280,7 @@ def _least_by_bf16(
         try:
             leanest = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
         except UsageError:
-            continue  # cards of this kind run no configuration of the space
+            continue  # no configuration of the space runs on such cards
 
         if leanest:
             needs[bf16] = leanest

@@ -140,8 +140,8 @@ class FixSearch:
     def each_alone(self) -> list[CheckedRun]:
         """Return one changed run for each single change that saves memory or makes the run fit.
 
-        Of the smaller micro batches, only the largest one that fits counts. Of the shorter lengths,
-        only the longest one that fits counts.
+        If several smaller micro batches fit, only the run with the largest of them is returned. If
+        several shorter lengths fit, only the run with the longest of them is returned.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
@@ -190,7 +190,7 @@ class FixSearch:
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
     ) -> CheckedRun | None:
-        """Return the run with the fewest changes of this rank that fits.
+        """Return the run that fits with the fewest changes of this rank, or None if none fits.
 
         A run fits if its state is FITS or in `accepted`. `length` is the changed sequence length,
         or {}. Of two runs with equally many changes, the faster run wins.

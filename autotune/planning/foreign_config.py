@@ -33,8 +33,9 @@ from autotune.trainer.settings import is_expert_parameter
 
 # Modules outside the layers; the estimate leaves out adapters on these modules
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
-# Stands in the values of a run whose loss in chunks cannot be counted, and in the table `lessens`.
-# The logits of all tokens are counted instead.
+# A key that no file has. `run_check` adds this key to the values of a run if no dry probe can count
+# the run's loss in chunks. The logits of all tokens are then counted, and the table `lessens` says
+# that the run may need less memory.
 FUSED_LOSS = "the fused loss"
 EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters with adapters
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
@@ -656,7 +657,8 @@ def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
 def _expert_parameters(file: File) -> set[str]:
     """Return the experts' parameters that have adapters in all layers.
 
-    The result is empty if the file also names other parameters, or those of single layers.
+    The result is empty if the file also names a parameter that is no expert's, or a parameter of a
+    single layer.
     """
     names = file.names(EXPERT_KEY)
     if not all(is_expert_parameter(name) and not re.search(r"\d", name) for name in names):

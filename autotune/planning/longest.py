@@ -154,8 +154,8 @@ class Longest(ShownAsTable):
     def predict(self, method: str) -> LongestRow:
         """Predict the longest row without a GPU.
 
-        The memory counted at two row lengths predicts the length. A third count checks the
-        prediction.
+        The length is predicted from the memory counted at two other lengths. A third count, at the
+        predicted length, checks the prediction.
         """
         config = self.config(method, STEP)
         upper = min(self.bounds(method).values(), default=2**24)
@@ -323,7 +323,7 @@ def to_attempt(result: ProbeResult) -> Attempt:
 
 
 def verify(
-    asked: Longest,
+    query: Longest,
     predicted: LongestRow,
     probe: Callable[[ProbeRequest], ProbeResult],
     memory_gib: float,
@@ -345,18 +345,18 @@ def verify(
         return predicted
 
     attempts: list[Attempt] = []
-    upper = min(asked.bounds(method).values(), default=2**24)
+    upper = min(query.bounds(method).values(), default=2**24)
 
     def attempt(length: int, depth: int | None) -> Attempt:
         say(f"{method}: {length:,} tokens, {f'{depth} layers' if depth else 'all layers'}")
         attempts.append(
-            to_attempt(probe(asked.request(asked.config(method, length), memory_gib, depth=depth)))
+            to_attempt(probe(query.request(query.config(method, length), memory_gib, depth=depth)))
         )
         return attempts[-1]
 
-    config = asked.config(method, tokens)
-    count = asked.count(config)
-    few_layers = dry_count(asked.model, config, 1, depth=FEW_LAYERS).count
+    config = query.config(method, tokens)
+    count = query.count(config)
+    few_layers = dry_count(query.model, config, 1, depth=FEW_LAYERS).count
     if count is None:  # the count in `predict` succeeded but was not cached, and this one failed
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
@@ -364,10 +364,10 @@ def verify(
         # If the few layers need more GiB than their count says, assume that the whole model needs
         # the same number of additional GiB.
         extra_gib = (
-            trial.need_gib - counted_breakdown(asked.model, config, few_layers).peak_reserved_gib
+            trial.need_gib - counted_breakdown(query.model, config, few_layers).peak_reserved_gib
         )
         tokens = _length_at_limit(
-            tokens, (predicted.gpu_gib or 0.0) + extra_gib, asked.limit_gib, static_gib, upper
+            tokens, (predicted.gpu_gib or 0.0) + extra_gib, query.limit_gib, static_gib, upper
         )
 
     best: Attempt | None = None
@@ -376,9 +376,9 @@ def verify(
         last = attempt(tokens, None)
         if last.outcome == Outcome.OK.value:
             best = last
-            need_gib = last.need_gib or asked.limit_gib
+            need_gib = last.need_gib or query.limit_gib
             most_tokens = min(upper, failed_at - STEP)
-            longer = _length_at_limit(tokens, need_gib, asked.limit_gib, static_gib, most_tokens)
+            longer = _length_at_limit(tokens, need_gib, query.limit_gib, static_gib, most_tokens)
             if longer < tokens * (1 + LEAST_GAIN):
                 break
             tokens = longer
@@ -388,13 +388,13 @@ def verify(
         else:
             break
 
-    return _measured_row(asked, replace(predicted, timed_on=timed_on), best, tuple(attempts))
+    return _measured_row(query, replace(predicted, timed_on=timed_on), best, tuple(attempts))
 
 
 def _length_at_limit(
     tokens: int, need_gib: float, limit_gib: float, static_gib: float, upper: int
 ) -> int:
-    """Return the length whose memory equals the limit, if `tokens` tokens need `need_gib`.
+    """Return the row length that needs `limit_gib`, if a row of `tokens` tokens needs `need_gib`.
 
     `static_gib` is the part of `need_gib` that does not depend on the length. The length is at most
     `upper`.
@@ -545,13 +545,13 @@ def _target_here(gpu: str) -> Target | None:
     return target if target.card else None
 
 
-def longest_answer(asked: Longest, rows: Sequence[LongestRow]) -> LongestAnswer:
+def longest_answer(query: Longest, rows: Sequence[LongestRow]) -> LongestAnswer:
     """Return the answer of the command `autotune longest`."""
     return LongestAnswer(
-        model=asked.model.name,
-        device=asked.device.name,
-        limit_gib=asked.limit_gib,
-        host_limit_gib=asked.host_limit_gib,
-        positions=asked.model.max_seq_len,
+        model=query.model.name,
+        device=query.device.name,
+        limit_gib=query.limit_gib,
+        host_limit_gib=query.host_limit_gib,
+        positions=query.model.max_seq_len,
         rows=tuple(rows),
     )

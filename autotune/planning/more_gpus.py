@@ -31,10 +31,12 @@ LARGER_BATCH = 1.05
 
 
 def project_gpu_counts(recipe: Recipe) -> Scaling:
-    """Return the best configuration for each number of GPUs, if the study compared several numbers.
+    """Return the winner's run on several numbers of GPUs, as measured or as projected.
 
-    Otherwise return the winner's run on each number of GPUs in NUMBERS, with the fastest of the
-    strategies in PROBED. The result has no rows if no formula gives the winner's step time.
+    If the study compared several numbers of GPUs, the result has the best measured configuration
+    for each of them. Otherwise the winner's run is projected to each number of GPUs in NUMBERS,
+    with the fastest of the strategies in PROBED. The result has no rows if no formula gives the
+    winner's step time.
     """
     own = recipe.config.num_gpus
     if len(recipe.by_gpus) > 1:

@@ -144,7 +144,7 @@ def plan_task(
     configs = candidates(space)
     estimates, no_speed = _fitting(task, configs, limit_gib, observations)
     result = replace(
-        _plan_of(task, limit_gib, observations, baseline),
+        _baseline_plan(task, limit_gib, observations, baseline),
         num_estimated=len(configs),
         space_size=space.size(),
     )
@@ -199,7 +199,7 @@ def _fitting(
     # Values of the knobs in _LASTING whose memory between steps alone exceeds the limit
     hopeless = set()
     for config in configs:
-        key = alike_but_for_rows(task, config)
+        key = key_without_micro_batch(task, config)
         lasting = _LASTING(config)
         smallest_failure = too_large.get(key, config.micro_batch_size)
         if lasting in hopeless or config.micro_batch_size > smallest_failure:
@@ -223,7 +223,7 @@ def _fitting(
     return estimates, no_speed
 
 
-def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
+def key_without_micro_batch(task: Task, config: TrainConfig) -> tuple[Any, ...]:
     """Return a key that is equal for configurations that differ only in rows per micro batch.
 
     Among configurations with the same key, more rows never need less memory.
@@ -234,7 +234,7 @@ def alike_but_for_rows(task: Task, config: TrainConfig) -> tuple[Any, ...]:
     return *_ALL_BUT_ROWS(config), accumulates
 
 
-def _plan_of(
+def _baseline_plan(
     task: Task, limit_gib: float, observations: Sequence[Observation], baseline: Estimate
 ) -> Plan:
     """Return a plan that contains only the baseline."""
@@ -265,7 +265,7 @@ def _counted_plan(
     A dry probe has counted the memory of `baseline`. If the baseline does not fit, the
     configuration that needs the least memory is counted too.
     """
-    result = _plan_of(task, limit_gib, observations, baseline)
+    result = _baseline_plan(task, limit_gib, observations, baseline)
     best = baseline
     reason = ONLY_BASELINE
     if baseline.state != FITS:
@@ -289,8 +289,9 @@ def count_leanest(
     """
     space = task.space
     if "peft" in space.choices("lora_kernels"):
-        # Grouped products need adapters on experts, and only a process that builds the model knows
-        # whether it has them. They save little: 0 and 4 % of the need of Qwen3-30B-A3B and OLMoE.
+        # Grouped products need adapters on experts, and whether a model can have such adapters is
+        # known only after the model is built. So they are left out; they save little memory: 0 %
+        # for Qwen3-30B-A3B, and 4 % for OLMoE.
         space = space.pin("lora_kernels", "peft")
     spaces = [space]
     if "full" in space.choices("loss"):

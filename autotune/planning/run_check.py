@@ -131,7 +131,9 @@ def check(
         say(f"counting the run's memory, since there is no formula for {uncovered}")
     checked = check_run(context, run)
     if checked is None and run.config.loss == "chunked":
-        # Some models change their logits after the head. The loss in chunks cannot do that.
+        # Some models cap or scale their logits after the head. The probes' loss in chunks cannot do
+        # that. So count the logits of all tokens, although the run may never hold all of them at
+        # once.
         whole = adapt_to_model(parse(run.values | {FUSED_LOSS: True}, run.format), model)
         whole = replace(shard_run(whole, model, gpus), ignored=run.ignored)
         checked = check_run(context, whole)
@@ -278,10 +280,10 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 
 
 def _similar_config(config: TrainConfig) -> TrainConfig:
-    """Return the default configuration with those of the run's values that a formula must cover.
+    """Return the default configuration with the run's method, precision and adapters' targets.
 
-    All other knobs keep their defaults: if no formula covers the run's value of such a knob, the
-    estimate uses a similar value.
+    An estimate needs a formula that covers these three values. All other knobs keep their defaults:
+    if no formula covers the run's value of such a knob, the estimate uses a similar value.
     """
     return TrainConfig(
         method=config.method, precision=config.precision, lora_targets=config.lora_targets

@@ -35,8 +35,8 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
-# Knobs of runs on several GPUs; the search space for one GPU does not have them
-OF_RANKS = ("sharding", "copies", "sync_each_batch", "offload")
+# The knobs that only runs on several GPUs have; the search space for one GPU lacks them
+SHARDING_KNOBS = ("sharding", "copies", "sync_each_batch", "offload")
 
 
 def plan_spec(
@@ -92,8 +92,8 @@ def plan_spec(
             remedy=f"give --network GB_PER_S, or {', '.join(NETWORKS)}",
         )
 
-    rank_pins = {knob: value for knob, value in spec.pins.items() if knob in OF_RANKS}
-    pins = {knob: value for knob, value in spec.pins.items() if knob not in OF_RANKS}
+    sharding_pins = {knob: value for knob, value in spec.pins.items() if knob in SHARDING_KNOBS}
+    pins = {knob: value for knob, value in spec.pins.items() if knob not in SHARDING_KNOBS}
 
     setup = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say)
     links = {number: network_gb_s if number > 1 else None for number in hosts}
@@ -105,7 +105,7 @@ def plan_spec(
         observations,
         within_hours=hours,
         hosts=links,
-        of_ranks=rank_pins,
+        sharding_pins=sharding_pins,
     )
     return replace(result, left_out=tuple(map(str, setup.removals)))
 
@@ -118,12 +118,13 @@ def plan_gpus(
     *,
     within_hours: float | None = None,
     hosts: Mapping[int, float | None] = MappingProxyType({1: None}),
-    of_ranks: Mapping[str, Any] = MappingProxyType({}),
+    sharding_pins: Mapping[str, Any] = MappingProxyType({}),
 ) -> GpuPlan:
     """Plan the task for each number of GPUs in `numbers`, with each sharding strategy.
 
     The numbers of GPUs are per host. `hosts` maps each number of hosts to the GB/s of the link
-    between the hosts. `of_ranks` maps those knobs in OF_RANKS that the user pinned to their values.
+    between the hosts. `sharding_pins` has the values of those knobs in SHARDING_KNOBS that the user
+    pinned.
 
     Raises UsageError if no formula covers the model or the configuration.
     """
@@ -142,7 +143,7 @@ def plan_gpus(
         )
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
-        for parallelism in _parallelisms(number, number_of_hosts, of_ranks)
+        for parallelism in _parallelisms(number, number_of_hosts, sharding_pins)
     ]
 
     fitting = [row for row in rows if row.state == FITS and row.hours is not None]
@@ -158,15 +159,17 @@ def plan_gpus(
     )
 
 
-def _parallelisms(number: int, hosts: int, of_ranks: Mapping[str, Any]) -> Iterator[Parallelism]:
+def _parallelisms(
+    number: int, hosts: int, sharding_pins: Mapping[str, Any]
+) -> Iterator[Parallelism]:
     """Yield the ways to distribute a training over `number` GPUs on each host.
 
     For several hosts, the ways include HSDP, with one copy of the model on each host. On one host,
-    `of_ranks` sets the number of copies.
+    `sharding_pins` sets the number of copies.
     """
     total = hosts * number
-    strategy_pin = of_ranks.get("sharding")
-    shard_pins = {knob: value for knob, value in of_ranks.items() if knob != "sharding"}
+    strategy_pin = sharding_pins.get("sharding")
+    shard_pins = {knob: value for knob, value in sharding_pins.items() if knob != "sharding"}
     copies = shard_pins.pop("copies", 1)
     if hosts == 1 and number > copies and number % copies == 0:
         shard_pins["copies"] = copies

@@ -64,7 +64,7 @@ LIMITS = (
         measured=lambda calibration, device: num_cores(),
         least=4,
         unit="processors",
-        why="the training loop, the data loader and the compiler need one each",
+        why="the training loop, the data loader and the compiler need one processor each",
     ),
     Limit(
         part="host memory",
@@ -102,14 +102,14 @@ LIMITS = (
         part="products",
         measured=_products,
         least=0.75,
-        unit="of the rate that its data sheet leads to expect",
+        unit="of the rate expected from its data sheet",
         why="the card may be hot, limited in power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
     ),
     Limit(
         part="memory of the GPU",
         measured=_copies,
         least=0.75,
-        unit="of the bandwidth that its data sheet leads to expect",
+        unit="of the bandwidth expected from its data sheet",
         why="another process may use the card, or its memory runs at a lower clock",
     ),
 )

@@ -30,7 +30,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-# One model is listed for all models whose numbers of parameters differ by at most this factor
+# Of models whose numbers of parameters differ by at most this factor, only one is listed
 STEP = 1.2
 HOPELESS = 1.5  # if a model needs more than this multiple of the limit, no other knob makes it fit
 LEAST_PARAMS = 10**8

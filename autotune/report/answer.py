@@ -284,7 +284,7 @@ def _usd(usd: float | None, low: float | None, high: float | None) -> str:
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
     """Name the cheapest card for this number of examples, on demand and at spot prices.
 
-    A card of a measured kind wins over a cheaper card of an unmeasured kind.
+    A card whose speed is a guess counts as the cheapest only if all speeds are guesses.
     """
     rows = [one for one in costs if one.examples == examples]
 

@@ -48,9 +48,9 @@ def learn(
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
     After the search, the best other candidates are trained at the learning rate that was found.
-    They have other ranks, lengths or number formats, and `others` is their number. The steps of
-    these trainings are not limited by `share`. No other process may use the device. `out` is the
-    study's directory, which gets a log.
+    These candidates have other ranks, lengths or number formats than the winner, and `others` is
+    their number. The steps of their trainings are not limited by `share`. No other process may use
+    the device. `out` is the study's directory, which gets a log.
 
     Raises:
         UsageError: There are no weights or examples, or the full run is too short for a search.
@@ -164,7 +164,7 @@ def _search(
 class Learner:
     """The process that trains (`probe.learner`).
 
-    It is killed at the end of the `with` block, and if this process dies.
+    The process is killed at the end of the `with` block, and if this process dies.
     """
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:

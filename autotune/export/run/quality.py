@@ -2,8 +2,8 @@
 
 The exported script trains all finalists on the same examples with the same seed. The script never
 trains on the held-out examples, and measures their loss before and after the training. The speed of
-a configuration does not show how well the model learns; a few steps with one seed show a little of
-it.
+a configuration does not show how well the model learns; a few training steps with one seed give a
+weak hint.
 """
 
 import json

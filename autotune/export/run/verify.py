@@ -150,7 +150,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """Return a short run's extra time per step; it meets new row lengths more often.
+    """Return the extra time per step of a short run, in which new row lengths are more frequent.
 
     The micro batches from `begin` to `end`, counted from the start of the run, are timed.
     """
@@ -162,8 +162,8 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 class _StepReporter:
     """Reports progress after each tenth of a run, from a file with a line for each step.
 
-    The remaining time follows the run's own pace. `step_s`, the predicted time of a step, counts
-    only until two steps are timed.
+    The remaining time is computed from the mean time of the steps so far. Until two steps are
+    timed, it is computed from `step_s`, the predicted time of a step.
     """
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:

@@ -63,7 +63,7 @@ class ComparedCard:
 
     @property
     def is_guess(self) -> bool:
-        """Whether the speed rests on data sheets alone: no card of this kind was measured."""
+        """Whether the speed rests on data sheets alone, because no similar card was measured."""
         return self.best is not None and self.best.is_guess
 
     @property

@@ -24,7 +24,8 @@ MAX_EXAMPLES = 10**12
 class SizeCost:
     """The run with `examples` examples on one card. Field names are keys of the JSON output.
 
-    The cost is None if no price is known. `is_guess` says that no card of this kind was measured.
+    The cost is None if no price is known. `is_guess` says that the speed rests on data sheets
+    alone, because no similar card was measured.
     """
 
     card: str

@@ -55,8 +55,8 @@ class Trainable:
     """The entries for each of `models` and each method of METHODS, on one card.
 
     `lengths` describes the lengths of the examples. `how_sure` says how the numbers were estimated,
-    and `calibrated` says which of them were calibrated. `is_guess` says that no card of this kind
-    was measured.
+    and `calibrated` says which of them were calibrated. `is_guess` says that the speeds rest on
+    data sheets alone, because no similar card was measured.
     """
 
     JSON: ClassVar = keys(device="device.name", own_card="device.given", samples="lengths") | keys(

@@ -162,7 +162,7 @@ def test_the_rate_is_that_of_the_dtype_the_card_trains_in(
 
 
 def as_the_data_sheet(device: DeviceSpec, **changes: Any) -> Calibration:
-    """The calibration of a card that reaches what its data sheet leads to expect."""
+    """The calibration of a card that reaches what one expects from its data sheet."""
     products, bandwidth = products_tflops(device), device.bandwidth_gb_s
     assert products and bandwidth
     values = {
