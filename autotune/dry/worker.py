@@ -76,7 +76,9 @@ def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str
 
         return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
     except MemoryError:
-        return {"refused": f"building it takes more than {MOST_GIB} GiB, even without weights"}
+        return {
+            "refused": f"building the model takes more than {MOST_GIB} GiB, even without weights"
+        }
     except Exception as error:
         if isinstance(error, ValueError | ImportError) and not _is_from_model(error):
             return {"refused": " ".join(str(error).split())[:300]}

@@ -1,4 +1,4 @@
-"""The memory of a configuration by formula, from the model's shape; it needs no GPU and no torch.
+"""The memory of a configuration, computed from the model's shape without a GPU and without torch.
 
 Each possible peak of a training step is affine in the tokens of a micro batch. The coefficients are
 weighted sums of the model's sizes, such as the hidden size. The bytes that a layer keeps for its

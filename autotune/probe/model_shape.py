@@ -200,7 +200,8 @@ def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
     """The facts that tell one kind of layer from another.
 
-    They are the layer's class, the shapes of its parameters, and its entries in the config's lists.
+    These facts are the layer's class, the shapes of its parameters, and its entries in the config's
+    lists.
     """
     indices = list(range(config.num_hidden_layers))
     lists = [values for values in _lists_by_layer(config).values() if values != indices]

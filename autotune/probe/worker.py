@@ -153,7 +153,7 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
         # When memory runs out, CPython may raise SystemError instead of MemoryError, and torch
         # passes on C++'s bad_alloc.
         if isinstance(error, (MemoryError, SystemError)) or "bad_alloc" in reason:
-            reason = f"building it takes more than {DESCRIBED_GIB} GiB, even without weights"
+            reason = f"building the model takes more than {DESCRIBED_GIB} GiB, even without weights"
         else:
             traceback.print_exc()
         send(event="broken", reason=reason)

@@ -55,12 +55,12 @@ class KnobEntry(BaseModel):
             yield (
                 ("max",),
                 f"at most {MAX_RANGE:,} values are searched from min to max:"
-                " list some as values: [..]",
+                " list some of them, as in values: [1, 4, 16]",
             )
             return
 
         if self.kind not in (None, KNOBS[name].kind):
-            yield ("kind",), f"{name} is a {KNOBS[name].kind} knob: leave kind: out"
+            yield ("kind",), f"{name} is a {KNOBS[name].kind} knob; leave out the key kind"
 
         for place, knob, value in self._values(name):
             try:

@@ -31,8 +31,9 @@ def group_answer(
 ) -> Answer:
     """Return an answer with the best card for one model and method.
 
-    It is the card to buy if there is a purchase budget, the cheapest option within a budget for one
-    run, otherwise the cheapest card, or the fastest if no price is known.
+    With a purchase budget, the best card is the card to buy. With a budget for one run, it is the
+    cheapest option within this budget. Otherwise it is the cheapest card, or the fastest card if no
+    price is known.
     """
     bought = purchases(group, purchase_budget) if purchase_budget else []
     advice = comparison.advice(group)

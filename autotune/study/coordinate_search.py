@@ -25,7 +25,8 @@ from autotune.study.summary import TrialRecord
 
 # The order of the knobs in each pass of the search. Compilation comes late because it costs seconds
 # for each configuration, and only the best values of the earlier knobs need it. Quantisation, which
-# may turn on matrix products in fp8, comes last because these are faster only in compiled layers.
+# may turn on matrix products in fp8, comes last because products in fp8 are faster only in compiled
+# layers.
 ORDER = (
     "loss",
     "packing",

@@ -582,7 +582,7 @@ class Evaluator:
         return self._store_result(trial, self._add_time_parts(result))
 
     def _mark_disturbance(self, result: ProbeResult) -> ProbeResult:
-        """Return the result; it is marked as disturbed if other work disturbed its times."""
+        """Return the result, marked as disturbed if other work disturbed its times."""
         if result.outcome is not Outcome.OK or result.measurement is None:
             return result
         reason = disturbance(
@@ -617,7 +617,7 @@ class Evaluator:
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
         """Add the host's share of the time and the kernel times to a whole model's result.
 
-        Both come from the probes of truncated models.
+        The share and the kernel times come from the probes of truncated models.
         """
         predicted = self._depths.predict_from_probes(
             result.config, self.request(result.config).micro_steps

@@ -53,7 +53,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
 def deviation(measurement: Measurement, reference: Measurement) -> float | None:
     """The mean relative difference of two probes' losses, over the micro batches that both ran.
 
-    It is None if the probes have no micro batch in common.
+    The difference is None if the probes have no micro batch in common.
     """
     shared = list(zip(measurement.losses, reference.losses, strict=False))
     return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

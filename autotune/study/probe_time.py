@@ -19,7 +19,7 @@ WHOLE = 0  # stands for all layers in dictionaries whose keys are numbers of lay
 # of a training micro batch.
 EVALUATED = 0.5
 # The warm-up steps and the first timed round take at most the time of this number of average micro
-# batches. Further time counts as compilation.
+# batches. All time beyond that counts as compilation.
 FIRST_MICROS = 12
 
 

@@ -59,8 +59,8 @@ def run_savings(
 ) -> Savings:
     """Return the savings of the winner's full run.
 
-    `speedup` and its `interval` compare the two speeds. They are more exact than the difference of
-    the two costs, because most errors of a cost are the same for both.
+    `speedup` and its `interval` compare the two speeds. This comparison is more exact than the
+    difference of the two costs, because most errors of a cost are the same for both.
     """
     # The savings have the same relative error as the baseline's cost.
     scale = [hours / baseline.full_run_hours for hours in baseline.interval_hours]

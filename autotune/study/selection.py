@@ -101,7 +101,7 @@ class CandidateRecord:
     def evidence(self) -> Evidence:
         """The evidence for the speed.
 
-        It is "measured" if a probe of the whole model was undisturbed.
+        The evidence is "measured" if a probe of the whole model was undisturbed.
         """
         if self.measured or self.confirmed:
             return Evidence.MEASURED
@@ -112,7 +112,8 @@ class CandidateRecord:
     def memory_evidence(self) -> Evidence:
         """The evidence for the memory.
 
-        It is "measured" if the whole model was probed, even if disturbed.
+        The evidence is "measured" if the whole model was probed, even if other work disturbed the
+        probe.
         """
         is_whole = self.measured or self.confirmed or self.disturbed_wholes
         return Evidence.MEASURED if is_whole else Evidence.EXTRAPOLATED
@@ -208,8 +209,9 @@ class Selection:
     def startup_s(self, config: TrainConfig) -> float | None:
         """The seconds until a run first reaches its full speed.
 
-        They cover starting the worker, loading the model, and the first step with its compilation.
-        The result is None if they were not measured, or were measured on other GPUs.
+        These seconds cover starting the worker, loading the model, and the first step with its
+        compilation. The result is None if the seconds were not measured, or were measured on other
+        GPUs.
         """
         late_s = self.record(config).late_s
         if not self._worker_starts_s or late_s is None or self.task.is_projected(config):
@@ -497,7 +499,7 @@ class Selection:
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
         """The power of all devices in W. Each device is assumed to draw as much power as the first.
 
-        It is None if other GPUs were probed in place of the target.
+        The power is None if other GPUs were probed in place of the target.
         """
         telemetry = None if self.task.is_projected(config) else measurement.telemetry
         return telemetry.power_w and telemetry.power_w * config.num_gpus if telemetry else None

@@ -147,9 +147,9 @@ class Session:
     def compile_ahead(self, number: int) -> CompileAhead | None:
         """Start `number` processes that compile code in advance, and return their handle.
 
-        They end with this session. Returns None if `number` is 0 or a probe uses several GPUs. Also
-        returns None if the memory of other processes is unknown, because the worker's own memory
-        would then be unknown too.
+        The processes end with this session. Returns None if `number` is 0 or a probe uses several
+        GPUs. Also returns None if the memory of other processes is unknown, because the worker's
+        own memory would then be unknown too.
         """
         prober = self.prober
         if number == 0 or not isinstance(prober, WorkerProber) or not prober.knows_memory_of_others:

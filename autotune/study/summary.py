@@ -179,8 +179,8 @@ class Recipe:
     def speedup(self) -> float | None:
         """The winner's useful tokens/s, divided by the baseline's.
 
-        It is None without a baseline, if the measurements are unsteady, and if only the winner was
-        tried.
+        The speed-up is None without a baseline, if the measurements are unsteady, and if only the
+        winner was tried.
         """
         if self.baseline is None or self.unsteady is not None or self.alone:
             return None
@@ -356,7 +356,7 @@ class Verification:
 
     @property
     def speed_error(self) -> float | None:
-        """Predicted over measured speed, minus 1. It is None if the run failed."""
+        """The predicted speed divided by the measured speed, minus 1; None if the run failed."""
         return (
             None
             if self.seconds_per_step is None
@@ -496,7 +496,7 @@ class StudySummary:
     def savings(self) -> Savings | None:
         """The savings of the winner's full run against the baseline's.
 
-        They are None if the speed-up is unknown, or within the measurement error.
+        The savings are None if the speed-up is unknown, or within the measurement error.
         """
         recipe = self.recipe
         if recipe is None or recipe.baseline is None or not recipe.differs:

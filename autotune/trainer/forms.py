@@ -265,7 +265,7 @@ def _check_flags(message: Message, name: str) -> None:
             continue
         if value not in (0, 1):  # True equals 1, and False equals 0
             raise ValueError(
-                f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are known"
+                f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are allowed"
             )
         # Some files give every message a weight of 1, so this weight is accepted for all roles.
         if value and message["role"] != "assistant" and key != "weight":

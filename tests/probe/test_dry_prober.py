@@ -344,7 +344,7 @@ def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = dry_worker._answer({"count": to_data(replace(REQUEST, config=UNCOUNTED))})
     assert refused == {"refused": UNCOUNTED_REASON}
     for error, sentence in (
-        (MemoryError("4 TiB"), "building it takes more than 8 GiB, even without weights"),
+        (MemoryError("4 TiB"), "building the model takes more than 8 GiB, even without weights"),
         (ValueError("a\n  b " + "c" * 400), "a b " + "c" * 296),
         (KeyError(), "transformers cannot train this model on text alone"),
         (

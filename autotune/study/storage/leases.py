@@ -227,9 +227,9 @@ class Leases:
     def confirmed_others(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Worker]:
         """Return the other workers that are certainly alive.
 
-        Their processes run on this machine, or their heartbeats continue.
+        A worker is alive if its process runs on this machine, or if its heartbeats continue.
 
-        This takes 2.5 heartbeat intervals if there are workers on other machines.
+        If there are workers on other machines, this method waits 2.5 heartbeat intervals.
         """
         others = {name: worker for name, worker in self.workers().items() if name != self.name}
         if any(worker.lives_here() is None for worker in others.values()):
@@ -322,7 +322,7 @@ Coordinator = Leases | SingleWorker
 def start_ticks(pid: int) -> int | None:
     """The time when a process of this machine started, in ticks since the boot.
 
-    It is None if the process does not exist or is a zombie.
+    The result is None if the process does not exist or is a zombie.
     """
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

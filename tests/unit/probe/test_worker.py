@@ -51,7 +51,10 @@ def test_a_config_of_impossible_size_does_not_take_the_memory_of_the_machine(
     limits, sent = resource.getrlimit(resource.RLIMIT_DATA), list[dict[str, Any]]()
     worker._describe(small | {size: 2**31 - 1}, lambda **message: sent.append(message))
     assert sent == [
-        {"event": "broken", "reason": "building it takes more than 0.25 GiB, even without weights"}
+        {
+            "event": "broken",
+            "reason": "building the model takes more than 0.25 GiB, even without weights",
+        }
     ]
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
@@ -601,7 +604,7 @@ def test_a_config_of_impossible_size_is_described_under_a_limit(
     under, free = (9 * 2**30, 9), (7, 9)
     too_large = {
         "event": "broken",
-        "reason": "building it takes more than 8 GiB, even without weights",
+        "reason": "building the model takes more than 8 GiB, even without weights",
     }
     long = {"event": "broken", "reason": ("a b" * 200)[:300]}
     silent = {"event": "broken", "reason": "KeyError"}

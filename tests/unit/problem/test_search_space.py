@@ -146,7 +146,7 @@ def test_a_file(tmp_path):
         (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs"
          " are not permitted"),
         (HEAD + "  lora_rank: {values: [8], kind: system}\n",
-         "FILE:3: knobs.lora_rank.kind: lora_rank is a learning knob: leave kind: out"),
+         "FILE:3: knobs.lora_rank.kind: lora_rank is a learning knob; leave out the key kind"),
         (HEAD + "  lora_rank: {values: [8], kind: hard}\n",
          "FILE:3: knobs.lora_rank.kind: Input should be 'system' or 'learning'"),
         (HEAD + "  precision:\n    values:\n      - fp32\n      - bf16_mixd\n",
@@ -160,7 +160,7 @@ def test_a_file(tmp_path):
          " integer, not [1, 2]"),
         (HEAD + "  seq_len:\n    min: 1\n    max: 99999999999999999999\n",
          "FILE:5: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some"
-         " as values: [..]"),
+         " of them, as in values: [1, 4, 16]"),
         (HEAD + "  seq_len: {min: -5, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1"
          " and at most max"),
         (HEAD + "  seq_len: {min: 5, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1 and"
@@ -173,7 +173,7 @@ def test_a_file(tmp_path):
          "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
         (HEAD + "  seq_len: {min: 1, max: 1025}\n",
          "FILE:3: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some"
-         " as values: [..]"),
+         " of them, as in values: [1, 4, 16]"),
         (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value occurs twice"),
         (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true needs"
          " min: and max:"),
