@@ -526,7 +526,7 @@ class DepthPredictor:
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
 
     def predict_from_probes(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """Return the whole model's prediction from two truncated probes, or None without both."""
+        """Return the whole model's prediction from the probes of two truncated models, or None."""
         truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(truncated) != 2:
             return None
@@ -557,7 +557,7 @@ class DepthPredictor:
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
-    """Return a key of the extrapolation's error.
+    """Return a key that is equal for configurations with the same error of extrapolation.
 
     For configurations with equal keys, the true time divided by the extrapolated time is assumed to
     be the same.
