@@ -40,7 +40,7 @@ NEEDED = {
     "tiling": "tokens",
 }
 LOGIT_BYTES = 12.0  # for each logit of a chunk while the loss is computed
-# Full fine-tuning holds 0.26 to 0.52 GiB more than the tensors of its row.
+# At the peak of full fine-tuning, 0.26 to 0.52 GiB exist besides the tensors of the row.
 FULL_BYTES = 0.5 * GIB
 
 

@@ -32,12 +32,12 @@ REACHED = 0.67  # the fraction of PEAK that matrix products reach in training
 OF_PEAK = 0.7
 OF_POWER = 0.3
 # Between two cards with the same chip, the speed of kernels that move bytes is proportional to the
-# memory bandwidth to the power of OF_MEMORY.
-# These kernels also wait for the chip, which is equally fast on both cards. An H200 has 1.43 times
-# the bandwidth of an H100, but these kernels were only 1.24 times as fast. For the 103 published
-# pairs with the same chip, the error is 8 % with OF_MEMORY and 11 % with an exponent of 1. Between
-# two generations, the chips differ too, and the exponent is 1. There, the error for the published
-# pairs is 15 %, and would be 17 % with OF_MEMORY.
+# memory bandwidth to the power of OF_MEMORY. These kernels also wait for the chip, which is equally
+# fast on both cards. An H200 has 1.43 times the bandwidth of an H100, but these kernels were only
+# 1.24 times as fast. For the 103 published pairs with the same chip, the error is 8 % with
+# OF_MEMORY and 11 % with an exponent of 1. Two cards of different generations also have different
+# chips, so for such a pair the exponent is 1. The error for the published pairs of this kind is
+# 15 %, and would be 17 % with OF_MEMORY.
 OF_MEMORY = 0.61
 # A card with an unknown power limit is assumed to reach this fraction of its peak. Cards in the
 # catalogue reach 0.58 to 0.95, and 0.75 is about the middle.

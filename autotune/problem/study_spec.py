@@ -80,7 +80,7 @@ def _count(default: int | None, help: str, **details: Any) -> Any:
 
 
 def _choice(default: str | None, choices: Iterable[str], help: str, **details: Any) -> Any:
-    """Return a field of StudySpec for one of these words."""
+    """Return a field of StudySpec whose value is one of `choices`."""
     words = tuple(map(str, choices))
     return _option(default, help, allows=words.__contains__, choices=words, **details)
 

@@ -78,9 +78,9 @@ class Prober(Protocol):
         """Answer a request; the probe's output goes to `log`."""
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """Read the layer count and the repeating pattern of layer kinds from the model's config.
+        """Return the number of layers and their repeating pattern, from the model's config.
 
-        Returns None if layers cannot be left out.
+        Returns None if no truncated model, which has fewer layers, can be probed.
         """
 
 

@@ -145,9 +145,10 @@ def _latest_result(
 
 
 def _reading(result: ProbeResult) -> NodeReading:
-    """Return the reading of a result.
+    """Return the measured values of a node from the result of a probe on this node.
 
-    If the worker had run earlier probes, the temperature is left out, because they warmed the card.
+    If the worker had run earlier probes, the temperature is left out, because these probes warmed
+    the card.
     """
     assert result.measurement is not None
     reading = NodeReading.of(result.measurement)
