@@ -121,7 +121,7 @@ def test_a_4_bit_base_holds_its_statistics_once() -> None:
         assert base * GIB == pytest.approx(
             sizes.linear_params * (0.5 + NF4_STATISTICS[double]) + rest
         )
-    # as `weigh` counted it
+    # as `record_peak` counted it
     assert estimate(quantization="nf4").weights == pytest.approx(4.1568, abs=2e-4)
 
 
