@@ -174,7 +174,8 @@ class StorageCounter(TorchDispatchMode):
     def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that a compiled graph repeats with the same random numbers.
 
-        A dry run has no random numbers.
+        On the meta device, no random numbers are made, so the saved state of their generator is
+        empty.
         """
         with self:
             if func.name() == "run_and_save_rng_state":

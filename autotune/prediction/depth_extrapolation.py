@@ -240,7 +240,8 @@ def count_at_depth(
 ) -> DryCount:
     """Return a dry probe's count for `num_layers` layers from the counts of two truncated models.
 
-    All counts are affine in the number of layers. The memory of each segment has its own line.
+    All counts are affine in the number of layers. The memory of each segment is extrapolated
+    separately.
     """
     shallow, less = low
     wide, more = high

@@ -25,7 +25,8 @@ FAMILIES = {
     "lora": frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"}),
     "full": frozenset({"llama", "mistral", "qwen2", "qwen3"}),
 }
-TILE_TOKENS = 4096  # as in `trainer.tiles`, which imports torch
+# The same number as in `trainer.tiles`, which cannot be imported here because it needs torch
+TILE_TOKENS = 4096
 # The knobs that the formula covers only with these values
 NEEDED = {
     "attention": "sdpa",

@@ -44,7 +44,7 @@ class KnownOom:
 def refused_by(
     known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int
 ) -> KnownOom | None:
-    """Return the first known OOM that surely needs no more memory than `config`, or None."""
+    """Return the first known OOM whose configuration surely needs no more memory than `config`."""
     for known in known_ooms:
         if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config):
             return known

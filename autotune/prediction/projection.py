@@ -35,8 +35,9 @@ from autotune.problem.task import Task
 def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
     """Add the speed conversion from the card that runs the probes to the study's device.
 
-    If the spec names a calibration of the device, the conversion includes the ratio of the two
-    hosts' speeds: the named calibration has one, and this machine's calibration the other.
+    If the spec names a calibration of the device, the conversion includes the ratio of the speeds
+    of the device's host and this machine's host. Each of the two calibrations has the speed of its
+    host.
     """
     task = setup.task
     if task.measured_on is None:

@@ -239,9 +239,10 @@ def _slowness(name: str, config: TrainConfig) -> float:
 def divide_step_time(
     measurement: Measurement, by_formula: StepTimeEstimate | None
 ) -> StepTimeEstimate:
-    """Divide a measured time into parts in proportion to its profile, or else to the formula.
+    """Divide a measured step time into the parts of a StepTimeEstimate.
 
-    `by_formula` is the time by formula on the measured card. The device error is 0, because the
+    The parts have the proportions of the measurement's profile or, without a profile, of
+    `by_formula`, the estimate by formula for the measured card. The device error is 0, because the
     caller adds the measurement's error. The host error is UNKNOWN_HOST's, because the time may be
     converted to another host.
     """

@@ -145,7 +145,8 @@ def speed_transfer(
             includes a training.
         precision: the precision of the products: bf16, fp16 or fp8.
         calibration: a calibration of either card.
-        side: the side of the multiplied matrices, as in `Calibration.products_tflops`.
+        side: the side of the square matrices that the products multiply, for
+            `Calibration.products_tflops`.
         alike: whether the calibration's training used the method that the speed is for. If so, this
             training counts as one more measurement.
     """

@@ -261,8 +261,8 @@ class _OpenEvent:
 def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
     """The host's operators and ranges in order, each with its place and its seconds.
 
-    `unknown` is the part of backward operators without a known forward operator. `trained` is the
-    part of operators that add up the gradients of weights.
+    A backward operator whose forward operator is unknown gets `unknown` as its part of the model.
+    An operator that adds up the gradients of weights gets `trained`.
     """
     found: list[_OpenEvent] = []
     node_parts: dict[tuple[int, int], Part | None] = {}  # the key is a thread and a sequence number

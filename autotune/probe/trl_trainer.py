@@ -130,7 +130,7 @@ def num_tokens(example: dict[str, Any]) -> int:
 
 
 class TrlClock(Clock):
-    """A clock that ends the last step before the evaluation and the save at the end of the run."""
+    """A clock whose last step leaves out the evaluation and the save at the end of the run."""
 
     num_steps = 0
     tokens_per_step = 0.0

@@ -203,7 +203,7 @@ class Turns:
         try:
             self._on_give()
         finally:
-            with suppress(OSError):  # a file system without locks, as in `_take`
+            with suppress(OSError):  # a file system without locks raises an error
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
 

@@ -42,7 +42,7 @@ class WorkerProcess:
         """Start the worker, and append its output to `log` until its first probe.
 
         `variables` replace environment variables that the worker would inherit. `more` are further
-        arguments for another `module`.
+        arguments, for a `module` other than the default.
         """
         self._channel, theirs = socket.socketpair()
         self._buffer = b""

@@ -27,9 +27,9 @@ FIRST_MICROS = 12
 class _ProbeTime:
     """The times of one probe in seconds. A step has `micro_steps` micro batches.
 
-    `micro_s` is the mean time of a micro batch, `first_s` the time of the lead and the first round.
-    `new_length_s` is the extra time for a micro batch of a new length, or None if no new length was
-    tried.
+    `micro_s` is the mean time of a micro batch. `first_s` is the time of the warm-up steps and of
+    the first timed round. `new_length_s` is the extra time for a micro batch of a new length, or
+    None if no new length was tried.
     """
 
     micro_s: float
