@@ -22,7 +22,7 @@ class ExampleCard:
     usd_per_hour: float
 
     def price(self, device: str) -> Price:
-        """Return the card's price as a price of `device`, which represents the card in a study."""
+        """Return the price of the card, for a study in which `device` stands for the card."""
         return Price(
             provider=EXAMPLE,
             device=device,

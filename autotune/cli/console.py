@@ -148,7 +148,9 @@ class Display(AbstractContextManager["Display"]):
                 f", one of which simulates a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
             )
 
-        memory = f"{fmt_gib(fits_gib)} of memory, including what stays free and what libraries take"
+        memory = (
+            f"{fmt_gib(fits_gib)} of memory, including the headroom and the memory of libraries"
+        )
         if task.example_gib is not None:
             memory = (
                 f"limited to {fmt_gib(task.example_gib)}, as on a small card, so that some "

@@ -29,7 +29,7 @@ Storage = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Details = Annotated[bool, typer.Option("--details", help="Also print what the answer rests on.")]
+Details = Annotated[bool, typer.Option("--details", help="Also print the basis of the answer.")]
 Html = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Also write tables and figures to this HTML file."),

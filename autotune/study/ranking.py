@@ -49,7 +49,7 @@ class Scored:
         )
 
     def beats(self, other: "Scored") -> bool:
-        """Whether this score by the slowest step exceeds the other score by the fastest step."""
+        """Whether this score at its slowest step exceeds the other score at its fastest step."""
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:

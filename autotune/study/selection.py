@@ -922,7 +922,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             f"probed on {task.measured_on.name} with its memory capped to that of "
             f"{task.device.name}: memory is measured; speeds are projected from data sheets"
             f"{calibrated} (matrix products {faster}); the host's work {of_host}; "
-            "power, clocks and kernels are those of the GPU that ran the probes"
+            "power, clocks and kernels come from the GPU that ran the probes"
         )
 
     if (

@@ -474,7 +474,7 @@ class StudySummary:
 
     @property
     def cells(self) -> tuple[Candidate, ...]:
-        """The best candidate of each result cell (see `Selection`)."""
+        """The best candidate of each result cell, as defined in `selection.Selection`."""
         return self.recipe.cells if self.recipe else ()
 
     @property

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 USD_PER_KWH = 0.30
 KWH_HELP = (
-    "What electricity costs, in USD a kWh. The default is a round number between what households "
-    "paid in the US (0.16, EIA, 2024) and in Italy (0.43, Statista, March 2025)."
+    "Price of electricity, in USD a kWh. The default is a round number between the prices for "
+    "households in the US (0.16, EIA, 2024) and in Italy (0.43, Statista, March 2025)."
 )
 BUY_REMEDY = (
     "raise --buy, or leave it out to compare rented cards; `autotune gpus` lists the known prices "

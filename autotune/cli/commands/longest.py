@@ -117,7 +117,7 @@ def longest(
 
 
 def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) -> None:
-    """Print a row for each method; with `details`, every column and what the numbers rest on."""
+    """Print a row for each method; with `details`, every column and the basis of the numbers."""
     if not details:
         columns = {name: COLUMNS[name] for name in FEW_COLUMNS}
         if len(rows) > 1:
@@ -125,7 +125,7 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
             print_table(
                 None, columns, [tuple(_cells(row)[name] for name in columns) for row in rows]
             )
-        print_text("--details shows times, memory, and what the numbers rest on.")
+        print_text("--details shows times, memory, and the basis of the numbers.")
         return
 
     limits = f"{fmt_gib(query.limit_gib)} for tensors"

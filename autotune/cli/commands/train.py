@@ -279,7 +279,7 @@ def _check_examples(recipe: "Recipe", dataset: Path, split: str | None, model: s
     """Check the examples and the weights, before the seconds or minutes that loading takes.
 
     Raises UsageError for a model without weights, for rows that are no examples, and for too few
-    examples. Prints a note if the examples are not like those of the study.
+    examples. Prints a note if the examples differ from the study's examples.
     """
     from autotune.export.header import has_published_weights
     from autotune.problem.dataset import check_examples
