@@ -1,4 +1,4 @@
-"""Task: a study with all names resolved, and the values that probes and results derive from it."""
+"""Task: a study with all names resolved, and the values that it gives to probes and results."""
 
 import itertools
 from dataclasses import dataclass, replace

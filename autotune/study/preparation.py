@@ -69,10 +69,12 @@ def prepare_session(
 ) -> SessionPlan:
     """Turn a spec into the plan of a session.
 
-    `adjust` may refine and check the setup before any file is written. Raises: UsageError: options
-    contradict each other, or name something that does not exist. EnvironmentProblem: the target is
-    missing on this machine, or has too few GPUs. StorageError: the study's directory is not
-    writable.
+    `adjust` may refine and check the setup before any file is written.
+
+    Raises:
+        UsageError: options contradict each other, or name something that does not exist.
+        EnvironmentProblem: the target is missing on this machine, or has too few GPUs.
+        StorageError: the study's directory is not writable.
     """
     start = time.monotonic()
     try:
