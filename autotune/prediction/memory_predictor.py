@@ -82,9 +82,9 @@ class MemoryEstimate:
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
     in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
-    upper bound only if `bounded`. There is no upper bound if the other configurations have steps of
-    two micro batches and this one has steps of one, or if this one's optimizer is paged and none of
-    the others has the same optimizer.
+    upper bound only if `bounded`. There is no upper bound in two cases: a step of this
+    configuration has one micro batch, but the steps of the other configurations have two; or this
+    configuration's optimizer is paged, and no other configuration has the same optimizer.
     """
 
     low_gib: float

@@ -450,7 +450,7 @@ class Probe:
         """Add hooks at both ends of the decoder layers.
 
         The hooks check autocast, and divide a step into segments. The segments of the forward pass
-        are layers and head; those of the backward pass are head, layers and inputs.
+        are layers and head; the segments of the backward pass are head, layers and inputs.
         """
         embedding, request = self.base.get_input_embeddings(), self.request
 

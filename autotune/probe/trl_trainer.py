@@ -119,7 +119,7 @@ def examples_of(rows: list[dict[str, torch.Tensor]], objective: Objective) -> An
 def num_tokens(example: dict[str, Any]) -> int:
     """The number of tokens in an example of any TRL trainer.
 
-    For a pair of answers, this is the length of the prompt plus that of the longer answer.
+    For a pair of answers, this is the length of the prompt plus the length of the longer answer.
     """
     answers = [
         example[name]

@@ -87,7 +87,7 @@ class Knob:
     def is_active(self, chosen: dict[str, Any]) -> bool:
         """Return whether this knob has an effect with the values chosen so far.
 
-        Knobs that are not chosen yet count as having their defaults.
+        A knob whose value is not chosen yet is assumed to have its default.
         """
         return all(
             chosen.get(name, getattr(_DEFAULTS, name)) in _as_list(wanted)

@@ -232,7 +232,7 @@ def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
 
 
 def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
-    """Return how many times as fast the winner of `second` is as that of `first`: an interval."""
+    """Return the interval of the second winner's speed, divided by the first winner's speed."""
     ours = second.winner.performance
     theirs = first.winner.performance
     if second.device.name == first.device.name:

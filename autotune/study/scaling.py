@@ -23,11 +23,11 @@ CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")
 class RankPlan:
     """The best configuration of one parallel strategy, on GPUs split evenly over `hosts` hosts.
 
-    `estimate` describes one GPU, but its cost is that of all GPUs. `estimate` is None if training
-    is impossible; `problem` then gives the reason. `step` and `accumulation` also describe one GPU.
-    `num_without_speed` is the number of further configurations that fit but whose speed cannot be
-    predicted. `efficiency` is the speed per GPU, divided by the speed per GPU at the smallest
-    number of GPUs.
+    `estimate` describes one GPU, but its cost is the cost of all GPUs. `estimate` is None if
+    training is impossible; `problem` then gives the reason. `step` and `accumulation` also describe
+    one GPU. `num_without_speed` is the number of further configurations that fit but whose speed
+    cannot be predicted. `efficiency` is the speed per GPU, divided by the speed per GPU at the
+    smallest number of GPUs.
     """
 
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
@@ -202,7 +202,7 @@ class Scaling:
 
 
 def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tuple[RankPlan, ...]:
-    """Return the rows with their efficiency: speed per GPU, divided by that of `reference`.
+    """Return the rows with their efficiency: the speed per GPU, divided by `reference`'s.
 
     A row's efficiency is None if a speed is unknown.
     """

@@ -246,7 +246,7 @@ class Selection:
         """Return the extrapolated configurations that should be measured as whole models.
 
         The best comes first. The result has the best configuration of each result cell, if its cost
-        exceeds that of the cheapest measured configuration by at most the slack. It also has
+        exceeds the cost of the cheapest measured configuration by at most the slack. It also has
         configurations that were pruned, but that may win over the configurations measured since.
         """
         slack = self.task.floors.slack

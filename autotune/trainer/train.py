@@ -407,8 +407,8 @@ def random_examples(
 ) -> list[torch.Tensor]:
     """Return random token ids as the examples of the whole run.
 
-    The lengths are like those of the study's examples, or come from the file of --lengths. `config`
-    is the model's config.
+    The lengths represent the lengths of the study's examples, or come from the file of --lengths.
+    `config` is the model's config.
     """
     vocab_size = config.get_text_config().vocab_size
     lengths = settings.lengths
