@@ -14,7 +14,7 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows lacks this signal
 
 @contextmanager
 def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
-    """Request a stop through `stop`, or a new token, on Ctrl-C, SIGTERM and SIGHUP in this block.
+    """In this block, Ctrl-C, SIGTERM and SIGHUP request a stop through `stop`, or a new token.
 
     A terminal that is closed sends SIGHUP, often twice.
     """

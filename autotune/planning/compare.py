@@ -133,7 +133,8 @@ def compare(
 def _accuracy_text(groups: Sequence[Group]) -> str:
     """Return a text about how memory and speed were estimated, and how large the errors are.
 
-    The text covers the formulas, the counts of dry probes, or both, as used in `groups`.
+    The text covers those methods that estimated a card in `groups`: formulas, counts of dry probes,
+    or both.
     """
     needs = [card.least for group in groups for card in group.cards if card.least]
     counted_flags = {need.memory is not None and need.memory.counted for need in needs}

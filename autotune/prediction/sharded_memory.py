@@ -268,7 +268,7 @@ def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Paralleli
 def _held_gradients(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, float]:
-    """Return the bytes of gradients that FSDP2 holds at the moments of a step.
+    """Return the bytes of gradients that FSDP2 holds, by moment of a step.
 
     The result excludes the gradients of the unit that is being computed. Before the last micro
     batch of a step, gradients are kept unsharded, unless each micro batch scatters them. The last

@@ -329,5 +329,5 @@ def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
 
 
 def _max_by_key(peaks: Sequence[dict[Key, float]]) -> dict[Key, float]:
-    """The largest value of each key."""
+    """The largest value that any rank has, for each key."""
     return {key: max(one.get(key, 0.0) for one in peaks) for key in peaks[0]}
