@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -293,7 +293,8 @@ def trainable_model(
     name.
     """
     arguments = settings.lora_arguments()
-    frozen = _towers(base) if settings.vision == "frozen" else {}
+    towers = _towers(base)
+    frozen = towers if settings.vision == "frozen" else {}
     if arguments is None:
         base.requires_grad_(True)
         for tower in frozen.values():
@@ -305,8 +306,8 @@ def trainable_model(
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
-    if frozen:
-        arguments["exclude_modules"] = rf"({'|'.join(map(re.escape, frozen))})(\..*)?"
+    if towers:
+        arguments["exclude_modules"] = _modules_without_adapters(base, frozen)
     with torch.device(device):
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
@@ -330,6 +331,22 @@ def trainable_model(
         if not any(path.endswith(f".{name}") for path in wrappers):
             raise ValueError(f"modules_to_save: {type(base).__name__} has no module {name}")
     return model
+
+
+def _modules_without_adapters(base: PreTrainedModel, frozen: Iterable[str]) -> str:
+    """Return a pattern for the paths of frozen towers, and of decoder layers as a whole.
+
+    For adapters on all linear layers of a mixture, PEFT matches only the last part of each path. A
+    linear layer in a tower's nn.Sequential may be named 0, and so is the first decoder layer.
+    """
+    layers = set(map(id, decoder_layers(base)))
+    lists = {
+        path.rpartition(".")[0] for path, module in base.named_modules() if id(module) in layers
+    }
+    whole_layers = rf"({'|'.join(map(re.escape, sorted(lists)))})\.\d+"
+    if not frozen:
+        return whole_layers
+    return rf"({'|'.join(map(re.escape, frozen))})(\..*)?|{whole_layers}"
 
 
 def _exclude_from_ddp(model: nn.Module) -> None:

@@ -28,6 +28,8 @@ pytestmark = [
     pytest.mark.probe,
     # PEFT reads the old name
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    # PEFT, of a mixture's experts without adapters
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning"),
 ]
 CPU = torch.device("cpu")
 TEXT = {
@@ -43,6 +45,7 @@ TOWER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
 }
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5]}
 PIXTRAL = TOWER | {"model_type": "pixtral", "head_dim": 32, "image_size": 56, "patch_size": 14}
 LINEAR = {
     "linear_key_head_dim": 32,
@@ -69,6 +72,17 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "voxtral": {  # reads sound
         "text_config": TEXT | {"model_type": "llama"},
         "audio_config": TOWER | {"num_mel_bins": 8, "max_source_positions": 16},
+    },
+    # a mixture whose towers have linear layers named 0, as is the first decoder layer
+    "qwen3_omni_moe_thinker": {
+        "text_config": TEXT
+        | {"model_type": "qwen3_omni_moe_text", "num_experts": 4, "moe_intermediate_size": 32}
+        | {"num_experts_per_tok": 2, "rope_parameters": MROPE},
+        "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+        | {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        "audio_config": {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 2}
+        | {"encoder_ffn_dim": 128, "output_dim": 64, "downsample_hidden_size": 16}
+        | {"num_mel_bins": 8, "max_source_positions": 16},
     },
 }
 # The last two of four layers use the keys and values of earlier layers, and each layer has an
