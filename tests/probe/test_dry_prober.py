@@ -369,19 +369,31 @@ def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+DBRX = {
+    "model_type": "dbrx",
+    "d_model": 64,
+    "n_heads": 4,
+    "n_layers": 2,
+    "vocab_size": 128,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+    "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 2},
+}
+JETMOE = {
+    "model_type": "jetmoe",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "kv_channels": 32,
+    "num_local_experts": 2,
+    "vocab_size": 128,
+}
+
+
 @pytest.mark.filterwarnings("ignore")  # as the worker does
-@pytest.mark.filterwarnings("ignore")  # as the worker does
-def test_a_model_whose_code_reads_values_is_left_to_probes() -> None:
-    """The experts of DBRX are chosen one after the other, by the numbers of a tensor."""
-    model = {
-        "model_type": "dbrx",
-        "d_model": 64,
-        "n_heads": 4,
-        "n_layers": 2,
-        "vocab_size": 128,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 2},
-    }
+@pytest.mark.parametrize("model", [DBRX, JETMOE], ids=lambda model: model["model_type"])
+def test_a_model_whose_code_reads_values_is_left_to_probes(model: dict[str, Any]) -> None:
+    """DBRX and JetMoe call their experts one after the other, by the numbers of a tensor."""
     knobs = {"lora_targets": "all-linear", "loss": "full", "checkpointing": "none"}
     request = replace(REQUEST, model=model, config=TrainConfig(precision="bf16_pure", **knobs))
     assert dry_worker._answer({"count": to_data(request)}) == {"refused": dry_worker.READS_VALUES}
