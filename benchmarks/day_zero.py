@@ -1,5 +1,7 @@
 """Today's model types: which of them `plan` answers, and how
 exactly probes predict them on a GPU.
+
+Some types need further packages: timm and torchvision.
 """
 
 import argparse
@@ -141,23 +143,24 @@ def stand_ins(name: str, reason: str | None) -> list[tuple[str, dict[str, Any]]]
     """Return configs that stand in for a default config that was refused for this reason.
 
     A decoder stands in for an encoder, if the type has a causal class and a key `is_decoder`. The
-    smallest released model stands in for a default that transformers cannot use.
+    smallest released model stands in for a default that transformers cannot use. Both come before
+    the configs of type_configs.yaml.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    found: list[tuple[str, dict[str, Any]]] = []
     if reason in ("encoder-decoder", "no causal model"):
         is_causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if not is_causal or not hasattr(CONFIG_MAPPING[name](), "is_decoder"):
-            return []
-        decoder = CONFIG_MAPPING[name](is_decoder=True, is_encoder_decoder=False)
-        return [("default decoder", json.loads(decoder.to_json_string()))]
-    released = [model for model in list_models() if model.config["model_type"] == name]
-    released.sort(key=lambda model: model.params or 0)
+        if is_causal and hasattr(CONFIG_MAPPING[name](), "is_decoder"):
+            decoder = CONFIG_MAPPING[name](is_decoder=True, is_encoder_decoder=False)
+            found = [("default decoder", json.loads(decoder.to_json_string()))]
+    else:
+        released = [model for model in list_models() if model.config["model_type"] == name]
+        released.sort(key=lambda model: model.params or 0)
+        found = [(model.name, model.config) for model in released[:1]]
     rows = [row for row in load(DATA / "type_configs.yaml") if row["config"]["model_type"] == name]
-    return [(model.name, model.config) for model in released[:1]] + [
-        (row["source"], row["config"]) for row in rows
-    ]
+    return found + [(row["source"], row["config"]) for row in rows]
 
 
 def answer(name: str, folder: Path, prober: DryProber) -> dict[str, Any]:
@@ -188,7 +191,10 @@ def reason_of(text: str) -> str | None:
 
 
 def count(config: dict[str, Any], directory: Path, prober: DryProber) -> dict[str, Any]:
-    """Count a training step of a config directory, with adapters if PEFT allows them."""
+    """Count a training step of a config directory, with adapters if PEFT allows them.
+
+    A type whose code cannot compute in bf16 alone is counted in mixed precision.
+    """
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     try:
@@ -198,7 +204,12 @@ def count(config: dict[str, Any], directory: Path, prober: DryProber) -> dict[st
 
     attention = "eager" if model.lacks("sdpa") else "sdpa"
     refused = ""
-    for changes in ({}, {"lora_targets": "attention"}, {"method": "full"}):
+    for changes in (
+        {},
+        {"lora_targets": "attention"},
+        {"method": "full"},
+        {"precision": "bf16_mixed"},
+    ):
         knobs = TrainConfig(**SHORT | {"attention": attention} | changes)
         counted = prober.count(ProbeRequest(config=knobs, model=model.config, memory_gib=1.0))
         if (found := counted.count) is not None:
