@@ -34,7 +34,7 @@ def write_config(directory: Path, config: Any) -> Path:
 def test_every_model_name_means_one_model():
     specs = list_models()
     names = [name.lower() for spec in specs for name in (spec.name, *spec.aliases)]
-    assert len(specs) == 221 and len(set(names)) == len(names)
+    assert len(specs) == 225 and len(set(names)) == len(names)
     for spec in specs:
         for name in (spec.name, spec.name.upper(), spec.short, *spec.aliases):
             assert resolve_model(name).digest == spec.digest
