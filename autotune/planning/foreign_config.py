@@ -114,13 +114,28 @@ def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
 def _completed(file: File, tool: str) -> File:
     """Return the file with the keys that other keys imply."""
     implied: dict[str, Any] = {}
-    if tool == "llamafactory" and file.text("finetuning_type") == "freeze":
+    method = file.text("finetuning_type") if tool == "llamafactory" else ""
+    if method == "freeze":
         implied["freeze_trainable_layers"] = 2
+    if method == "oft":
+        file = _oft_as_lora(file)
     # No formula covers these formats of a checkpoint: the table `lessens` has their names.
     _, storage = quantised_copy(file.text(key_of(tool, "model")))
     if storage in ("NVFP4", "AQLM"):
         implied[f"{storage} storage"] = True
     return replace(file, values=implied | file.values)
+
+
+def _oft_as_lora(file: File) -> File:
+    """Return the file with adapters of LoRA that need less memory than its adapters of OFT.
+
+    Per input of a layer, blocks of n inputs have (n - 1) / 2 parameters. LoRA of rank n / 8 has n /
+    8 per input and per output. OFT also keeps its own copy of each layer's input in float32.
+    """
+    block = file.whole("oft_block_size", default=32, least=0)  # 0 if the file has oft_rank instead
+    adapters = {"lora_rank": max(1, block // 8), "lora_target": file.values.get("oft_target")}
+    unused = dict.fromkeys(("lora_alpha", "lora_dropout"))
+    return replace(file, values=file.values | unused | adapters)
 
 
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
@@ -894,10 +909,12 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
         )
     stage = file.text("stage", default="sft")
     method = file.text("finetuning_type", default="lora")
-    if method not in ("lora", "full", "freeze"):
-        why = f"lora, full or freeze is supported, not {quote(method)}"
+    if method not in ("lora", "full", "freeze", "oft"):
+        why = f"lora, full, freeze or oft is supported, not {quote(method)}"
         raise Refused("finetuning_type", why, _REMEDY)
+    has_adapters = method in ("lora", "oft")
     file.note(method == "freeze", "frozen")
+    file.note(method == "oft", "oft")
     bits = file.whole("quantization_bit", default=16)
     if bits not in (4, 8, 16):
         raise Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
@@ -916,10 +933,10 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
     file.note(packing and not neat, "crossed")
 
     return {
-        "method": "lora" if method == "lora" else "full",
+        "method": "lora" if has_adapters else "full",
         # Without autocast, the base has its published dtype, and trained parameters are in fp32.
         # For adapters, the knob's value bf16_mixed is the nearest to these dtypes.
-        "precision": _precision(pure, bf16, fp16, "bf16_mixed" if method == "lora" else "fp32"),
+        "precision": _precision(pure, bf16, fp16, "bf16_mixed" if has_adapters else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
         "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,
         "loss": "chunked" if liger else "full",

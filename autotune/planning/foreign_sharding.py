@@ -223,9 +223,12 @@ def _is_fsdp_1(values: Mapping[str, Any]) -> bool:
 def _offloaded_terms(values: Mapping[str, Any]) -> set[str]:
     """Return the terms of MemoryBreakdown that the run may keep in the host's memory.
 
-    If the optimizer's state is in the host's memory, the gradients are there, too.
+    If the optimizer's state is in the host's memory, the gradients are there, too. KTransformers
+    trains a mixture's experts on the host, which are almost all of its weights.
     """
     parameters, state = {"weights", "adapters"}, {"gradients", "optimizer"}
+    if values.get("use_kt") not in _OFF:
+        return {*parameters, *state, "activations"}
     deepspeed = values.get("deepspeed")
     if isinstance(deepspeed, dict):
         zero = _zero_settings(values)

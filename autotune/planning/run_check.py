@@ -298,9 +298,10 @@ def _find_faster(
     If the lengths are unknown, every row is assumed to be full. The result is None if a dry probe
     counted the run's memory, because counting a whole space would take minutes. The result is None
     for several GPUs. It is also None for objectives other than SFT, because their training loops
-    differ from tool to tool.
+    differ from tool to tool, and for OFT, which is only counted as LoRA.
     """
     config = run.config
+    is_oft = run.values.get("finetuning_type") == "oft"
     workload = context.workload
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
@@ -308,7 +309,7 @@ def _find_faster(
 
     planned = replace(_similar_config(config), modules_to_save=config.modules_to_save)
     by_formula = not unsupported(context.model, planned)
-    if config.num_gpus > 1 or run.objective is not Objective.SFT or not by_formula:
+    if config.num_gpus > 1 or run.objective is not Objective.SFT or is_oft or not by_formula:
         return None
 
     checked = check_run(replace(context, task=replace(context.task, workload=workload)), run)

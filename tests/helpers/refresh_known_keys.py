@@ -33,7 +33,9 @@ MORE = {
         "torch_dtype",
     },
     "axolotl": set[str](),
-    "llamafactory": {"model_name", "new_special_tokens", "config"},
+    "llamafactory": {"model_name", "new_special_tokens", "config"}
+    # keys of its next version, which its examples already have
+    | {"kt_config", "kt_cpu_activation", "kt_non_expert_weight_path"},
 }
 HEAD = """\
 # The keys of a run's file, by tool. Written by tests/helpers/refresh_known_keys.py from the tools'

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, OFTConfig, PeftConfig, get_peft_model
 from torch import nn
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
@@ -144,3 +145,33 @@ def test_a_module_that_is_not_there_is_refused() -> None:
         ValueError, match="modules_to_save: GPT2LMHeadModel has no module embed_tokens"
     ):
         trainable_model(base, settings, torch.device("meta"))
+
+
+def saved_and_trained(adapters: PeftConfig) -> tuple[int, int]:
+    """The bytes that a forward pass of a tiny Llama saves in mixed precision, and how many
+    parameters are trained.
+    """
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    config = config_of(MODELS["llama"] | sizes | heads)
+    model = get_peft_model(from_config(config, plain(config)), adapters)
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.ones(2, 64, dtype=torch.long)).logits.sum()
+    loss.backward()
+    return sum(saved.values()), sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_oft_needs_more_than_lora_of_an_eighth_of_its_block() -> None:
+    """As `check` counts the OFT of LLaMA-Factory."""
+    layers = {"target_modules": "all-linear"}
+    oft = saved_and_trained(OFTConfig(oft_block_size=32, module_dropout=0.0, **layers))
+    lora = saved_and_trained(LoraConfig(r=4, **layers))
+    assert oft[0] > lora[0] and oft[1] > lora[1]

@@ -679,6 +679,20 @@ def test_freezing_trains_all_layers_at_most(read):
     assert any(note.startswith("finetuning_type is freeze") for note in run.notes)
 
 
+def test_oft_is_at_least_a_small_lora(read):
+    """LLaMA-Factory's examples/extras/oft; its keys for LoRA have no effect."""
+    oft = f"{FACTORY}finetuning_type: oft\noft_target: q_proj,v_proj\nbf16: true\n"
+    run = read(f"{oft}oft_block_size: 64\nlora_rank: 256\nlora_target: all\n")
+    assert run.config.label().startswith("lora r8 8x2048 bf16_mixed")
+    assert run.config.lora_targets == "q_proj,v_proj" and run.needs_more
+    assert run.notes == (
+        "OFT is counted as small adapters of LoRA, so the run needs more memory and takes more time"
+        " than estimated.",
+    )
+    assert read(oft).config.lora_rank == 4
+    assert read(f"{oft}oft_rank: 8\noft_block_size: 0\n").config.lora_rank == 1
+
+
 # --- what is refused
 
 
@@ -689,7 +703,10 @@ REFUSED = {
         "stage: ppo",
     ): "'ppo' is none of the objectives dpo, kto, pt, rm, sft: it generates answers"
     " during training, which no probe does",
-    ("llamafactory", "finetuning_type: oft"): "lora, full or freeze is supported, not 'oft'",
+    (
+        "llamafactory",
+        "finetuning_type: vera",
+    ): "lora, full, freeze or oft is supported, not 'vera'",
     ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
     ("llamafactory", "do_train: false"): "is not true, so LLaMA-Factory trains nothing",
     (
@@ -712,7 +729,7 @@ REFUSED = {
         "kd_trainer: true",
     ): "it trains for another objective than predicting the next token, which is not supported",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer accepts this key",
-    ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
+    ("llamafactory", "use_megatron_bridge: true"): "it is not supported",
     (
         "llamafactory",
         "sequence_parallel: true",

@@ -276,3 +276,32 @@ def test_what_a_key_saves_at_best_is_the_lower_end(tmp_path: Path) -> None:
     run, notes = notes_of(tmp_path, FULL | {"unfrozen_parameters": ["lm_head"]}, None)
     assert run.uncounted is not None and run.uncounted.freed == {"gradients", "optimizer"}
     assert not run.uncounted.exchanges and "unfrozen_parameters is not counted" in notes
+
+
+KTRANSFORMERS = {
+    "model_name_or_path": "Qwen/Qwen3-30B-A3B",
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "template": "qwen3",
+    "cutoff_len": 512,
+    "per_device_train_batch_size": 1,
+    "bf16": True,
+    "use_kt": True,
+    "kt_cpu_activation": "retain",
+    "kt_config": {"kt_backend": "AMXBF16"},
+}
+
+
+def test_ktransformers_keeps_the_experts_on_the_host_at_best(tmp_path: Path) -> None:
+    """LLaMA-Factory's examples/ktransformers: the 57 GiB of a 30B mixture fit into 24 GB or not."""
+    path = tmp_path / "run.yml"
+    path.write_text(yaml.safe_dump(KTRANSFORMERS))
+    checked = check(path, {"gpu": "rtx-4090"}).checked
+    least, most = checked.bounds.bounds_gib
+    assert checked.state == TIGHT and checked.estimate.tokens_per_s is None
+    assert most is not None and least < 5 < 57 < most
+    path.write_text(yaml.safe_dump({key: KTRANSFORMERS[key] for key in list(KTRANSFORMERS)[:-3]}))
+    whole, _ = check(path, {"gpu": "rtx-4090"}).checked.bounds.bounds_gib
+    assert whole == pytest.approx(most)
