@@ -236,7 +236,7 @@ def search(
 def _best_rates(attempts: Iterable[Attempt], steps: int, number: int) -> list[float]:
     """Return the `number` rates with the lowest losses of a round, the lowest rate first.
 
-    The round is the one with trainings of `steps` steps.
+    The trainings of this round have `steps` steps.
     """
     ranked = sorted((attempt for attempt in attempts if attempt.steps == steps), key=_loss)
     return sorted(attempt.learning_rate for attempt in ranked[:number])
