@@ -91,6 +91,7 @@ def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(
         "_prepare": None,
         "_make_trainer": idle,
         "_state_gib": 0.0,
+        "_time_host": None,
         "_measurement": "measured",
     }.items():
         setattr(probe, name, lambda *_, value=value: value)
@@ -195,6 +196,7 @@ def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked
         _prepare=nothing.train,
         _make_trainer=lambda scratch: nothing,
         _state_gib=lambda: 0.0,
+        _time_host=nothing.train,
         _measurement=lambda losses: measurement,
         _profile=lambda measured: KERNELS,
     )
@@ -689,6 +691,7 @@ def test_what_a_probe_does_in_order(
         _make_trainer=trainer,
         _state_gib=lambda: 0.75,
         _time_new_lengths=lambda: done.append("new") or 0.25,  # type: ignore[func-returns-value]
+        _time_host=note("host"),
         _evaluate_and_save=lambda: done.append(("evaluate", len(list(tmp_path.iterdir())))),
         _measurement=lambda losses: losses,
     )
@@ -700,6 +703,7 @@ def test_what_a_probe_does_in_order(
         "record_peak",
         "steady",
         *["new"] * timed,
+        "host",
         ("evaluate", 1),
     ]
     assert not list(tmp_path.iterdir())
