@@ -1,10 +1,10 @@
 """Files that start the full training run or a study's workers on Kubernetes, SkyPilot or Slurm.
 
 A JobSpec describes the job, and each system has a renderer for it. The user provides the container
-image and the dataset. Names that other people chose, such as a study's name, are untrusted. Such
-names appear in YAML, as sanitised names or as one quoted argument, but never in shell code or its
-comments. No file contains the URL of a study's database, which comes from a secret or the
-environment.
+image and the dataset. Names that other people chose, such as a study's name, are untrusted. A file
+contains such a name only as a YAML value, as a sanitised name, or as one quoted argument of a
+command. Shell code and its comments never contain it. No file contains the URL of a study's
+database, which comes from a secret or the environment.
 """
 
 import math

@@ -587,7 +587,7 @@ def _fills_rows(file: File, tool: str, seq_len: int) -> bool:
 
 
 def _whole_number(file: File, tool: str, knob: str) -> int:
-    """Return the whole number in the tool's key for a knob, or the tool's default."""
+    """Return the integer that the file has for a knob under the tool's key, or the default."""
     return file.whole(key_of(tool, knob), default=default_of(tool, knob))
 
 

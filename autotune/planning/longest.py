@@ -195,7 +195,10 @@ class Longest(ShownAsTable):
         return self._predicted(method, tokens, limited_by)
 
     def _uncounted_row(self, method: str, tokens: int) -> LongestRow:
-        """Return a LongestRow that only says why a step with `tokens` tokens cannot be counted."""
+        """Return a LongestRow that only says why the memory of such a step cannot be computed.
+
+        The step has `tokens` tokens.
+        """
         problem = no_count(self.model, self.config(method, tokens), 1)
         config = self.config(method, STEP).as_dict()
         return LongestRow(method=method, config=config, problem=problem)

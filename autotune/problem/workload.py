@@ -255,8 +255,8 @@ class Workload:
         if number == 1 or config.padding == "max_length":
             return 0.0
 
-        # If rows are grouped by length, they are not distributed evenly: one rank has the longest
-        # rows of each micro batch, so the other ranks wait in each micro batch.
+        # If rows are grouped by length, the same rank gets the longest rows in all micro batches of
+        # a step. Its delays add up, as if the other ranks waited in each micro batch.
         each_waits = parallelism.shards or config.group_by_length
         if each_waits:
             each = 1

@@ -554,7 +554,8 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 def ablation(result: Ablation) -> list[str]:
     """Return a line for each knob, the most helpful first.
 
-    A line compares two measurements, and ends with the weaker kind of evidence.
+    A line compares the winner with the same configuration with another value of the knob. It ends
+    with the evidence of the less certain of the two results, such as "extrapolated".
     """
     lines = []
     for knob in result.ranked():

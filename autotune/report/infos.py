@@ -427,7 +427,10 @@ def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
 
 
 def trade_offs(recipe: Recipe) -> list[str]:
-    """Describe the cost of the best candidate of each other learning cell, the cheapest first."""
+    """Say what training with other learning settings, such as another rank, would cost.
+
+    Each line describes the best candidate with these settings. The cheapest comes first.
+    """
     winner_cut = recipe.workload.truncated(recipe.config.seq_len)
     lines = []
     for row in learning_cells(recipe):

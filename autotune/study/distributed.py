@@ -531,9 +531,9 @@ class SharedTrials:
     def duration_predictor(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds to probe a candidate's truncated models.
 
-        For the candidates probed so far, a straight line is fitted: the seconds of the probes over
-        the time of a micro batch by formula. The line gives the prediction. The function returns 0
-        for a candidate that was probed already, and if it cannot predict.
+        A straight line is fitted to the candidates probed so far. It gives the seconds of their
+        probes from the micro batch's time that the formula estimates. The function returns 0 for a
+        candidate that was probed already, and if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:

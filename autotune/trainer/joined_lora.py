@@ -370,8 +370,8 @@ def _products(
 
     `begin` and `end` are the member's rows of `wide`. Each member has a separate operation for two
     reasons. First, one tensor of all outputs would stay in memory as long as any part of it is
-    saved, and attention saves its values for the backward pass. Second, if one operation had
-    several outputs, the compiler would assume that recomputing one of them is free.
+    saved, and attention saves the output of `v_proj` for the backward pass. Second, if one
+    operation had several outputs, the compiler would assume that recomputing one of them is free.
     """
     fan_in = padded.shape[1] - _padding(hidden.shape[1])
     padded[:, fan_in : fan_in + hidden.shape[1]].copy_(hidden)

@@ -204,8 +204,8 @@ SAID = [
     ("allocator", "growing segments reserve up to {unused_max_expandable:.0%} more"),
     (
         "dry_probe",
-        "**{error_median:.2%} median, {error_max:.1%} worst**: peaks of {configs} real probes on an"
-        " H100",
+        "**{error_median:.2%} median, {error_max:.1%} worst**: difference between counted and"
+        " measured peaks of {configs} real probes on an H100",
     ),
     ("dry_probe", "of small models from {families} families"),
     ("dry_probe", "Compiled layers are {error_max_compiled:.2%} off at worst"),
@@ -572,7 +572,7 @@ SAID = [
     ("levers", "graphs give {cards[NVIDIA H100 80GB HBM3][graphs_over_none]:.1f} times the speed"),
     (
         "lever_checks",
-        "compiled layers differ most from 32 bits, by {loss_difference_max:.2%}. An fp8 base ends",
+        "differs most from the one in 32 bits, by {loss_difference_max:.2%}. An fp8 base ends",
     ),
     ("lever_checks", "ends {loss_differences[fp8 base, layers compiled]:.2%} higher"),
     ("lever_checks", "lowers the loss by {arriving[none, 1e-05]:.0%} of its effect in 32 bits"),
