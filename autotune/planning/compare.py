@@ -72,9 +72,10 @@ def compare(
 ) -> Comparison:
     """Compare cards for each spec in `specs` (one per model) and each search space in `methods`.
 
-    An entry of `gpus` or `methods` may hold several names with commas between them. By default, all
-    cards of the catalogue with a price are compared. `owned` describes the user's card, which is
-    compared too. All cards train adapters of the same rank. `say` receives warnings and progress.
+    An entry of `gpus` or `methods` may hold several names with commas between them. By default, the
+    function compares all cards of the catalogue whose price is known. `owned` describes the user's
+    card, which is compared too. All cards train adapters of the same rank. `say` receives warnings
+    and progress.
 
     Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
     any card.
@@ -133,8 +134,8 @@ def compare(
 def _accuracy_text(groups: Sequence[Group]) -> str:
     """Return a text about how memory and speed were estimated, and how large the errors are.
 
-    The text covers those methods that estimated a card in `groups`: formulas, counts of dry probes,
-    or both.
+    The cards in `groups` were estimated by formulas, by dry probes (which run a step on the meta
+    device), or some cards by each. The text covers only what was used.
     """
     needs = [card.least for group in groups for card in group.cards if card.least]
     counted_flags = {need.memory is not None and need.memory.counted for need in needs}
@@ -228,8 +229,8 @@ def compare_card(
 def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     """Return the configuration of the space that needs the least memory, or None if unknown.
 
-    If the formula covers no configuration, the configuration is chosen knob by knob, and a dry
-    probe counts its memory.
+    If the memory formula covers no configuration of the space, each knob gets the value that needs
+    the least memory, and a dry probe computes the memory of this configuration on the meta device.
     """
     space = task.space
     for name, value in space.leanest().items():
@@ -256,7 +257,7 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
 
 
 def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
-    """Return the memory that a configuration needs for the longest rows, by formula."""
+    """Return the memory that the formula predicts for a configuration with the longest rows."""
     micro_steps = task.workload.run_shape(config).probe_micro_steps
     longest = task.workload.longest_row_config(config)
     return memory_of(task.model, longest, micro_steps, objective=task.workload.objective)
@@ -265,10 +266,10 @@ def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
 def _least_by_bf16(
     spec: StudySpec, compared: Sequence[ComparedCard], say: Say
 ) -> dict[bool, Estimate]:
-    """Return the estimate with the least memory, for cards with bf16 and for other cards.
+    """Return the estimates of the configurations that need the least memory, with and without bf16.
 
-    The key True is for cards with bf16, and False for cards without bf16. The estimate comes from
-    one card, and is used for all cards with the same key.
+    The key True holds the estimate for cards that support bf16, and False the estimate for other
+    cards. Each estimate was made for one card, and stands for all cards with the same key.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -292,8 +293,8 @@ def _least_by_bf16(
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
     """Return the smallest card on which the configuration in `needs` surely fits, or None.
 
-    `needs` has the estimate of the configuration that needs the least memory: under True for cards
-    with bf16, under False for cards without bf16.
+    `needs` maps True to the estimate for cards that support bf16, and False to the estimate for
+    other cards. Both estimates are of the configuration that needs the least memory.
     """
 
     def fits(card: DeviceSpec) -> bool:

@@ -1,6 +1,7 @@
-"""Counts the memory and the work of a training step by a dry probe, for models without a formula.
+"""Computes the memory and the work of a training step without a GPU, for models without a formula.
 
-The dry probe runs in its own process and needs no GPU.
+A dry probe runs the step on the meta device, in a process of its own. It adds up the bytes of all
+tensors, the FLOPs and the moved bytes.
 """
 
 import functools
@@ -17,9 +18,9 @@ from autotune.dry.prober import DryAnswer, DryProber
 def count(
     model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
 ) -> DryCount | None:
-    """Count the memory and the work of a training step of the whole model.
+    """Compute the memory and the work of a training step of the whole model.
 
-    Returns None if the step cannot be counted; `no_count` says why.
+    Returns None if the dry probe cannot run the step; `no_count` says why.
     """
     return dry_count(model, config, micro_steps, objective).count
 
@@ -40,15 +41,16 @@ def dry_count(
     objective: Objective = Objective.SFT,
     depth: int | None = None,
 ) -> DryAnswer:
-    """Count a training step by a dry probe, of the whole model or of `depth` of its layers.
+    """Run a dry probe of a training step of the whole model, or of a copy with `depth` layers.
 
-    The answer has the count, or the reason that the step cannot be counted.
+    The answer holds the memory and the work of the step, or the reason why the dry probe failed.
     """
-    is_flex = config.attention == "flex_attention"  # it cannot be compiled on the meta device
+    is_flex = config.attention == "flex_attention"  # not compilable on the meta device
     if is_flex or (config.knows_ends and (config.packing or not config.has_mask)):
-        # Count with torch's own flash attention. It needs the same memory as the configured
-        # attention, and no extra package. But it cannot separate packed examples without a mask,
-        # and the configured attention can. To avoid the mask, count each row as one example.
+        # Replace the configured attention by torch's own flash attention, which needs the same
+        # memory and no extra package. Without a mask, torch's attention cannot separate packed
+        # examples, although the configured attention can. So treat each packed row as a single
+        # example.
         config = replace(
             config,
             attention="sdpa",
@@ -56,7 +58,7 @@ def dry_count(
             padding="max_length" if config.packing else config.padding,
         )
 
-    # A request must have a memory limit, but the limit does not change the count.
+    # A request must have a memory limit, but the limit does not change the computed memory.
     request = ProbeRequest(
         config=config,
         model=model.config,

@@ -1,9 +1,10 @@
-"""Estimates one configuration on one device by formula: whether it fits, its speed and its cost.
+"""Predicts with formulas whether a configuration fits a device, and its speed and cost there.
 
 The step time on the device is the reference card's step time (`prediction/step_time`), converted to
 the device (`prediction/transfer`). Other users' measurements of the same method on the device
-correct the converted time. The estimate of the CPU time to launch kernels assumes a typical host. A
-calibration replaces the assumptions about the card and the host by measurements.
+correct the converted time. Without a calibration, the CPU time to launch kernels is that of a
+typical host. A calibration (`autotune calibrate`) replaces the assumptions about card and host by
+measurements.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,12 +88,12 @@ def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | No
 
 
 def limit_of(spec: StudySpec, device: DeviceSpec) -> float:
-    """Return `device_limit_gib` with the headroom and the memory of the spec."""
+    """Return `device_limit_gib` for the headroom and the `memory_gib` that the spec sets."""
     return device_limit_gib(device, spec.headroom, spec.memory_gib)
 
 
 def smallest_card(fits: Callable[[DeviceSpec], bool]) -> DeviceSpec | None:
-    """Return the card with the least memory that `fits` accepts, or None."""
+    """Return the smallest card, by memory, that `fits` accepts, or None if it accepts no card."""
     cards = sorted(
         (card for card in list_devices() if card.memory_gib),
         key=lambda card: card.memory_gib or 0.0,
@@ -115,7 +116,8 @@ def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
     """Return the task with its speed transfer corrected by measured speeds on the task's device.
 
-    The speed transfer converts a speed on the card `measured_on` to a speed on this device.
+    The speed transfer converts a speed on the card `task.measured_on` to a speed on the task's
+    device.
     """
     if task.measured_on is None:
         return task

@@ -17,7 +17,8 @@ from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignCo
 
 MAX_MICRO_BATCH = 1024  # the largest micro batch that the search tries
 MIN_LENGTH = 256  # the shortest sequence length that the search tries, in tokens
-# Mappings in a file. A key inside such a mapping is changed there, not at the top level.
+# Keys of a file that hold a mapping. A key inside one of these mappings is changed inside it, not
+# at the file's top level.
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # The rank of a change says how much the change alters the training's result, the least first:
@@ -32,7 +33,7 @@ Fix = tuple[int, Edits]  # the rank of a change, and the keys to write with thei
 
 
 def apply_edits(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
-    """Return the file's values with the edits.
+    """Return the file's values after the edits.
 
     If the file has an edited key inside a mapping whose name is in NESTED, the key is changed
     there.
@@ -48,7 +49,7 @@ def apply_edits(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
 
 
 def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
-    """Yield each change that may save memory, except smaller micro batches and shorter lengths."""
+    """Yield each change that may save memory, except smaller micro batches and shorter rows."""
     config = run.config
     tool = run.format
     values = run.values
@@ -91,8 +92,8 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
 def _smaller_evaluation(run: ForeignConfig) -> int | None:
     """Return a smaller evaluation batch that saves memory, or None if the batch is small already.
 
-    If training and evaluation use the same loss kernel, the result is the training's micro batch.
-    Otherwise the result is 1.
+    If training and evaluation use the same loss kernel, the result is the micro batch size of the
+    training. Otherwise the result is 1.
     """
     evaluation = run.evaluation
     if evaluation is None:
@@ -140,8 +141,8 @@ class FixSearch:
     def each_alone(self) -> list[CheckedRun]:
         """Return one changed run for each single change that saves memory or makes the run fit.
 
-        If several smaller micro batches fit, only the run with the largest of them is returned. If
-        several shorter lengths fit, only the run with the longest of them is returned.
+        Of the smaller micro batches that fit, only the largest is returned. Of the shorter sequence
+        lengths that fit, only the longest is returned.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
@@ -165,10 +166,10 @@ class FixSearch:
     def best(self) -> CheckedRun | None:
         """Return the best set of changes that makes the run fit, or None.
 
-        The order of preference: the least change of the training's result, then the fewest changes,
-        then the fastest run. If the run does not fit and no set is certain to fit, the result is a
-        set that may fit. With such a set, the memory that the run needs differs from the limit by
-        less than the formula's error.
+        The best set changes the training's result the least; ties go to the fewest changes, then to
+        the fastest run. If no set is certain to make an unfit run fit, the result is a set with
+        which the run may fit: the memory that it needs differs from the limit by less than the
+        formula's error.
         """
         fixes = list(fixes_of(self.checked.run))
         for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
@@ -181,8 +182,8 @@ class FixSearch:
     def _lengths_for(self, rank: int) -> list[Edits]:
         """Return the sequence lengths to try with changes of a rank.
 
-        Ranks below SHORTER keep the run's length, SHORTER tries only shorter lengths, and ADAPTERS
-        tries both.
+        Changes of a rank below SHORTER keep the run's length. With SHORTER, only shorter lengths
+        are tried. With ADAPTERS, the run's length and shorter lengths are tried.
         """
         unchanged: list[Edits] = [] if rank == SHORTER else [{}]
         return unchanged + (self._shorter_lengths(self.checked.run) if rank >= SHORTER else [])
@@ -263,7 +264,7 @@ class FixSearch:
         return replace(run, config=config, accumulation=rows // micro)
 
     def _smaller_batches(self, run: ForeignConfig) -> list[Edits]:
-        """Return the smaller micro batches that keep the global batch, the largest first."""
+        """Return edits for each smaller micro batch that divides a step's rows, largest first."""
         micro = run.config.micro_batch_size
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]

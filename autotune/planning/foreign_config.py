@@ -31,11 +31,11 @@ from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, 
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
 
-# Modules outside the layers; the estimate leaves out adapters on these modules
+# Modules outside the decoder layers. The estimate leaves out adapters on these modules.
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
-# A key that no file has. `run_check` adds this key to the values of a run if no dry probe can count
-# the run's loss in chunks. The logits of all tokens are then counted, and the table `lessens` says
-# that the run may need less memory.
+# A key that no file has. `run_check` adds this key to the values of a run if a dry probe cannot
+# compute the run's loss in chunks. The memory then includes the logits of all tokens, and the table
+# `lessens` in foreign_keys.yaml says that the run may need less.
 FUSED_LOSS = "the fused loss"
 EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters with adapters
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
@@ -71,8 +71,8 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
 def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     """Return the equivalent value of the knob `lora_targets` for this model, and a note or "".
 
-    The note is about names that the model does not have, or about layers that PEFT refuses to
-    adapt. Raises UsageError if no name matches a linear layer.
+    The note says which names the model does not have, or which layers PEFT refuses to adapt. Raises
+    UsageError if no name matches a linear layer.
     """
     targets = config.lora_targets
     sizes = Sizes.of(model)
@@ -112,14 +112,15 @@ def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
 
 
 def _completed(file: File, tool: str) -> File:
-    """Return the file with the keys that other keys imply."""
+    """Return the file, completed by the keys that its own keys imply."""
     implied: dict[str, Any] = {}
     method = file.text("finetuning_type") if tool == "llamafactory" else ""
     if method == "freeze":
         implied["freeze_trainable_layers"] = 2
     if method == "oft":
         file = _oft_as_lora(file)
-    # No formula covers these formats of a checkpoint: the table `lessens` has their names.
+    # No formula covers checkpoints in these two formats. The table `lessens` in foreign_keys.yaml
+    # has a row for each format.
     _, storage = quantised_copy(file.text(key_of(tool, "model")))
     if storage in ("NVFP4", "AQLM"):
         implied[f"{storage} storage"] = True
@@ -127,12 +128,13 @@ def _completed(file: File, tool: str) -> File:
 
 
 def _oft_as_lora(file: File) -> File:
-    """Return the file with adapters of LoRA that need less memory than its adapters of OFT.
+    """Return the file with LoRA in place of OFT, at a rank that needs less memory than OFT needs.
 
-    Per input of a layer, blocks of n inputs have (n - 1) / 2 parameters. LoRA of rank n / 8 has n /
-    8 per input and per output. OFT also keeps its own copy of each layer's input in float32.
+    OFT with blocks of n inputs has (n - 1) / 2 parameters for each input of a layer. LoRA of rank n
+    / 8 has n / 8 parameters for each input and for each output. OFT also stores a float32 copy of
+    each layer's input.
     """
-    block = file.whole("oft_block_size", default=32, least=0)  # 0 if the file has oft_rank instead
+    block = file.whole("oft_block_size", default=32, least=0)  # 0 if the file sets oft_rank
     adapters = {"lora_rank": max(1, block // 8), "lora_target": file.values.get("oft_target")}
     unused = dict.fromkeys(("lora_alpha", "lora_dropout"))
     return replace(file, values=file.values | unused | adapters)
@@ -330,7 +332,7 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
             f"{path}: the format of LLaMA-Factory v1 is not supported", remedy=_TRAINING
         )
 
-    # The file belongs to the tool that has the most identifying keys in the file.
+    # Some keys identify a tool. The file belongs to the tool with the most such keys in the file.
     all_marks = table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
@@ -360,7 +362,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
 
-    # The tools prefer the values in these mappings to the values at the top level.
+    # If a key is in one of these mappings and at the top level, the tools use the mapping's value.
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):
         file = replace(file, values=file.values | file.mapping(nested).values)
 
@@ -395,7 +397,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
     )
 
-    # The trainers for objectives other than SFT pass an attention mask for all rows.
+    # The trainers for objectives other than SFT pass an attention mask for every row.
     padding = "longest" if objective is Objective.SFT else "masked"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
     gpus = table("data_parallel") + table("parallel")
@@ -530,7 +532,7 @@ def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
 def _objective_knobs(
     file: File, tool: str, objective: Objective, *, packing: bool
 ) -> dict[str, Any]:
-    """Return the knobs that an objective other than SFT sets, and note how its trainer differs."""
+    """Return the knobs that an objective other than SFT sets, and note its trainer's deviations."""
     if packing:
         key = key_of(tool, "packing")
         raise Refused(key, f"rows of {objective} are not packed", "switch it off")
@@ -592,7 +594,7 @@ def _whole_number(file: File, tool: str, knob: str) -> int:
 
 
 def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
-    """Return the knobs of optimizer, attention, compilation and data loading.
+    """Return the knobs for the optimizer, attention, compilation and data loading.
 
     The tools have different keys for these knobs, with the same meaning.
     """
@@ -672,8 +674,8 @@ def _adapter_knobs(file: File, tool: str) -> dict[str, Any]:
 def _expert_parameters(file: File) -> set[str]:
     """Return the experts' parameters that have adapters in all layers.
 
-    The result is empty if the file also names a parameter that is no expert's, or a parameter of a
-    single layer.
+    The result is empty if the file also names a parameter outside the experts, or a parameter of
+    only one layer.
     """
     names = file.names(EXPERT_KEY)
     if not all(is_expert_parameter(name) and not re.search(r"\d", name) for name in names):
@@ -684,7 +686,7 @@ def _expert_parameters(file: File) -> set[str]:
 def _refuse_single_target(file: File) -> None:
     """Raise Refused for a single name in TRL's `lora_target_modules`.
 
-    TRL takes a single name as a pattern for a layer's whole path, so the name matches no layer.
+    TRL takes a single name as a pattern for the whole path of a module, so it would match no layer.
     """
     value = file.values.get("lora_target_modules")
     pattern = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -747,7 +749,7 @@ def _modules_to_save(file: File) -> str:
 
 
 def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> str:
-    """Return the precision of the first flag that is true, or `otherwise` if all are false."""
+    """Return the precision that the first true flag selects, or `otherwise` if all are false."""
     if pure:
         return "bf16_pure"
     if bf16:
@@ -872,7 +874,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
 
     checkpointing = "offload"
     if not offload:
-        sharding = file.mapping("fsdp_config")  # it may have FSDP's key for activation checkpoints
+        sharding = file.mapping("fsdp_config")  # may turn on activation checkpointing
         fsdp_recomputes = any(
             sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_")
         )
@@ -934,8 +936,8 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
 
     return {
         "method": "lora" if has_adapters else "full",
-        # Without autocast, the base has its published dtype, and trained parameters are in fp32.
-        # For adapters, the knob's value bf16_mixed is the nearest to these dtypes.
+        # Without autocast, the base has its published dtype, and trained parameters are in fp32. If
+        # adapters are trained, the knob's value bf16_mixed comes closest to these dtypes.
         "precision": _precision(pure, bf16, fp16, "bf16_mixed" if has_adapters else "fp32"),
         "quantization": _quantization(bits == 4, bits == 8),
         "checkpointing": "none" if file.flag("disable_gradient_checkpointing") else usual_mode,

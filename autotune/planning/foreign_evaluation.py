@@ -68,9 +68,9 @@ def _axolotl_evaluates(file: File) -> bool:
 def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
     """Return the number of examples in an evaluation batch.
 
-    Returns None if the number is the training's micro batch size.
+    Returns None if evaluation batches have the same size as the training's micro batches.
     """
-    # If rows are packed, Axolotl's evaluation batch has the size of the training's micro batch.
+    # If rows are packed, Axolotl evaluates with the training's micro batch size.
     if tool == "axolotl" and config.packing and file.flag("eval_sample_packing", default=True):
         return None
     default = default_of(tool, "eval_batch")

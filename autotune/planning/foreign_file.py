@@ -7,7 +7,7 @@ from typing import Any
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 
-MAX_KNOB = 2**24  # the largest number that TrainConfig accepts
+MAX_KNOB = 2**24  # the largest value of a knob that TrainConfig accepts
 # The largest number of examples, epochs or steps; some files write "all examples" as a large number
 MAX_COUNT = 10**15
 # "auto" counts as true: the tool switches the feature on if the GPU supports it, as recent GPUs do.
@@ -27,9 +27,9 @@ class Refused(UsageError):
 class File:
     """The values of a file by key, with methods to read a value as a certain type.
 
-    If a method takes several keys, it reads the first key that is set. `notes` collects sentences
-    about the run, and `noted` the names of these notes. A method for a type, such as `whole` or
-    `flag`, raises Refused if the value has another type.
+    A method that takes several keys reads the first key that is set. `notes` collects sentences
+    about the run, and `noted` collects the names of these notes. A method that reads a certain
+    type, such as `whole` or `flag`, raises Refused if the value has another type.
     """
 
     values: dict[str, Any]
@@ -70,7 +70,7 @@ class File:
         return number
 
     def note(self, applies: bool, note: str, /, **values: Any) -> None:
-        """Add the note named `note` to the notes, if `applies` is true."""
+        """Add the note with the name `note` to the notes, if `applies` is true."""
         if applies:
             self.noted.add(note)
             self.notes.append(table("notes")[note].format(**values))
@@ -83,7 +83,7 @@ class File:
         return int(number)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false, in any form that YAML or the tools accept."""
+        """Return the truth value of a key, written in any form that YAML or the tools accept."""
         value = self.values.get(key)
         if value is None:
             return default

@@ -70,7 +70,7 @@ def _strategy(file: File, moment: str, default: str) -> str:
 
 
 def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
-    """Raise Refused if PEFT or TRL refuses the adapters on this model."""
+    """Raise Refused if PEFT or TRL refuses to put the configuration's adapters on this model."""
     if config.method != "lora":
         return
     modules = (one for one in config.lora_targets.split(",") if not is_expert_parameter(one))
@@ -103,8 +103,8 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
 def without_dropout(config: TrainConfig, model_type: str) -> TrainConfig:
     """Return the configuration without dropout if it adapts all layers of a mixture of experts.
 
-    transformers fuses the experts of such a model. PEFT has no dropout for fused experts. So a dry
-    probe, which builds the model with PEFT, cannot count the memory of a run with dropout.
+    transformers fuses the experts of such a model. PEFT has no dropout for fused experts. A dry
+    probe builds the model with PEFT, so it cannot compute the memory of a run with dropout.
     """
     on_all = config.method == "lora" and config.lora_targets == ALL_LINEAR
     if not on_all or _joined_experts(model_type) is None:

@@ -18,7 +18,7 @@ from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 # The ZeRO stage in the name of a file, such as zero3_bf16.json or ds_z2_config.json
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
-# Terms of MemoryBreakdown that exist between the micro batches
+# Terms of MemoryBreakdown whose tensors stay on the GPU between micro batches
 _LASTING = ("weights", "adapters", "gradients", "optimizer")
 # Terms of MemoryBreakdown that are sharded over the GPUs, by strategy
 _SHARED = {
@@ -36,7 +36,7 @@ _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 def strategy_of(values: Mapping[str, Any]) -> str | None:
     """Return the file's strategy as a value of the knob `sharding`, or None if it is unknown.
 
-    FSDP 1 counts as FSDP2, its successor.
+    A file for FSDP 1 gets the strategy of FSDP2, its successor.
     """
     name = str(values.get("accelerate_config") or "")
     if name.startswith("fsdp"):
@@ -70,10 +70,10 @@ def strategy_of(values: Mapping[str, Any]) -> str | None:
 
 
 def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> ForeignConfig:
-    """Return the run sharded over `gpus` GPUs, or over the number that its file names.
+    """Return the run sharded over `gpus` GPUs or, without `gpus`, over the number in its file.
 
-    `gpus` is the number that the user gave, or None. The result's field `uncounted` describes
-    sharding and offloading that no formula covers.
+    `gpus` is the number that the user gave, or None. If no formula covers the run's sharding or
+    offloading, the result's field `uncounted` describes it.
     """
     number = gpus or run.num_gpus or 1
     run = replace(run, num_gpus=gpus or run.num_gpus)
@@ -112,7 +112,7 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
 
 
 def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
-    """Return the run; its field `uncounted` is set if no formula covers some memory savings.
+    """Return the run, with the memory savings that no formula covers in its field `uncounted`.
 
     `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.
     """
@@ -121,7 +121,7 @@ def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) 
     causes = []
     exchanges = False
 
-    # Some keys save an amount of memory that no formula gives.
+    # Some keys save an amount of memory that no formula predicts.
     freed: set[str] = set()
     for key, terms in table["lessens"].items():
         if run.values.get(key) not in _OFF and notes["less_memory"].format(key=key) in run.notes:
@@ -134,7 +134,7 @@ def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) 
         exchanges = True
 
     # The strategy decides which terms of memory are sharded. If the strategy is unknown, the lower
-    # bound assumes that a term is sharded if any strategy shards it.
+    # bound of the memory assumes that every term is sharded that at least one strategy shards.
     shared: set[str] = set()
     unshared_notes = list(run.notes)
     if notes["sharded"] in run.notes and number > 1:
@@ -167,7 +167,7 @@ def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) 
 
 
 def _splits(table: Mapping[str, Any]) -> list[str]:
-    """Return the keys for forms of parallelism that split rows or layers, not only parameters."""
+    """Return the keys for parallelism that splits rows or layers, instead of only parameters."""
     return [*table["parallel"], *table["split"]]
 
 
@@ -224,7 +224,7 @@ def _offloaded_terms(values: Mapping[str, Any]) -> set[str]:
     """Return the terms of MemoryBreakdown that the run may keep in the host's memory.
 
     If the optimizer's state is in the host's memory, the gradients are there, too. KTransformers
-    trains a mixture's experts on the host, which are almost all of its weights.
+    trains the experts of a mixture on the host, and the experts hold almost all of its weights.
     """
     parameters, state = {"weights", "adapters"}, {"gradients", "optimizer"}
     if values.get("use_kt") not in _OFF:

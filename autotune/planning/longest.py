@@ -1,9 +1,9 @@
 """Finds the longest row that fits a card, for each method.
 
-The memory of two training steps, counted without a GPU, predicts the length of this row. Real steps
-on a GPU verify the length. Layers are computed in tiles of tokens, the loss in chunks, and the
-inputs of recomputed layers are offloaded to the host. The memory of a row is then linear in the
-row's length, and the host holds a part of this memory (docs/longest.md).
+The length is predicted from the memory of two training steps at other lengths, which dry probes
+compute without a GPU. Real steps on a GPU then verify the prediction. Layers are computed in tiles
+of tokens, the loss in chunks, and the inputs of recomputed layers are offloaded to the host. The
+memory of a row is then linear in the row's length, and part of it is on the host (docs/longest.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,37 +52,38 @@ LONG_ROWS: dict[str, Any] = {
     "loss": "chunked",
     "padding": "longest",  # this padding lets torch use flash attention
 }
-# Pairs of row lengths in tokens. The memory at the two lengths of a pair gives a straight line of
-# memory over length.
+# Pairs of row lengths in tokens. A straight line through the memory at a pair's two lengths
+# predicts the memory at other lengths.
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
 STEP = 1_024  # predicted lengths are multiples of this number of tokens
 FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer's state
-# The probe is told that this share of the micro batches have the long row. The share is so small
-# that the warm-up contains no long row (`probe/schedule`).
+# The share of micro batches with the long row that the request states. The share is so small that
+# the probe's warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
-LEAST_GAIN = 0.02  # a longer row is tried only if it is longer by at least 2 %
+LEAST_GAIN = 0.02  # try a longer row only if it has at least 2 % more tokens
 HEADROOM = 0.01  # the share of the card's memory that stays free
 PATIENCE_S = 7200.0  # the time limit of one step in a probe
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
-# The share of the GPU's peak arithmetic rate that flash attention reaches on long rows, if only the
-# unmasked half of its products counts. FlashAttention-2 reaches 0.7 on an A100 (its authors say).
+# The share of the GPU's peak FLOP/s that flash attention reaches on long rows. FLOPs that the
+# causal mask skips do not count. FlashAttention-2 reaches 0.7 on an A100 (its authors say).
 # FlashAttention-2 does not use Hopper's new matrix instructions, so it reaches less on Hopper
 # (FlashAttention-3's paper).
 ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
-# Knobs that `--set` refuses, each with the option that sets the knob instead.
+# Knobs that `--set` refuses, each with the option of `autotune longest` that sets the knob.
 PINNED_APART = {
     "seq_len": "--most-tokens",
     "method": "--method",
     "quantization": "--method",
     "lora_rank": "--rank",
 }
-# The assumed error of a predicted time, as a factor. The only measured time was off by a factor of
-# 1.23.
+# The assumed error of a predicted time, as a factor. In the only measurement, predicted and
+# measured time differed by a factor of 1.23.
 TIME_ERROR = 1.3
-# The allocator's overhead as a share of the counted peak, if tensors are few and large
-# (`benchmarks/longest.py`). The overhead was 2.1 % of 39 GiB on an H100. Under a cap of 24 GB, the
-# overhead was over 3.7 %, with no memory left for a new block.
+# The memory that the allocator reserves beyond the predicted peak, as a share of this peak, if
+# tensors are few and large (`benchmarks/longest.py`). The allocator reserved 2.1 % more than 39 GiB
+# on an H100. Under a cap of 24 GB, it reserved over 3.7 % more, and no memory was left for another
+# block.
 ALLOCATOR_SHARE = 0.06
 
 
@@ -138,13 +139,13 @@ class Longest(ShownAsTable):
         return limits
 
     def count(self, config: TrainConfig) -> DryCount | None:
-        """Count the memory and work of a step with one micro batch."""
+        """Compute the memory and the work of a step with one micro batch, by a dry probe."""
         return dry_count(self.model, config, 1).count
 
     def need_gib(self, config: TrainConfig) -> float | None:
         """Return the GiB that a step with one micro batch needs, or None without an estimate.
 
-        If this machine cannot count a step, a formula replaces the count.
+        On a machine that cannot run dry probes, a formula predicts the memory.
         """
         memory = memory_of(self.model, config, 1, count=lambda *_: self.count(config))
         if memory is None and obstacle() is not None:
@@ -154,8 +155,8 @@ class Longest(ShownAsTable):
     def predict(self, method: str) -> LongestRow:
         """Predict the longest row without a GPU.
 
-        The length is predicted from the memory counted at two other lengths. A third count, at the
-        predicted length, checks the prediction.
+        The length is predicted from the memory at two other lengths, which dry probes compute. A
+        third dry probe, at the predicted length, checks the prediction.
         """
         config = self.config(method, STEP)
         upper = min(self.bounds(method).values(), default=2**24)
@@ -195,10 +196,7 @@ class Longest(ShownAsTable):
         return self._predicted(method, tokens, limited_by)
 
     def _uncounted_row(self, method: str, tokens: int) -> LongestRow:
-        """Return a LongestRow that only says why the memory of such a step cannot be computed.
-
-        The step has `tokens` tokens.
-        """
+        """Return a LongestRow without a length, which says why no dry probe can run a step."""
         problem = no_count(self.model, self.config(method, tokens), 1)
         config = self.config(method, STEP).as_dict()
         return LongestRow(method=method, config=config, problem=problem)
@@ -213,9 +211,9 @@ class Longest(ShownAsTable):
     ) -> tuple[int, str]:
         """Return the longest row within all limits, and the limit that bounds it.
 
-        `need_by_tokens` maps row lengths in tokens to the GiB that a row of this length needs. A
-        straight line through the two needs nearest to the GPU's limit predicts the longest row that
-        fits the GPU's memory.
+        `need_by_tokens` maps row lengths in tokens to the GiB that a row of this length needs. Of
+        these, the two amounts of memory nearest to the GPU's limit define a straight line. The line
+        predicts the longest row that fits the GPU's memory.
         """
         low, high = sorted(
             sorted(need_by_tokens, key=lambda tokens: abs(need_by_tokens[tokens] - self.limit_gib))[
@@ -255,8 +253,8 @@ class Longest(ShownAsTable):
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
         """Return the seconds of a step with one long row, or None if the card's rates are unknown.
 
-        The time of attention is computed from half of its products, because the causal mask skips
-        the other half. The time of all other work is computed from its counted FLOPs and moved
+        The time of attention follows from half of the FLOPs of full attention, because the causal
+        mask skips the other half. The time of all other work follows from its FLOPs and its moved
         bytes. Copies to the host's memory overlap with computation.
         """
         attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
@@ -360,12 +358,12 @@ def verify(
     config = query.config(method, tokens)
     count = query.count(config)
     few_layers = dry_count(query.model, config, 1, depth=FEW_LAYERS).count
-    if count is None:  # the count in `predict` succeeded but was not cached, and this one failed
+    if count is None:  # in `predict` this dry probe succeeded, but now it failed
         return predicted
     static_gib = count.model_gib + count.adapters_gib + count.gradients_gib + count.optimizer_gib
     if few_layers is not None and (trial := attempt(tokens, FEW_LAYERS)).need_gib is not None:
-        # If the few layers need more GiB than their count says, assume that the whole model needs
-        # the same number of additional GiB.
+        # If the few layers need more GiB than the dry probe predicted for them, assume that the
+        # whole model needs the same number of additional GiB.
         extra_gib = (
             trial.need_gib - counted_breakdown(query.model, config, few_layers).peak_reserved_gib
         )

@@ -1,7 +1,7 @@
-"""Computes a profiled micro batch's least possible time, and what the run needs from the host.
+"""Computes the least possible time of a profiled micro batch, and what the run needs of the host.
 
-A dry probe, which runs a step on the meta device, counts the work. The device's rates were measured
-just before the profile.
+A dry probe runs the micro batch on the meta device, and adds up its FLOPs and moved bytes. The
+device's rates were measured just before the profile was taken.
 """
 
 from collections.abc import Iterator
@@ -27,15 +27,16 @@ NOT_MOVED = (
     KernelClass.COLLECTIVES,
 )
 LOADER_SHARE = (
-    0.1  # the share of a micro batch that a loader in the training's own process may take
+    0.1  # the share of a micro batch's time that a data loader in the training process may take
 )
-# Host memory in GiB of a process with PyTorch, transformers and CUDA; without CUDA, 0.5 GiB
+# The GiB of host memory that a process with PyTorch, transformers and CUDA takes. Without CUDA, it
+# takes 0.5 GiB.
 PROCESS_GIB = 2.0
-CHECKPOINT_S = 60.0  # a disk is fast enough if it writes a checkpoint in this many seconds
+CHECKPOINT_S = 60.0  # a disk that writes a checkpoint in at most this many seconds is fast enough
 
 
 def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
-    """Count the work and the moved bytes of the profiled micro batch on the meta device."""
+    """Compute the FLOPs and the moved bytes of the profiled micro batch, by a dry probe."""
     rows = ((profile.length,),) * profile.rows
     counted_request = replace(
         request, micro_batches=(MicroBatch(rows=rows, length=profile.length, share=1.0),)
@@ -47,10 +48,10 @@ def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
 def bounds(
     profile: MicroBatchProfile, count: DryCount | None, rates: DeviceRates, config: TrainConfig
 ) -> tuple[Bound, ...]:
-    """Return the measured and the least possible seconds of each kind of work.
+    """Return the measured seconds and the least possible seconds of each kind of work.
 
-    The kinds are matrix products, attention, and all other work, whose time depends on the moved
-    bytes. The least seconds are None if they are unknown.
+    The kinds of work are matrix products, attention, and all other operations, whose time depends
+    on the moved bytes. Unknown least seconds are None.
     """
 
     def seconds_of(*kinds: KernelClass) -> float:
@@ -72,8 +73,9 @@ def bounds(
             for work, seconds in works
         )
 
-    # A causal mask hides half of the products of attention. Only the counts of "efficient" kernels
-    # leave out the hidden half, so the other counts are halved.
+    # A causal mask hides half of the products of attention. The FLOPs in `count` leave out the
+    # hidden half only for kernels with "efficient" in their names. The FLOPs of all other kernels
+    # are halved here.
     halves = {
         name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name
     }
@@ -122,11 +124,11 @@ def host_needs(
     examples_per_s: float,
     tokenised_per_s: float | None,
 ) -> Iterator[HostNeed]:
-    """Yield the run's need for each part of the machine, and the amount that the machine has.
+    """Yield what the run needs of each part of the machine, and what the machine has.
 
     Training consumes `examples_per_s` examples per second. `disk_mb_s` is the disk's rate, and
     `tokenised_per_s` the rate of tokenisation in examples per second; both were measured on this
-    machine. Without `count`, the needs for host memory and disk are left out.
+    machine. Without `count`, the results for host memory and disk are left out.
     """
     separate_process = config.loader_workers > 0
     rows_per_s = profile.rows / profile.micro_s
@@ -179,7 +181,7 @@ def host_needs(
 
 
 def _cores(config: TrainConfig) -> HostNeed:
-    """Return the need for CPU cores: one for each process, since the processes work in parallel."""
+    """Return the number of CPU cores that the run needs: one for each process that computes."""
     busy = ["the loop that issues the work"]
     busy += ["the processes of the loader"] if config.loader_workers else []
     busy += ["the compiler"] if config.compile != "none" else []

@@ -2,7 +2,7 @@
 
 The measured speed is scaled by the formulas for several GPUs. The configuration stays the same, but
 the micro batch shrinks if the global batch leaves too few rows per GPU. In contrast, `plan --gpus`
-searches for the best configuration for each number of GPUs, by formula alone.
+searches for the best configuration for each number of GPUs, and uses only formulas.
 """
 
 import math
@@ -31,7 +31,7 @@ LARGER_BATCH = 1.05
 
 
 def project_gpu_counts(recipe: Recipe) -> Scaling:
-    """Return the winner's run on several numbers of GPUs, as measured or as projected.
+    """Return the memory, speed and cost of the winner's run for several numbers of GPUs.
 
     If the study compared several numbers of GPUs, the result has the best measured configuration
     for each of them. Otherwise the winner's run is projected to each number of GPUs in NUMBERS,
@@ -57,15 +57,15 @@ def project_gpu_counts(recipe: Recipe) -> Scaling:
 
 
 def _rows_with_efficiency(rows: list[RankPlan]) -> tuple[RankPlan, ...]:
-    """Return the rows with their efficiency relative to the first row that has a speed.
+    """Return the rows, each with its efficiency relative to the first row that has a speed.
 
-    The rows are ordered by their numbers of GPUs.
+    The rows are in ascending order of their numbers of GPUs.
     """
     return with_efficiency(rows, next((row for row in rows if row.tokens_per_s is not None), None))
 
 
 def _task(recipe: Recipe) -> Task:
-    """Return the task of a recipe for estimates. The task's price is the price of one GPU."""
+    """Return a recipe's task, for use in estimates, with the price of one GPU."""
     return Task(
         study=recipe.study,
         model=recipe.model,
@@ -78,11 +78,11 @@ def _task(recipe: Recipe) -> Task:
 
 
 def _measured_plan(recipe: Recipe, candidate: Candidate) -> RankPlan:
-    """Return a candidate's measured memory and speed per GPU, with its step time by formula."""
+    """Return a candidate's measured memory and speed per GPU, and the step time of the formula."""
     config = candidate.config
     shape = recipe.workload.run_shape(config)
     tokens_per_s = candidate.performance.tokens_per_second / config.num_gpus
-    slowest, fastest = candidate.performance.spread  # the spread of step times, the shortest first
+    slowest, fastest = candidate.performance.spread  # shortest and longest step time
     return RankPlan(
         parallelism=Parallelism.of(config),
         estimate=Estimate(
@@ -101,7 +101,7 @@ def _measured_plan(recipe: Recipe, candidate: Candidate) -> RankPlan:
 
 
 def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None:
-    """Return the step time by formula, if one covers the configuration."""
+    """Return the step time that the formula predicts, or None if it does not cover `config`."""
     if recipe.workload.objective is not Objective.SFT:
         return None
     estimated = estimate(_task(recipe), config, math.inf)
@@ -109,9 +109,10 @@ def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None
 
 
 def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
-    """Return the fastest strategy that fits on `number` GPUs.
+    """Return the plan of the fastest strategy with which the winner fits on `number` GPUs.
 
-    If no strategy fits, return the one that needs the least memory, or why there is no estimate.
+    If the winner fits with no strategy, return the plan of the strategy that needs the least
+    memory. If no strategy has an estimate, the plan's `problem` says why.
     """
     rows = []
     problem = "no formula covers it"
@@ -137,7 +138,7 @@ def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
 def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> RankPlan:
     """Return the winner's plan under a strategy, without a speed if the run may not fit.
 
-    Raises ValueError if the strategy is impossible or no formula covers it.
+    Raises ValueError if the strategy is impossible or if no formula covers the strategy.
     """
     config = _config_for(recipe, parallelism)
     task = _task(recipe)
@@ -167,7 +168,7 @@ def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """Return the winner's configuration on several GPUs, with the same global batch.
 
     The winner's micro batch is halved until the micro batches of all GPUs make up a global batch.
-    Raises ValueError if no micro batch of this kind exists.
+    Raises ValueError if no such micro batch exists.
     """
     own = recipe.config
     largest = LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)
@@ -200,11 +201,11 @@ def _halves(number: int) -> Iterator[int]:
 def _scale_to_measured(
     recipe: Recipe, single_gpu_step: StepTimeEstimate, ratio: float, config: TrainConfig
 ) -> StepTimeEstimate:
-    """Return the formula's step time multiplied by `ratio`, from the winner's run.
+    """Return the formula's step time multiplied by `ratio`, with the error of the result.
 
-    `ratio` is the winner's measured step time divided by its step time by formula. If `config` has
-    the winner's micro batch, the result's error is the measurement's error. Otherwise the result
-    keeps the formula's error.
+    `ratio` is the winner's measured step time divided by the step time that the formula predicts
+    for the winner. If `config` has the winner's micro batch size, the result's error is the error
+    of that measurement. Otherwise the result keeps the formula's error.
     """
     scaled = single_gpu_step.longer(ratio, rest=ratio)
     if config.micro_batch_size != recipe.config.micro_batch_size:

@@ -31,10 +31,11 @@ def estimate_named_configs(
 ) -> list[ConfigResult]:
     """Estimate each configuration listed in the spec. Raises UsageError for an impossible spec.
 
-    With `counted`, a dry probe counts a configuration that no formula covers. `observations`
-    correct only configurations without published results: a published result must not correct its
-    own estimate or a similar one. A configuration with a published result is estimated even if this
-    package's trainer refuses it, because the result came from another trainer.
+    With `counted`, a dry probe computes the memory of a configuration that no formula covers, on
+    the meta device. `observations` (measurements of other users) correct only the estimates of
+    configurations without a published result: otherwise a published result could correct the
+    estimate that it is compared with. A configuration with a published result is estimated even if
+    this package's trainer refuses it, because the result came from another trainer.
     """
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)

@@ -2,7 +2,7 @@
 
 The winner is the study's best configuration. Its memory was measured or extrapolated, and is
 assumed to be the same on other cards. Its speed is projected. In contrast, `compare` searches for
-the best configuration of each card.
+the best configuration for each card.
 """
 
 import math
@@ -30,7 +30,7 @@ def estimate_other_devices(
 
     The cheapest card comes first, and cards without enough memory come last. Cards of another
     vendor are left out, because they have other kernels. If the winner uses several GPUs, the
-    result has only the study's own card. For a study on a CPU, the result is empty.
+    result has only the study's own card. If the study ran on a CPU, the result is empty.
     """
     task = selection.task
     measurements = selection.record(winner.config).best_known
@@ -51,7 +51,7 @@ def estimate_other_devices(
         num_observations=task.carried.basis if task.carried else 0,
     )
 
-    if winner.config.num_gpus > 1:  # the speed of several GPUs depends on their link
+    if winner.config.num_gpus > 1:  # the speed of several GPUs depends on the link between them
         return (own,)
 
     others = [

@@ -1,4 +1,4 @@
-"""Plans a study by formula: the best configuration of its search space, before any measurement.
+"""Plans a study: finds the best configuration of its search space with formulas, without probes.
 
 Every number is an estimate (see `device_estimate`). The winner is chosen by the same rule as in a
 measured study.
@@ -46,7 +46,7 @@ MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about tw
 # n, enumerating the space would take longer than the estimates, so a random sample is estimated.
 MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
-# The knobs that determine the memory between steps
+# The knobs that determine the memory that stays in use between steps
 _LASTING = operator.attrgetter(
     "method", "precision", "quantization", "double_quant", "lora_rank", "lora_targets", "optimizer"
 )
@@ -65,8 +65,8 @@ def plan(
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
     If no configuration of the space fits, the plan is for the reserve space, which has more values
-    (`setup.open_reserve`). `say` gets warnings and progress.
-    With `counted`, a dry probe counts the baseline's memory if no formula covers the model.
+    (`setup.open_reserve`). `say` gets warnings and progress. If no formula covers the model and
+    `counted` is true, a dry probe computes the baseline's memory on the meta device.
 
     Raises UsageError if a part of the spec is unknown or impossible, or if the model or the card
     has no data.
@@ -105,7 +105,7 @@ def plan_setup(
     *,
     counted: bool = False,
 ) -> Plan:
-    """Plan a study. If nothing fits, plan the study with its reserve space, which has more values.
+    """Plan a study. If no configuration fits, use its reserve space, which has more values.
 
     Raises UsageError for the same reasons as `plan`.
     """
@@ -128,11 +128,12 @@ def plan_setup(
 def plan_task(
     task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
 ) -> Plan:
-    """Find the best configuration of the task's space by formula.
+    """Find the best configuration of the task's search space with formulas.
 
     The winner is chosen by the same rule as in a study. `limit_gib` is the GiB that tensors may
-    use. If no formula covers the model, a dry probe counts the memory of only the baseline. If the
-    baseline does not fit, the dry probe also counts the configuration that needs the least memory.
+    use. If no formula covers the model, a dry probe computes the memory of the baseline on the meta
+    device. If the baseline does not fit, a dry probe also computes the memory of the configuration
+    that needs the least memory. All other configurations are left out.
 
     Raises UsageError if no formula covers the model or the card.
     """
@@ -189,8 +190,8 @@ def _fitting(
     """Return the estimates of the configurations that surely fit and whose speed is known.
 
     Also return the number of configurations that surely fit but whose speed is unknown. Most
-    configurations do not fit on a card. A configuration is skipped if a similar one that needs less
-    memory did not fit.
+    configurations do not fit on a card. A configuration is skipped if a similar configuration that
+    needs less memory did not fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
@@ -224,7 +225,7 @@ def _fitting(
 
 
 def key_without_micro_batch(task: Task, config: TrainConfig) -> tuple[Any, ...]:
-    """Return a key that is equal for configurations that differ only in rows per micro batch.
+    """Return a key that configurations share if they differ only in the rows of a micro batch.
 
     Among configurations with the same key, more rows never need less memory.
     """
@@ -262,8 +263,8 @@ def _counted_plan(
 ) -> Plan:
     """Return the plan of a model that no formula covers.
 
-    A dry probe has counted the memory of `baseline`. If the baseline does not fit, the
-    configuration that needs the least memory is counted too.
+    A dry probe has computed the memory of `baseline`. If the baseline does not fit, another dry
+    probe computes the memory of the configuration that needs the least memory.
     """
     result = _baseline_plan(task, limit_gib, observations, baseline)
     best = baseline
@@ -283,15 +284,15 @@ def _counted_plan(
 def count_leanest(
     task: Task, limit_gib: float, observations: Sequence[Observation] = ()
 ) -> Estimate | None:
-    """Count the memory of the leanest configuration, or return None if that is impossible.
+    """Estimate the leanest configuration by a dry probe, or return None if that is impossible.
 
     The leanest configuration is the one that needs the least memory.
     """
     space = task.space
     if "peft" in space.choices("lora_kernels"):
-        # Grouped products need adapters on experts, and whether a model can have such adapters is
-        # known only after the model is built. So they are left out; they save little memory: 0 %
-        # for Qwen3-30B-A3B, and 4 % for OLMoE.
+        # Grouped products need adapters on experts. Whether a model can have such adapters is known
+        # only after the model is built. So grouped products are left out; they save little memory:
+        # 0 % for Qwen3-30B-A3B, and 4 % for OLMoE.
         space = space.pin("lora_kernels", "peft")
     spaces = [space]
     if "full" in space.choices("loss"):
@@ -307,8 +308,8 @@ def _baseline(
 ) -> Estimate:
     """Return the baseline with the largest micro batch that fits.
 
-    If no micro batch fits, return the largest one that has an estimate. Raises UsageError if no
-    formula covers the baseline and no dry probe can count it.
+    If no micro batch fits, return the estimate for the largest micro batch that has one. Raises
+    UsageError if no formula covers the baseline and no dry probe can compute its memory.
     """
     fallback = None
     for number, config in enumerate(task.baselines):
@@ -319,8 +320,8 @@ def _baseline(
             return estimated
         fallback = fallback or estimated
 
-        # A count takes seconds. If the smallest micro batch does not fit, larger ones do not
-        # either, so they are not counted.
+        # A dry probe takes seconds. If the smallest micro batch does not fit, larger micro batches
+        # do not fit either, so no dry probes are run for them.
         if counted and number == 0:
             smallest = estimate(task, task.baselines[-1], limit_gib, observations, count=count)
             fallback = fallback or smallest
@@ -356,9 +357,10 @@ def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
 
 
 def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
-    """Return tables by name. A table says which row lengths and micro batches fit.
+    """Return tables by name. A table shows which combinations of row length and micro batch fit.
 
-    The tables cover LoRA, QLoRA and full fine-tuning in their usual forms.
+    The tables are for LoRA, QLoRA, full fine-tuning, and full fine-tuning in pure bf16 with 8-bit
+    AdamW.
     """
     task = study_plan.task
     longest = task.model.max_seq_len or max(LENGTHS)
@@ -386,7 +388,7 @@ def memory_tables(study_plan: Plan) -> dict[str, tuple[Cell, ...]]:
         for base in bases
     }
 
-    # A table without cells is left out: no formula covers its configurations.
+    # Leave out a table without cells: no formula covers its configurations.
     return {name: cells for name, cells in tables.items() if cells}
 
 
@@ -404,7 +406,7 @@ def table_cells(
 ) -> Iterator[Cell]:
     """Yield the cells of a table, for each length and each micro batch.
 
-    The other knobs have their values in `base`.
+    All other knobs have the values that they have in `base`.
     """
     row_lengths = Lengths.constant(max(lengths))  # every row has the full length
     workload = Workload(

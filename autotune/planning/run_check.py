@@ -131,9 +131,9 @@ def check(
         say(f"counting the run's memory, since there is no formula for {uncovered}")
     checked = check_run(context, run)
     if checked is None and run.config.loss == "chunked":
-        # Some models cap or scale their logits after the head. The probes' loss in chunks cannot do
-        # that. So count the logits of all tokens, although the run may never hold all of them at
-        # once.
+        # Some models cap or scale their logits after the head. The chunked loss of our trainer
+        # cannot do that. So the dry probe computes the logits of all tokens, although the run may
+        # never hold all of them at once.
         whole = adapt_to_model(parse(run.values | {FUSED_LOSS: True}, run.format), model)
         whole = replace(shard_run(whole, model, gpus), ignored=run.ignored)
         checked = check_run(context, whole)
@@ -189,14 +189,14 @@ def _changes(
     search = FixSearch(context=context, checked=checked)
     single_changes = tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone())
     if checked.bounds.reported.counted:
-        # Counting all combinations of changes would take minutes.
+        # Dry probes of all combinations of changes would take minutes.
         fitting = (fixed for fixed, _ in single_changes if fixed.state == FITS)
         return next(fitting, None), single_changes
     return search.best(), single_changes
 
 
 def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
-    """Return the reason why a dry probe cannot count the run's memory."""
+    """Return the reason why a dry probe cannot compute the run's memory."""
     return no_count(
         context.model,
         context.longest_row_config(run.config),
@@ -247,7 +247,7 @@ def _task(
 
 
 def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
-    """Return the user's workload, with at most the number of examples that the file gives.
+    """Return the user's workload, with at most as many examples as the file allows.
 
     The field `dealt` is false: unlike autotune, the other tools do not distribute a step's rows
     over its micro batches by length.
@@ -266,7 +266,7 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
 
 
 def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
-    """Return the card with the least memory on which the run fits unchanged."""
+    """Return the card with the least memory on which the unchanged run fits."""
     bf16 = checked.run.config.precision.startswith("bf16")
 
     def fits(card: DeviceSpec) -> bool:
@@ -295,10 +295,11 @@ def _find_faster(
 ) -> Faster | None:
     """Return the fastest configuration that fits and has the same training result, or None.
 
-    If the lengths are unknown, every row is assumed to be full. The result is None if a dry probe
-    counted the run's memory, because counting a whole space would take minutes. The result is None
-    for several GPUs. It is also None for objectives other than SFT, because their training loops
-    differ from tool to tool, and for OFT, which is only counted as LoRA.
+    If the lengths are unknown, every row is assumed to be full. The result is None if no formula
+    covers the run's model, method, precision or adapters, because dry probes of a whole search
+    space would take minutes. The result is also None for several GPUs, for objectives other than
+    SFT, because their training loops differ from tool to tool, and for OFT, because its estimate is
+    for LoRA.
     """
     config = run.config
     is_oft = run.values.get("finetuning_type") == "oft"
@@ -454,7 +455,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
 
 
 def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[str]:
-    """Yield a sentence if an evaluation, not a training step, needs the most memory of the run.
+    """Yield a sentence if the run's memory peak is in an evaluation, not in a training step.
 
     The sentence also says how much memory a training step needs.
     """

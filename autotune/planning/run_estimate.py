@@ -1,8 +1,8 @@
 """Estimates a run that another tool's file describes, on one card: its memory and its time.
 
-If no formula covers the model or its int8 base, a dry probe counts the memory. For other
-configurations without a formula, similar configurations with a formula give both bounds of the
-memory, or only the lower bound.
+If no formula covers the model or its int8 base, a dry probe computes the memory on the meta device.
+For other configurations without a formula, the lower bound of the memory, and sometimes the upper
+bound, come from similar configurations with a formula.
 """
 
 import math
@@ -39,7 +39,7 @@ OFFLOADED = 1.06
 class CheckContext:
     """All inputs of a check except the run.
 
-    A check uses the examples of `task`, but not its search space and global batch.
+    A check uses the examples of `task`, but not its search space and not its global batch.
     """
 
     task: Task
@@ -64,7 +64,7 @@ class CheckContext:
     def longest_row_config(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the longest rows, if their lengths are known.
 
-        Memory is estimated for this configuration.
+        The memory of a run is estimated for this configuration.
         """
         if self.workload.lengths.source == "assumed":
             return config
@@ -106,9 +106,9 @@ def check_run(
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
-    """Return the least and the most memory that a run needs, in its steps and evaluations.
+    """Return the bounds of the memory that a run needs in its training steps and evaluations.
 
-    Returns None if no formula covers the model and a dry probe cannot count the memory.
+    Returns None if no formula covers the model and no dry probe can compute the memory.
     """
     bounds = _bounds(model, run, min(run.accumulation, 2))
     evaluation = run.evaluation
@@ -131,7 +131,7 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
 def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | None:
     """Return the memory bounds of a step of `steps` micro batches.
 
-    If `steps` is EVALUATES, return the memory bounds of an evaluation batch.
+    If `steps` is EVALUATES, the bounds are for an evaluation batch.
     """
     config = run.config
     sizes = Sizes.of(model)
@@ -191,10 +191,10 @@ def _least(
 
 
 def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
-    """Return the memory bounds of a run whose memory a dry probe counted.
+    """Return the memory bounds of a run whose memory a dry probe computed.
 
-    `memory` was counted without offloading and without a base in float32. The bounds include the
-    effects of offloading and of such a base.
+    The dry probe that computed `memory` had no offloading and no float32 base. The bounds include
+    the effects of both.
     """
     in_fp32 = FP32_BASE in run.notes
     low = high = memory
@@ -253,7 +253,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     if run.uncounted is not None and run.uncounted.exchanges:
         return None  # the time to send weights or gradients is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
-        return None  # a count leaves out the time to cast the float32 base
+        return None  # a dry probe leaves out the casts of a float32 base
 
     steps = min(run.accumulation, 2)
     host = host_of(context.task.calibration)
@@ -277,7 +277,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
 
 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:
-    """Return the seconds that casting a float32 base takes per micro batch on the reference card.
+    """Return the seconds per micro batch that casts of a float32 base take on the reference card.
 
     Each cast of a value reads 4 bytes and writes 2 bytes.
     """

@@ -1,4 +1,4 @@
-"""Plans the same run for several numbers of GPUs, each with the best configuration per strategy.
+"""Plans a run for several numbers of GPUs, with the best configuration of each sharding strategy.
 
 All results are projected by formula. Collectives between hosts run at the bandwidth of the network
 or of the GPUs' link, whichever is lower.
@@ -35,7 +35,7 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
-# The knobs that only runs on several GPUs have; the search space for one GPU lacks them
+# Knobs that only have an effect on several GPUs. The search space for one GPU lacks them.
 SHARDING_KNOBS = ("sharding", "copies", "sync_each_batch", "offload")
 
 
@@ -51,8 +51,9 @@ def plan_spec(
 ) -> GpuPlan:
     """Plan a study for the numbers of GPUs in `gpus`, or in `spec.gpu` (such as 8xh100).
 
-    `nodes` lists the numbers of hosts to plan; the numbers of GPUs are then per host. `network` is
-    the bandwidth between the hosts (`gpu_counts.parse_network`).
+    `nodes` lists the numbers of hosts to plan for; with `nodes`, each number in `gpus` is the
+    number of GPUs per host. `network` is the bandwidth between the hosts
+    (`gpu_counts.parse_network`).
 
     Raises UsageError if a part of the spec, a number or the deadline is impossible, or if no
     formula covers the model.
@@ -122,9 +123,9 @@ def plan_gpus(
 ) -> GpuPlan:
     """Plan the task for each number of GPUs in `numbers`, with each sharding strategy.
 
-    The numbers of GPUs are per host. `hosts` maps each number of hosts to the GB/s of the link
-    between the hosts. `sharding_pins` has the values of those knobs in SHARDING_KNOBS that the user
-    pinned.
+    Each number in `numbers` is the number of GPUs per host. `hosts` maps each number of hosts to
+    the GB/s of the link between the hosts. `sharding_pins` has the knobs of SHARDING_KNOBS that the
+    user pinned, with their values.
 
     Raises UsageError if no formula covers the model or the configuration.
     """
@@ -164,8 +165,8 @@ def _parallelisms(
 ) -> Iterator[Parallelism]:
     """Yield the ways to distribute a training over `number` GPUs on each host.
 
-    For several hosts, the ways include HSDP, with one copy of the model on each host. On one host,
-    `sharding_pins` sets the number of copies.
+    For several hosts, one of these ways is HSDP, with one copy of the model on each host. On one
+    host, `sharding_pins` sets the number of copies.
     """
     total = hosts * number
     strategy_pin = sharding_pins.get("sharding")
@@ -195,10 +196,10 @@ def _plan_rank(
     observations: Sequence[Observation],
     network_gb_s: float | None,
 ) -> RankPlan:
-    """Return the plan of a strategy's best configuration.
+    """Return the plan of the best configuration under a strategy.
 
-    If no configuration surely fits, return the one that needs the least memory, or why there is no
-    estimate.
+    If no configuration is certain to fit, the plan is for the configuration that needs the least
+    memory. If no configuration has an estimate, the plan's `problem` says why.
     """
     problem = None
     estimates: dict[TrainConfig, Estimate] = {}
@@ -235,7 +236,7 @@ def _plan_rank(
 def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
     """Convert an estimate to the plan of one rank.
 
-    With one GPU, the step is left out, because it has no communication to show.
+    With one GPU, the plan has no `step`, because a step on one GPU has no communication to show.
     """
     step = estimated.step if parallelism.num_gpus > 1 else None
     return RankPlan(
@@ -246,8 +247,8 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 def _score(estimated: Estimate) -> float:
     """Return the speed by which the configurations of a strategy are compared.
 
-    If the link's bandwidth is unknown, this is the speed of one GPU without communication. If the
-    speed is unknown, the score is the same for all configurations.
+    If the link's bandwidth is unknown, the result is the speed of one GPU without communication. If
+    that speed is unknown too, the result is 1.
     """
     if estimated.tokens_per_s is not None:
         return estimated.tokens_per_s

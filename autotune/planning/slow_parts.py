@@ -118,7 +118,8 @@ LIMITS = (
 def slow_parts(calibration: Calibration | None, device: DeviceSpec) -> Iterator[SlowPart]:
     """Yield the slow parts of this machine.
 
-    CPU cores and host memory are always checked, the other parts only with a calibration.
+    CPU cores and host memory are always checked. The other parts are checked only with a
+    calibration, the measurement by `autotune calibrate`.
     """
     for limit in LIMITS:
         value = limit.measured(calibration, device)

@@ -1,7 +1,7 @@
 """Defines a submission: a file with the measured rows of a study, without private data.
 
-pydantic checks each value against a range, a pattern or a list, when a submission is made and when
-one is read. This module loads pydantic, so import it inside the functions that need it.
+pydantic checks each value against a range, a pattern or a list, both when a submission is written
+and when it is read. This module loads pydantic, so import it inside the functions that need it.
 """
 
 import json
@@ -20,8 +20,8 @@ from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
-# The largest accepted relative difference between the submitted tokens/s and the tokens of a step
-# divided by the step's time
+# A submission states its raw tokens/s, and the tokens and the time of a step. The stated tokens/s
+# may differ from the tokens of a step divided by its time by at most this share.
 AGREEMENT = 0.01
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -71,7 +71,7 @@ class MeasuredRow(BaseModel):
 class Submission(BaseModel):
     """The content of a submission's file. The names of the fields are the file's keys.
 
-    `rows` has the winner's measurement, and the baseline's measurement if there is one.
+    `rows` has the winner's measurement and, if the baseline was measured, the baseline's.
 
     `gpu` and `model` are names in the catalogue; `model` is None for a model outside the catalogue.
     `product` is the driver's name of the GPU.

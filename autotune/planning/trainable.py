@@ -1,7 +1,6 @@
 """Lists the models that a card can train with each method, with speed, cost and longest row.
 
-The atlas has the same entries for all models on ten cards (`benchmarks/atlas.py`). Every number is
-an estimate.
+The atlas (docs/atlas.md) has such entries for all models on ten cards. Every number is an estimate.
 """
 
 import time
@@ -30,13 +29,14 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-# Of models whose numbers of parameters differ by at most this factor, only one is listed
+# If the numbers of parameters of several models differ by at most this factor, only one model is
+# listed.
 STEP = 1.2
-HOPELESS = 1.5  # if a model needs more than this multiple of the limit, no other knob makes it fit
+HOPELESS = 1.5  # a model that needs more than this multiple of the limit fits with no other knobs
 LEAST_PARAMS = 10**8
 SHORTEST, LONGEST = 128, 2**20  # the shortest and the longest row to try, in tokens
-# Pinned knobs shorten the search. If a configuration fits, each pin changes its speed by less than
-# 5 %.
+# The search with these pinned knobs is shorter. If a configuration fits, each pin changes the speed
+# of the best configuration by less than 5 %.
 _ADAPTERS = {"lora_rank": 16, "optimizer": "adamw_torch_fused", "padding": "bucket"}
 PINS: dict[str, dict[str, Any]] = {
     "full": {"padding": "bucket"},
@@ -108,7 +108,7 @@ def trainable(
     observations: Sequence[Observation] = (),
     say: Say = ignore_message,
 ) -> Trainable:
-    """Return the models that the card can train, with the options of `spec` except its model.
+    """Return the models that the card can train with the options of `spec` (all except its model).
 
     `models` are by default the result of `sizes`. `say` gets messages about the progress. Raises
     UsageError if the card's memory is unknown, or if no model has a plan for the card.
@@ -180,11 +180,10 @@ def _size(item: tuple[int, ModelSpec]) -> tuple[int, str]:
 
 
 def longest_row(setup: Setup, limit_gib: float) -> int | None:
-    """Return the tokens of the longest row that surely fits, by formula.
+    """Return the tokens of the longest row that is certain to fit, as the formulas predict.
 
-    The result is a power of two, or the model's context length. The row belongs to the
-    configuration that needs the least memory. Returns None if not even a row of SHORTEST tokens
-    fits.
+    The result is a power of two, or the model's context length. The row is for the configuration
+    that needs the least memory. Returns None if not even a row of SHORTEST tokens fits.
     """
     task = open_reserve(setup).task
     space = task.space.pin("micro_batch_size", min(task.space.choices("micro_batch_size")))
