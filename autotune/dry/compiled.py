@@ -1,8 +1,8 @@
 """Compiles decoder layers for a dry probe: torch plans the recomputation, but makes no kernels.
 
-AOTAutograd partitions the graph of a layer into forward and backward pass, as it does for Inductor.
-The partition decides which activations the layer keeps. The value of an element-wise operation
-takes no memory if Inductor computes it inside the kernels that use it.
+AOTAutograd splits a layer's graph into a forward and a backward graph, as it does for Inductor. The
+split decides which activations the layer keeps for its backward pass. The result of an element-wise
+operation takes no memory if Inductor would compute the result inside the kernels that read it.
 """
 
 import functools
@@ -30,7 +30,8 @@ from autotune.trainer.lean_trainer import budget_options
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}
-# The most compiled graphs of one function: a few shapes for each of a few kinds of layers.
+# The largest number of graphs that torch may compile for one function. A model has a few kinds of
+# layers, and each kind is compiled for a few input shapes.
 GRAPHS = 64
 
 
@@ -45,8 +46,8 @@ def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -
     dynamo.accumulated_recompile_limit = GRAPHS
     dynamo.fail_on_recompile_limit_hit = True
 
-    # Attention stays one operation in the graph; `meta_device` computes this operation with the
-    # operators of CUDA's kernels.
+    # Keep attention as one operation in the graph, because `meta_device` replaces this operation by
+    # the operators of CUDA's attention kernels.
     torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
     for layer in layers:
         layer.compile(dynamic=False, backend=_backend(activation_budget))
@@ -85,10 +86,11 @@ def _backend(activation_budget: float) -> Callable[..., Any]:
 
 
 class _FusedInterpreter(fx.Interpreter):
-    """Runs a graph without counting the values that Inductor never stores.
+    """Runs a graph, and counts no memory for the values that Inductor would never store.
 
-    The inputs of an unstored value stay alive until the value's last use. A generated kernel reads
-    each stored input once and writes only the outputs that other kernels read.
+    The inputs of an unstored value stay alive until the value's last use. Each kernel that Inductor
+    would generate reads each stored input once, and writes only the outputs that other kernels
+    read.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -108,8 +110,8 @@ class _FusedInterpreter(fx.Interpreter):
                 ]
                 read.update(sources)
 
-        # The inputs of an unstored value stay alive until the last use of that value. The same
-        # holds for the inputs of a view.
+        # The inputs of an unstored value stay alive until the last use of that value. The tensor
+        # behind a view stays alive until the last use of the view.
         place = {node: index for index, node in enumerate(nodes)}
         last: dict[fx.Node, int] = {}
         for node in reversed(nodes):

@@ -1,8 +1,8 @@
-"""Counts the memory and work of one training step on the meta device, without GPU or weights.
+"""Computes the memory and work of one training step on the meta device, without GPU or weights.
 
 Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. Some memory is
-not allocated on the meta device, such as the workspaces of CUDA's kernels. Formulas for each kernel
-add these bytes. No formula depends on the model family.
+not allocated on the meta device, such as the workspaces of CUDA's kernels. For each kernel that
+needs such memory, a formula adds the bytes. No formula depends on the model family.
 """
 
 import math
@@ -54,7 +54,7 @@ SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
 def dry_probe(request: ProbeRequest) -> DryCount:
-    """Count one training step of this request, with the number of layers in its `depth`.
+    """Compute the memory and work of one training step of a model with `request.depth` layers.
 
     Raises the same errors as building and training the model.
     """
@@ -79,7 +79,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
 
 
 class CountedStep:
-    """One training step of a request on a device, with counted instead of measured memory."""
+    """One training step of a request, whose memory is computed from its tensors, not measured."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ class CountedStep:
         self._loss = self._choose_loss()
         if self._config.compile == "per_layer":
             if self._config.method == "lora":
-                # If its input requires gradients, the first layer compiles like all other layers,
-                # as in a real probe.
+                # The inputs of all layers but the first require gradients. As in a real probe, the
+                # first layer's input does too, so that all layers compile alike.
                 require_input_gradients(self._base)
             compile_for_count(decoder_layers(self._model), self._config.activation_budget)
 
@@ -123,7 +123,7 @@ class CountedStep:
         self._model.train()
 
     def _prepare_training(self, settings: ModelSettings) -> None:
-        """Add checkpointing and adapters to the base; join or group them as `settings` require."""
+        """Add checkpointing and adapters to the base model, as `settings` say."""
         set_checkpointing(self._base, settings)
         self._model = trainable_model(self._base, settings, self._device)
         if not settings.adapters_in_fp32:
@@ -146,11 +146,12 @@ class CountedStep:
         return None
 
     def count(self, workspace: int = 0) -> DryCount:
-        """Count a step on the longest micro batch, with all tensors that are alive in a real run.
+        """Compute the memory and work of a step on the longest micro batch.
 
-        These tensors include the optimizer's state and, if a step has several micro batches, the
-        gradients of an earlier micro batch. If the request has 0 micro steps, the micro batch is
-        evaluated instead. `workspace` bytes are added to every peak.
+        All tensors that are alive in a real run count, also the optimizer's state and, if a step
+        has several micro batches, the gradients of an earlier micro batch. If the request has 0
+        micro steps, the micro batch is evaluated instead. `workspace` bytes are added to every
+        peak.
         """
         counter = self._counter
         trained = trained_parameters(self._model)
@@ -234,7 +235,7 @@ class CountedStep:
         self._segment = segment
 
     def _divide_step(self) -> None:
-        """Add hooks that divide the step into segments, each with its own peak."""
+        """Add hooks that divide the step into segments, each with its own memory peak."""
 
         def begin_at(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
@@ -298,7 +299,7 @@ class CountedStep:
 
 
 def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Give new adapters the base's dtype, as PEFT does itself except on the meta device."""
+    """Give new adapters the base model's dtype, which PEFT does itself on every other device."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
 
@@ -387,7 +388,7 @@ def _linear_4bit(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Mo
 
 
 def cuda_workspace(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that the CUDA kernel of an operation allocates for itself while it runs."""
+    """Bytes that an operation's CUDA kernel allocates for its own use while the kernel runs."""
     if not hasattr(func, "overloadpacket"):
         return 0
     workspace = _WORKSPACES.get(func.overloadpacket.__name__)
@@ -395,12 +396,12 @@ def cuda_workspace(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> int:
-    """The bytes of the product of gradient and output (ATen/native/cuda/SoftMax.cu)."""
+    """The bytes of a temporary tensor, gradient times output (ATen/native/cuda/SoftMax.cu)."""
     return blocks(output.numel() * max(gradient.element_size(), output.element_size()))
 
 
 def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """The bytes of the padded 32-bit gradients of queries, and of the 32-bit row sums.
+    """The bytes of two 32-bit temporary tensors: the padded query gradients, and the row sums.
 
     With fewer key heads than query heads, the kernel also allocates gradients of keys and values
     for each query head.
@@ -429,7 +430,7 @@ def _unpack_workspace(
 
 
 def _quantize_workspace(inputs: torch.Tensor, *_: Any) -> int:
-    """The bytes of the absolute input values, and of an outlier flag for each value.
+    """The bytes of the inputs' absolute values, and of one outlier flag for each input value.
 
     See bitsandbytes/backends/cuda/ops.py.
     """
@@ -444,7 +445,7 @@ def _scaled_product(
     bias: Any,
     dtype: torch.dtype,
 ) -> int:
-    """The bytes of the product in 32 bits, and of its fp16 copy if the output has another type."""
+    """The bytes of the 32-bit product, plus an fp16 copy of it if the output is not fp16."""
     size = inputs.numel() // inputs.shape[-1] * weight.shape[0]
     return blocks(4 * size) + (0 if dtype is torch.float16 else blocks(2 * size))
 
@@ -478,7 +479,7 @@ def make_optimizer(
         )
     state: list[torch.Tensor] = []
 
-    # The other optimizers update in place, so only their state counts.
+    # The other optimizers update parameters in place, so only their state takes memory.
     def step() -> None:
         if state:
             return
@@ -504,7 +505,7 @@ def _step_and_free(step: Callable[[], None], parameter: nn.Parameter) -> None:
 def _moments(
     optimizer: str, parameter: nn.Parameter, *, in_32_bits: bool
 ) -> Iterator[torch.Tensor]:
-    """The part of a parameter's optimizer state that is on the device."""
+    """Yield the tensors of a parameter's optimizer state that are on the device."""
     if optimizer == "adamw_torch_fused":
         yield from (torch.zeros_like(parameter) for _ in range(2))
         yield torch.zeros((), device=parameter.device)  # holds the number of steps

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autotune.dry.storage_counter import StorageCounter, num_bytes
 
 CHUNK = 64  # tokens
-# A chunk's matrix of token pairs has blocks of this number of tokens on its diagonal. Products in
-# these blocks stay in 32 bits.
+# Each chunk has a CHUNK x CHUNK matrix with an element for each pair of tokens. On its diagonal lie
+# blocks of DIAGONAL x DIAGONAL elements, and products in these blocks stay in 32 bits.
 DIAGONAL = 16
-# A backward kernel divides the K values of a key into blocks of at most this size, and computes one
-# partial gradient for each block: WIDEST for the gates of the gated delta rule (on Ampere and
-# Hopper), WIDEST_KIMI for beta in Kimi's delta attention.
+# A backward kernel divides the K values of a key into blocks, and computes one partial gradient for
+# each block. In the gated delta rule, the blocks for the gradient of the gates have at most WIDEST
+# values (on Ampere and Hopper). In Kimi's delta attention, the blocks for the gradient of beta have
+# at most WIDEST_KIMI values.
 WIDEST = 128
 WIDEST_KIMI = 32
 
@@ -34,8 +35,8 @@ WIDEST_KIMI = 32
 def install(packages: Iterable[str]) -> None:
     """Make `import` find the stand-ins of these packages. Call this before importing transformers.
 
-    A module of a package without stand-ins cannot be imported, so transformers computes the layers
-    that need it with operations of torch.
+    If a module of these packages has no stand-in, its import fails. transformers then computes the
+    layers that need this module with operations of torch.
     """
     for package in packages:
         for name, functions in _MODULES[package].items():
@@ -388,7 +389,7 @@ def _width(k: torch.Tensor, v: torch.Tensor) -> int:
 
 
 def _products(values: torch.Tensor, *sizes: int) -> int:
-    """The FLOPs of a product of these two sizes, for each token and value head."""
+    """The FLOPs of a matrix product with these sizes for every token and every value head."""
     flops: int = 2 * math.prod(values.shape[:3]) * math.prod(sizes)
     return flops
 
@@ -421,12 +422,12 @@ def _require_new_rows(*unknown: torch.Tensor | None) -> None:
 
 
 def fused_recurrent_gated_delta_rule(**_: Any) -> None:
-    """Stand in for the kernel of single tokens, which training does not call."""
+    """Stand in for the kernel that decodes single tokens, which training never calls."""
     raise ValueError("a dry probe does not generate text")
 
 
 def fused_recurrent_kda(**_: Any) -> None:
-    """Stand in for the kernel of single tokens, which training does not call."""
+    """Stand in for the kernel that decodes single tokens, which training never calls."""
     raise ValueError("a dry probe does not generate text")
 
 

@@ -58,7 +58,8 @@ _libraries: list[Any] = []
 def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
     """Within this context, code on the meta device behaves as it does on CUDA.
 
-    `packed` says that rows hold several examples, `padded` that a mask hides the end of some rows.
+    `packed` says that rows hold several examples; `padded` says that a mask hides the padding at
+    the end of some rows.
     """
     _register()
     clear = torch.clear_autocast_cache
@@ -92,7 +93,8 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
     ]
 
     if not padded and hasattr(transformers.masking_utils, "fast_all"):
-        # A model that makes its own mask, of all tokens, asks whether the mask hides any.
+        # Some models make a mask over all tokens themselves, and check whether the mask hides a
+        # token.
         replacements.append((transformers.masking_utils, "fast_all", lambda mask: True))
 
     with ExitStack() as stack:
@@ -128,7 +130,7 @@ def _read_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write_both(write: Callable[..., None]) -> Callable[..., None]:
-    """Set the autocast state of CUDA and of the key that holds the casts, instead of meta's."""
+    """Set autocast for CUDA and for the dispatch key with the casts, not for the meta device."""
 
     def set_state(device: Any, *values: Any) -> None:
         for name in ("cuda", _FOREIGN) if device == "meta" else (device,):
@@ -144,9 +146,10 @@ def _packed_indices(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _has_grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Whether to use torch's grouped product of experts, whose meta kernel accepts only bf16.
+    """Whether torch's grouped matrix product computes the experts: its meta kernel takes only bf16.
 
-    For other types, CUDA multiplies expert by expert, as transformers' fallback operator does.
+    For other types, CUDA multiplies one expert after another, as transformers' fallback operator
+    does.
     """
     return weight.dtype is torch.bfloat16
 
@@ -301,7 +304,8 @@ def _attend(
 ) -> torch.Tensor:
     """Compute attention with the kernel that torch would choose on CUDA.
 
-    Torch uses the flash kernel for 16 bits without a mask, else the memory-efficient kernel.
+    For 16-bit inputs without a mask, torch uses the flash kernel, otherwise the memory-efficient
+    kernel.
     """
     if torch._C.is_autocast_enabled("cuda"):
         query, key, value = (

@@ -1,6 +1,6 @@
 """TRL's own training step on the meta device, for a dry probe.
 
-TRL reads a few numbers from the device only to report them; here it gets constants instead. TRL's
+TRL reads a few numbers from the device only to report them; here TRL gets constants instead. TRL's
 Triton kernels do not run; only the bytes that they would read and write are counted.
 """
 
@@ -30,8 +30,8 @@ META = torch.device("meta")
 class DryTrlStep:
     """The micro batch of a request and its loss, made by TRL's trainer for the objective.
 
-    `reference` is a copy of the untrained model if the objective needs one and all weights are
-    trained, otherwise None.
+    `reference` is a copy of the untrained model. It is None if the objective compares with no
+    untrained model, or if only adapters are trained.
     """
 
     reference: nn.Module | None = None

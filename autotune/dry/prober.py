@@ -1,12 +1,13 @@
 """Asks a separate process for dry probes, which predict any model's peak memory without a GPU.
 
-As with real probes, the counts of two truncated models are extrapolated to the whole model. The
-counts are kept in the user's cache, and are valid only for the library versions that made them. The
-package ships the counts that default plans of the catalogue's models need
-(`benchmarks/shipped_counts.py`). They were counted with one version of each library.
+The result of a dry probe is a count: the computed memory and work of one training step. As with
+real probes, the counts of two truncated models are extrapolated to the whole model. The counts are
+kept in the user's cache, and are valid only for the library versions that made them. The package
+ships the counts that `autotune plan` needs for the catalogue's models with default options
+(`benchmarks/shipped_counts.py`). The shipped counts were made with one version of each library.
 
-If a model cannot be counted, the reason is kept only in memory, not in the cache. The cause may be
-a killed process or a busy machine, so the next command counts again.
+If a dry probe fails, the reason is kept only in memory, not in the cache. The cause may be a killed
+process or a busy machine, so the next command tries again.
 """
 
 import gzip
@@ -38,9 +39,10 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.trainer.cache_folders import user_cache
 
-# If dry probes count differently, DRY_VERSION is increased, so that cached counts become invalid.
-# If they count only some configurations differently, another version is increased: OFFLOAD_VERSION
-# for activations that are offloaded to the host, FP8_VERSION for base weights in fp8.
+# Increase DRY_VERSION if a change of the code changes the results of dry probes: cached counts then
+# become invalid. If the change affects only some configurations, increase another version:
+# OFFLOAD_VERSION for activations that are offloaded to the host, FP8_VERSION for base weights in
+# fp8.
 DRY_VERSION = 7
 OFFLOAD_VERSION = 2
 FP8_VERSION = 2
@@ -82,7 +84,7 @@ class DryProber:
             self._process = None
 
     def count(self, request: ProbeRequest) -> DryAnswer:
-        """Count this request at its depth, or as a whole model if it has no depth."""
+        """Run a dry probe of `request.depth` layers, or of the whole model if the depth is None."""
         key = key_of(request, library_versions())
         path = self._directory / f"{key}.json"
         with suppress(OSError, ValueError):  # the file is missing or invalid
@@ -165,7 +167,7 @@ class DryProber:
 
 
 def obstacle() -> str | None:
-    """Return why this machine cannot count a step, or None if it can."""
+    """Return why this machine cannot run dry probes, or None if it can run them."""
     if sys.platform != "linux":
         return "counting needs Linux"
     return None if is_installed("torch") else f"counting needs torch: {INSTALL}"
@@ -199,7 +201,7 @@ def library_versions() -> tuple[str, ...]:
 
 
 def _shipped_answer(request: ProbeRequest) -> Any:
-    """The answer that the package ships, as data, or None.
+    """The answer to this request that the package ships, as parsed JSON, or None without one.
 
     The shipped counts assume that no packages of fast kernels are installed.
     """
@@ -210,7 +212,7 @@ def _shipped_answer(request: ProbeRequest) -> Any:
 
 @cache
 def shipped_answers() -> dict[str, Any]:
-    """The answers that the package ships, as data; `key_of` without versions gives their keys.
+    """The shipped answers as parsed JSON; their keys come from `key_of` without versions.
 
     Each key depends on DRY_VERSION. So once DRY_VERSION is increased, no request finds an old
     answer here. If the installed transformers is older than the version used for counting, the
@@ -231,7 +233,7 @@ def _release(version: str) -> list[int]:
 
 
 def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
-    """The key of a count: a digest of the request and, in the user's cache, library `versions`."""
+    """The key of a stored count: a digest of the request and, in the user's cache, `versions`."""
     config = {
         name: value for name, value in request.config.as_dict().items() if name not in IGNORED_KNOBS
     }

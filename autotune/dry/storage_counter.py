@@ -3,8 +3,8 @@
 Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes it
 until its last reference disappears, rounded up to the allocator's blocks. The meta device cannot
 see the memory that a CUDA kernel allocates for itself, so the function `workspace` gives this
-memory. The same pass counts the arithmetic of matrix products (by torch's formulas), the bytes that
-operations read and write, and the operations.
+memory. The same pass also counts the FLOPs of matrix products (by torch's formulas), the bytes that
+operations read and write, and the number of operations.
 """
 
 import functools
@@ -22,9 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.core.probe_types import UNALIGNED, WIDE
 
-# Kinds of work. A THIN product, such as one with an adapter, has so little arithmetic per byte that
-# its bytes decide the time. STRIDED work reads or writes a tensor that is not contiguous, so the
-# kernel computes the address of each element. INDEXED work gathers or scatters rows of a tensor.
+# Kinds of work. A THIN product, such as the product with an adapter, does so little arithmetic for
+# each byte that memory traffic decides its time. STRIDED work reads or writes a tensor that is not
+# contiguous, so the kernel computes the address of each element. INDEXED work gathers or scatters
+# rows of a tensor.
 PRODUCT = "product"
 THIN = "thin product"
 OTHER = "other"
@@ -77,9 +78,9 @@ class StorageCounter(TorchDispatchMode):
     """Counts the bytes of live storages, and their peak since the last `take_peak`.
 
     `workspace` takes an operation and its arguments, and returns the bytes that the operation's
-    kernel allocates for itself. `flops` counts the arithmetic of matrix products by operation.
-    `moved` counts the bytes that all operations read and write, by kind of work, and `operations`
-    counts operations.
+    kernel allocates for itself. `flops` has the FLOPs of matrix products, by name of the operation.
+    `moved` has the bytes that all operations read and write, by kind of work, and `operations` is
+    the number of operations.
 
     While `fusing` is set, new storages take no memory. While `fused` is set, a compiled graph
     reports the bytes of its generated kernels itself, and the operations inside do not count.
@@ -113,7 +114,7 @@ class StorageCounter(TorchDispatchMode):
         self._least = _least_references()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count existing tensors."""
+        """Count the memory of tensors that exist already."""
         for tensor in tensors:
             self._count(tensor)
 
@@ -130,7 +131,7 @@ class StorageCounter(TorchDispatchMode):
                 self.hold([scales])
 
     def begin(self) -> None:
-        """Reset the peak and the counts of work."""
+        """Reset the memory peak, the FLOPs, the moved bytes and the number of operations."""
         self._peak = self.live
         self.flops.clear()
         self.moved.clear()
@@ -172,7 +173,7 @@ class StorageCounter(TorchDispatchMode):
         return out
 
     def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that a compiled graph repeats with the same random numbers.
+        """Run an operation that a compiled graph will repeat later with the same random numbers.
 
         On the meta device, no random numbers are made, so the saved state of their generator is
         empty.
@@ -304,7 +305,8 @@ def _is_aligned(values: Any) -> bool:
 def _attention_kernel(name: str, flops: int, args: tuple[Any, ...]) -> tuple[str, int]:
     """The kernel's name and the FLOPs of memory-efficient attention.
 
-    Wide heads use another kernel, and causal attention skips later positions.
+    Heads wider than WIDEST_IN_REGISTERS use another kernel, and causal attention skips the
+    positions after each token.
     """
     widest = max(tensor.shape[-1] for tensor in _tensors(args[:4]) if tensor.dim() == 4)
     place = 11 if "backward" in name else 6  # the index of `is_causal`, which callers omit if false

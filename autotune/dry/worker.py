@@ -65,7 +65,7 @@ def _load(packages: tuple[str, ...]) -> None:
 
 
 def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Answer one request; stand-ins count the kernels of these packages."""
+    """Answer one request; `packages` are packages of fast kernels, which stand-ins replace."""
     try:
         _load(packages)
         if "describe" in message:
@@ -82,7 +82,7 @@ def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str
     except Exception as error:
         if isinstance(error, ValueError | ImportError) and not _is_from_model(error):
             return {"refused": " ".join(str(error).split())[:300]}
-        if "meta tensor" in str(error):  # some mixtures choose experts in Python
+        if "meta tensor" in str(error):  # some mixtures of experts choose experts in Python
             return {"refused": READS_VALUES}
         reason = _cause(error, message)
         return {"refused": f"transformers cannot train this model on text alone{reason}"}
