@@ -17,9 +17,9 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The GiB of a tensor's elements. For a sharded tensor, only this rank's elements count.
+    """The GiB of a tensor's elements; of a sharded tensor, only the elements of this rank count.
 
-    DeepSpeed's ZeRO stage 3 empties a parameter, and keeps its shard in `ds_tensor`.
+    ZeRO stage 3 of DeepSpeed leaves a parameter empty, and keeps this rank's shard in `ds_tensor`.
     """
     own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     shard = getattr(tensor, "ds_tensor", None)
@@ -27,7 +27,7 @@ def tensor_gib(tensor: torch.Tensor) -> float:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a parameter before it was packed to 4 bits, or emptied by DeepSpeed.
+    """The shape of a parameter before bitsandbytes packed it to 4 bits or DeepSpeed emptied it.
 
     A packed parameter holds two elements in each byte, so its own shape is smaller.
     """
@@ -152,8 +152,8 @@ def oom_detail(
     """Describes an OOM: how much memory each use took when an allocation failed.
 
     `terms` has the GiB of each use, read after the failed step has freed some tensors. The memory
-    that was freed between the peak and this reading counts as activations, or as weights if the
-    model was still being loaded.
+    that the failed step freed before this reading counts as activations, or as weights if the model
+    was still being loaded.
     """
     rest = "activations" if "activations" in terms else "weights"
     terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}

@@ -33,8 +33,8 @@ from autotune.problem.calibration import Calibration
 from autotune.problem.target import Target
 
 HEADROOM = 0.05
-# A layer of this model has the same number of kernels as a layer of Llama or Mistral. Each kernel
-# has so little arithmetic that any device finishes it before the host issues the next kernel.
+# A layer of this narrow model launches as many kernels as a layer of Llama or Mistral. Each kernel
+# has so little arithmetic that any device finishes the kernel before the host issues the next one.
 NARROW: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 12,
@@ -53,8 +53,8 @@ NARROW_TIMED_S = 2.0
 TRAINED = "mistral-7b"
 TRAINED_DEPTHS = (2, 6)
 ROWS = (1, 2, 4, 8, 16)  # micro batch sizes to try, in rows of 1,024 tokens
-# The device's time for a step must exceed the host's by this factor, otherwise the step time would
-# show the host's time instead of the device's.
+# The device must need this many times the host's time for a step. Otherwise the measured step time
+# would be the host's time, not the device's.
 DEVICE_LEADS = 2.0
 
 Say = Callable[[str], None]
@@ -89,7 +89,7 @@ def calibrate(
         try:
             with RankPool(kind, number, Path(folder), should_stop=should_stop) as pool:
                 return replace(made, collectives=pool.collectives())
-        # Without data rates between GPUs, the measurements of one GPU stay valid.
+        # If the data rates between GPUs cannot be measured, the measurements of one GPU stay valid.
         except EnvironmentProblem as problem:
             say(f"warning: {problem}")
             return made
@@ -142,7 +142,7 @@ class LayerProbes:
         self._precision = device.usual_precision
 
     def layer_ms(self) -> float:
-        """The host's milliseconds to issue one layer's kernels, from two truncated models.
+        """The host's milliseconds to issue the kernels of one layer, from probes of two depths.
 
         Raises EnvironmentProblem.
         """
@@ -219,7 +219,7 @@ class LayerProbes:
         return chosen
 
     def _fits(self, config: TrainConfig) -> bool:
-        """Whether the deeper of the two truncated models fits into memory by the formula."""
+        """Whether the memory formula predicts that the deeper of the two truncated models fits."""
         model = resolve_model(TRAINED)
         layers = replace(
             model, config=model.config | {"num_hidden_layers": TRAINED_DEPTHS[-1]}, params=None

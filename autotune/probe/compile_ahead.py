@@ -1,4 +1,4 @@
-"""Starts processes that compile the code of likely next probes while a probe runs.
+"""Starts processes that, while a probe runs, compile the code of the probes that may come next.
 
 The compiled code goes to the disk caches of Inductor and Triton, and the probe's worker reads it
 from there. The processes and the worker take turns on the device (`turns`). If a process fails, the
@@ -62,8 +62,8 @@ class CompileAhead:
     def compile_next(self, requests: Mapping[str, ProbeRequest]) -> None:
         """Compile these requests next, in this order, and drop earlier requests.
 
-        Requests with equal keys compile to equal code. After `close`, the call does nothing. If the
-        folder cannot store another file, all processes end for good.
+        Two requests with the same key have the same compiled code. After `close`, the call does
+        nothing. If the folder cannot store another file, all processes end for good.
         """
         if self._is_closed:
             return

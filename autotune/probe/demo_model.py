@@ -43,7 +43,7 @@ RATE = 5e-3
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Return questions and answers: the purpose of each module of this package, in a sentence."""
+    """Return a question for each module of this package, and the module's purpose as the answer."""
     package = Path(__file__).parents[1]
     made = []
     for file in sorted(package.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Measures the speed of a device's matrix products, copies, host link and kernel launches.
+"""Measures a device's speed in matrix products, copies, host transfers and kernel launches.
 
 This module runs in the worker's process, and measures one rate at a time. The multiplied numbers
 are random, because a card at its power limit multiplies equal numbers faster. Times come from
@@ -19,7 +19,7 @@ from autotune.core.units import GIB, MIB
 from autotune.probe.meters import Meter
 
 ROUNDS = 5  # the result is the median of this number of rounds
-ROUND_S = 0.1  # seconds of a round; a round has a single call if one call takes longer
+ROUND_S = 0.1  # seconds of a round; if one call takes longer, the round is a single call
 # Seconds of work that a GPU gets before a round, so that the host can issue the round's calls
 # meanwhile.
 AHEAD_S = 0.01
@@ -91,7 +91,7 @@ def measure_rates(meter: Meter) -> DeviceRates:
 def _products(
     meter: Meter, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
 ) -> dict[int, float]:
-    """TFLOP/s of square matrix products, by the side of the matrices.
+    """The TFLOP/s of products of two square matrices, by the number of their rows.
 
     Larger sides are skipped if memory is too small, or after a product that takes TOO_LONG_S.
     """

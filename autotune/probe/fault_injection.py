@@ -1,10 +1,11 @@
 """Injects faults to test how a study handles them.
 
-The environment variable AUTOTUNE_INJECT requests faults. Its value is FAULT[@PHASE][:TRIAL][#RANK];
-commas separate several faults. FAULT is a name in the constant FAULTS. PHASE is load, first_step
-(the default), steady, evaluate, save or profile. TRIAL is the number of the only trial that gets
-the fault; by default every probe gets it. RANK is the only rank that gets the fault in a probe on
-several GPUs; by default every rank gets it. Without the variable, this module does nothing.
+The environment variable AUTOTUNE_INJECT requests faults. The variable has the form
+FAULT[@PHASE][:TRIAL][#RANK]; commas separate several faults. FAULT is a name in the constant
+FAULTS. PHASE is load, first_step (the default), steady, evaluate, save or profile. TRIAL is the
+number of the only trial that gets the fault; by default every probe gets it. RANK is the only rank
+that gets the fault in a probe on several GPUs; by default every rank gets it. Without the variable,
+this module does nothing.
 """
 
 import os

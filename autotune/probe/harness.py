@@ -80,7 +80,8 @@ LARGEST_CHECKPOINT_GIB = 4.0
 RECOMPILE_LIMIT = 8
 # Approximate number of distinct rows; a probe that needs more rows repeats them.
 DIFFERENT_ROWS = 64
-# If the host's time is a smaller share of a micro batch's, the device's queue was hardly full.
+# If the host issues a micro batch within this share of the micro batch's time, it hardly waited for
+# a full queue of the device.
 QUEUE_SHARE = 0.3
 ONE_ROW_TIMES = 3  # micro batches of one row; the first one is slow, because its shape is new
 # The micro batches that this process has trained on, as (precision, number of rows, row length).
@@ -95,7 +96,7 @@ class BadLoss(Exception):
 
 
 class WrongPrecision(Exception):
-    """Autocast was on although the request excludes it, or off although the request needs it."""
+    """Autocast was on although the precision excludes it, or off although it is needed."""
 
 
 def random_rows(
@@ -107,9 +108,10 @@ def random_rows(
     masked: bool = False,
     trained_share: float = 1.0,
 ) -> list[Tensors]:
-    """The rows of a micro batch of this kind, with random tokens in the layout of the full run.
+    """The rows of a micro batch with the row lengths of `kind`, with random tokens.
 
-    The tokens differ, because a card at its power limit may multiply equal numbers faster.
+    Rows are laid out (packed, padded, masked) as in the full run. The tokens are not all equal,
+    because a card at its power limit may multiply equal numbers faster.
     """
 
     def example(length: int) -> torch.Tensor:
@@ -130,7 +132,7 @@ def random_image_rows(
     masked: bool = False,
     trained_share: float = 1.0,
 ) -> list[Tensors]:
-    """The rows of a micro batch of this kind, with random tokens and images.
+    """The rows of a micro batch with the row lengths of `kind`, with random tokens and images.
 
     `config` is the configuration of the model.
     """
@@ -275,7 +277,7 @@ class Probe:
         self.managed_gib = 0.0
         self.limit_gib = 0.0
         self.context_gib: float | None = None
-        # a loss that replaces the model's own loss, if any.
+        # The loss that replaces the model's own loss, or None.
         self._loss: Callable[..., torch.Tensor] | None = None
         self._new_length_s: float | None = None
         self._host_micro_s: float | None = None
@@ -300,7 +302,7 @@ class Probe:
         ) as scratch:
             self.trainer = self._make_trainer(scratch)
             if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
-                # The losses of random weights mean nothing, and must not be compared with losses of
+                # Losses with random weights mean nothing, and must not be compared with losses with
                 # real weights.
                 self._has_random_weights = self.request.weights is not None
                 in_host = self.request.config.offload
@@ -376,7 +378,7 @@ class Probe:
             self.meter.synchronize()
 
     def _prepare(self) -> None:
-        """Cap the memory, and prepare checkpointing, adapters, loss and compilation."""
+        """Limit the memory, and prepare checkpointing, adapters, loss and compilation."""
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
         meter.hold_memory(config.allocator)
@@ -408,9 +410,9 @@ class Probe:
         self._add_hooks()
 
     def _reserve_paged_state(self) -> None:
-        """Lower the limit by the managed memory of a paged optimizer.
+        """Lower the memory limit by the managed memory that a paged optimizer will use.
 
-        Raises OutOfMemoryError if the model does not fit beside this memory.
+        Raises OutOfMemoryError if the model does not fit into the lowered limit.
         """
         request, meter = self.request, self.meter
         if request.config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
@@ -449,8 +451,9 @@ class Probe:
     def _add_hooks(self) -> None:
         """Add hooks at both ends of the decoder layers.
 
-        The hooks check autocast, and divide a step into segments. The segments of the forward pass
-        are layers and head; the segments of the backward pass are head, layers and inputs.
+        The hooks check autocast, and divide a step into segments, each with its own memory peak.
+        The segments of the forward pass are layers and head; the segments of the backward pass are
+        head, layers and inputs.
         """
         embedding, request = self.base.get_input_embeddings(), self.request
 
@@ -486,8 +489,8 @@ class Probe:
     def _image_hooks(self, begin_at: Callable[[torch.Tensor, str], None]) -> list[Any]:
         """Hooks between the vision tower and the language model.
 
-        The hooks separate the tower's memory peaks from the language model's. The tower's peaks do
-        not depend on the number of decoder layers.
+        The hooks separate the tower's memory peaks from the language model's peaks. The tower's
+        peaks do not depend on the number of decoder layers.
         """
         if not self.request.has_images:
             return []
@@ -499,11 +502,11 @@ class Probe:
         return [self.base.get_decoder().register_forward_pre_hook(begin_layers, with_kwargs=True)]
 
     def _check_autocast(self, *_: Any) -> None:
-        """Raise WrongPrecision if autocast is on or off against the request.
+        """Raise WrongPrecision if autocast is on without need, or off although it is needed.
 
         An earlier probe of this process may have left autocast in the wrong state.
         """
-        # A sharded model casts its weights and does not use autocast.
+        # A sharded model casts its weights itself, and does not use autocast.
         shards = self.request.parallelism.shards
         wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
         if torch.is_autocast_enabled(self.meter.torch_device.type) is not wanted:
@@ -518,7 +521,7 @@ class Probe:
         return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def _weights_gib(self) -> float:
-        """The GiB of all weights: the base, what joined adapters add, and a reference model."""
+        """The GiB of all weights: base model, copies for joined adapters, and reference model."""
         joined = self.resident.joined
         joined_gib = 0.0 if joined is None else gib(joined.extra_bytes())
         reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)
@@ -550,8 +553,8 @@ class Probe:
         """The GiB of the logits and their fp32 copy, which transformers' causal-LM loss holds.
 
         The logits have the compute dtype. Both tensors exist in the backward pass. In a forward
-        pass, they are assumed to exist if more memory is allocated than they and the model take
-        together.
+        pass, both tensors are assumed to exist if the allocated memory exceeds the model plus both
+        tensors.
         """
         config, phase = self.request.config, self.recorder.phase
         if self.request.objective is not Objective.SFT:
@@ -569,7 +572,7 @@ class Probe:
     # --- the Trainer
 
     def _make_trainer(self, scratch: str, num_steps: int | None = None) -> Any:
-        """The Trainer for `num_steps` steps, by default as many steps as may be recorded."""
+        """The Trainer for `num_steps` steps, by default for the most steps that may be timed."""
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         if not num_steps:
@@ -641,7 +644,7 @@ class Probe:
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
         """The rows of all micro batches: for each kind in `order`, one micro batch for each rank.
 
-        Only a few different micro batches are made of each kind, and these are used repeatedly.
+        For each kind, only a few different micro batches are made, and they are used repeatedly.
         """
         request, kinds = self.request, self.request.kinds
         num_ranks = request.parallelism.num_gpus
@@ -686,11 +689,12 @@ class Probe:
     def _time_new_lengths(self) -> float | None:
         """The extra seconds of a micro batch whose length is new to this process.
 
-        The result is the median over a few lengths, or None if there is no new length. Attention
-        makes an execution plan for each new length. The new lengths are a little shorter than the
-        most frequent kind of micro batch, whose time without a new plan is known. The first plan of
-        each alignment (`trainer.patches.ALIGNMENTS`) also builds kernels, which takes seconds. To
-        avoid this time, all new lengths are odd numbers, which have the same alignment.
+        The result is the median over a few lengths, or None if there is no new length. cuDNN's
+        attention makes an execution plan for each new length. The new lengths are a little shorter
+        than the most frequent kind of micro batch, whose time without a new plan is known. cuDNN
+        chooses its kernels by the largest number in `trainer.patches.ALIGNMENTS` that divides the
+        length. The first plan for each of these numbers also builds kernels, which takes seconds.
+        All new lengths are odd, so they share one number, and its kernels are built only once.
         """
         request, meter = self.request, self.meter
         timed = [kind for kind in request.kinds if kind.share]
@@ -726,17 +730,19 @@ class Probe:
         return max(statistics.median(more), 0.0) if more else None
 
     def _time_host(self) -> float | None:
-        """The seconds that the host itself takes to issue a micro batch, or None if unknown.
+        """The seconds that the host takes to issue a micro batch, without waiting; None if unknown.
 
-        Many operations fill the device's queue: then the host waits, and its time is too long. One
-        row needs as many operations as a whole micro batch, and the device finishes it sooner. So
-        if the host may have waited in a truncated model, micro batches of one row are timed too.
+        If a micro batch has many operations, they fill the device's queue. The host then waits for
+        the device, and the measured time is too long. A micro batch of one row has as many
+        operations, but the device finishes them sooner, so the host need not wait. So if the host
+        may have waited in a truncated model, micro batches of one row are timed too.
         """
         request, config = self.request, self.request.config
         seconds = self.recorder.host_micro_s()
         if seconds is None or request.depth is None or request.has_real_ranks:
             return seconds
-        # Compiled code and graphs have few operations, and another shape is compiled again.
+        # Compiled code and CUDA graphs have too few operations to fill the queue, and a micro batch
+        # of one row would have to be compiled or captured first.
         takes_one_shape = config.compile != "none" or config.cuda_graphs != "none"
         micro_s = min(self.recorder.times().micro_batches)
         if takes_one_shape or config.micro_batch_size == 1 or seconds < QUEUE_SHARE * micro_s:
@@ -754,7 +760,7 @@ class Probe:
         return seconds
 
     def _random_batch(self, kind: MicroBatch, generator: torch.Generator) -> Tensors:
-        """A micro batch of this kind, as the Trainer's collator joins it."""
+        """A micro batch with the row lengths of `kind`, joined by the Trainer's collator."""
         rows = self._random_rows(kind, generator)
         if self.request.trainer == "trl":
             from autotune.probe.trl_trainer import examples_of
@@ -795,7 +801,7 @@ class Probe:
         self._checkpoint_s = time.perf_counter() - began
 
     def _profile(self, measurement: Measurement) -> KernelTimes | None:
-        """The kernel times of one micro batch of about mean length. The kernels are also printed.
+        """The kernel times of a micro batch of about mean length. The kernels are also printed.
 
         The micro batch is the last of its step, so that the gradients of the step's earlier micro
         batches exist. The recorder does not record this micro batch.
@@ -809,9 +815,9 @@ class Probe:
         return kernel_times(kernels, micro_s)
 
     def _mean_step(self, measurement: Measurement) -> tuple[list[Tensors], float, MicroBatch]:
-        """The micro batches of a step, and the time and kind of the last of them.
+        """A step's micro batches, and the time and kind of the step's last micro batch.
 
-        The last micro batch has about mean length.
+        The last micro batch has about the mean length of the run's micro batches.
         """
         schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
         timed = sorted({index for step in schedule.round for index in step})
@@ -835,7 +841,7 @@ class Probe:
     def _profile_parts(self, measurement: Measurement, trace: str) -> MicroBatchProfile | None:
         """Profile a micro batch of mean length, then an optimizer step.
 
-        The profile divides the time by kernel class and by part of the model.
+        The profile divides the time by class of kernel and by part of the model, such as the MLPs.
         """
         batches, micro_s, kind = self._mean_step(measurement)
         for inputs in batches[:-1]:
@@ -876,7 +882,7 @@ class Probe:
         trainer.optimizer.zero_grad()
 
     def _loader_rows_per_s(self) -> float:
-        """The rows per second that the loader makes on its own, measured for LOADER_S seconds."""
+        """The rows per second of the loader without training, measured for LOADER_S seconds."""
         micro_batches = iter(self.trainer.get_train_dataloader())
         next(micro_batches)  # starts the loader's worker processes
         began = time.perf_counter()
@@ -900,7 +906,7 @@ class Probe:
             in_host = (adapters or weights) + state
             weights = adapters = gradients = state = 0.0
 
-        # Each of these phases lasts for several steps, so it is not a phase of one step.
+        # Each of these phases lasts for several steps, so neither is a phase of one step.
         no_phases = (Phase.FIRST_STEP, Phase.STEADY)
         return Measurement(
             step_s=times.steps,
@@ -947,7 +953,7 @@ class Probe:
     def _gradients_gib(self, trained: list[nn.Parameter]) -> float:
         """The GiB of the gradients that exist at the same time."""
         if self.request.config.sharding in ("zero2", "zero3"):
-            # DeepSpeed holds this rank's part of the gradients in tensors of its own, not in
+            # DeepSpeed holds this rank's shard of the gradients in separate tensors, not in
             # `parameter.grad`.
             whole = sum(gib(math.prod(whole_shape(one)) * one.element_size()) for one in trained)
             return whole / self.request.parallelism.num_gpus

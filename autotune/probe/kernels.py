@@ -1,7 +1,7 @@
 """Divides the device's time in a micro batch by kind of work, from a profile of one micro batch.
 
-The name of a kernel gives its kind of work, because a profile has no other description. A kernel
-that is neither a matrix product nor fused attention counts as `bytes`: elementwise kernels,
+A kernel's kind of work is derived from its name, because a profile has no other description. A
+kernel that is neither a matrix product nor fused attention counts as `bytes`: elementwise kernels,
 reductions, copies, and all kernels that Inductor fuses. Memory traffic sets the time of all these
 kernels.
 """
@@ -25,8 +25,8 @@ ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
 # cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8 bits.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
-# With the next patterns, `class_of` divides the kernels that count as `bytes` further: into
-# collectives, optimizers, copies and elementwise kernels.
+# The next patterns let `class_of` divide the kernels that count as `bytes` into collectives,
+# optimizers, copies and elementwise kernels.
 COLLECTIVE = re.compile(r"nccl|^c10d::|_allgather_|_reduce_scatter_|allreduce", re.IGNORECASE)
 OPTIMIZER = re.compile(
     r"multi_tensor_apply|\bk(precondition)?optimizer|fused_adam|^optimizer\.", re.IGNORECASE
@@ -119,7 +119,7 @@ def fused_operators(name: str) -> tuple[str, ...]:
 
 
 def run_profiled(run: Callable[[], object]) -> list[Kernel]:
-    """Call `run` and return the kernels that the GPU ran; empty if the driver hides them.
+    """Call `run`, and return the kernels that the GPU ran; no kernels if the driver hides them.
 
     Only the device is profiled, because recording the host's operators would take longer than the
     operators themselves.
@@ -155,7 +155,8 @@ def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | Non
     until = in_order[0].start_s
     for kernel in in_order:
         seconds[work_of(kernel.name)] += kernel.end_s - kernel.start_s
-        # Copies to and from the host overlap other kernels, so each moment counts once.
+        # Copies to and from the host overlap other kernels. Each moment counts once, however many
+        # kernels ran in it.
         busy_s += max(kernel.end_s - max(kernel.start_s, until), 0.0)
         until = max(until, kernel.end_s)
 

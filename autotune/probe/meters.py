@@ -53,13 +53,13 @@ PACKAGES = (
 
 
 class CudaMeter:
-    """The probe's view of an NVIDIA GPU, with memory in GiB and times in seconds.
+    """Limits and measures an NVIDIA GPU for a probe; memory is in GiB, and times are in seconds.
 
     Times come from device events, peaks from the caching allocator. `peaks_are_free` is True if
-    reading a peak does not slow the timed steps. `aside_gib` is the memory of cached models that
-    this probe does not use. This memory is not part of measured peaks, and the limit does not apply
-    to it. `others_gib` is the memory of other processes, which compile for later probes; it does
-    not count as this process's context.
+    reading a memory peak does not slow the timed steps. `aside_gib` is the memory of cached models
+    that this probe does not use. This memory is not part of measured peaks, and the limit does not
+    apply to it. `others_gib` is the memory of other processes, which compile for later probes; it
+    does not count as this process's context.
     """
 
     peaks_are_free = True
@@ -82,7 +82,7 @@ class CudaMeter:
         self.synchronize()
 
     def settle(self) -> None:
-        """Take the present memory as the baseline to which memory must return after each probe.
+        """Make the present memory the baseline: after each probe, the memory must return to it.
 
         On CUDA, this method does nothing, because torch counts memory exactly.
         """
@@ -106,7 +106,7 @@ class CudaMeter:
         """
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        """Make allocations fail beyond a limit, and return the limit.
+        """Make allocations beyond a memory limit fail, and return this limit in GiB.
 
         The limit is `memory_gib` * (1 - `headroom`), minus the context and `managed_gib`.
         """
@@ -171,7 +171,7 @@ class CudaMeter:
         return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
     def context_gib(self) -> float | None:
-        """The process's memory besides tensors (CUDA context, kernels, libraries), if known."""
+        """The process's memory outside tensors (context, kernels, libraries); None if unknown."""
         if self._nvml is None:
             return None
         reserved = gib(torch.cuda.memory_reserved())
@@ -188,7 +188,7 @@ class CudaMeter:
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def hold_memory(self, allocator: str) -> None:
-        """Make the allocator work as the knob `allocator` says, for future allocations."""
+        """Set up the allocator for future allocations as the knob `allocator` says."""
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 
@@ -209,7 +209,7 @@ class CudaMeter:
         self.reset_peak()
 
     def has_returned(self, baseline_gib: float) -> bool:
-        """Whether memory is back at the baseline, apart from small random differences."""
+        """Whether memory has returned to the baseline, apart from small random differences."""
         return abs(self.allocated_gib() - baseline_gib) < WORKSPACE_GIB
 
     def memory_gib(self) -> float:
@@ -233,16 +233,16 @@ class CpuMeter:
     """The host's processors, with the methods of CudaMeter.
 
     The context is the memory of the loaded libraries. The process's memory grows from probe to
-    probe. The growth does not count as context, because a full run trains only one configuration.
+    probe. This growth does not count as context, because a full run trains only one configuration.
     If the growth lowered the limit, the trials of a study would have different limits. Peaks
     exclude the growth too (`rebase`).
 
     Repeated peaks agree within 1 % only if malloc takes large blocks directly from the kernel and
-    returns them at once. So the parent configures malloc in this way. The full run keeps freed
-    blocks and can be twice as fast, so this meter also keeps them while steps are timed. A
-    processor reports a process's new pages to Linux's total in batches of 32 pages, or of twice the
-    number of processors if that is more. A peak omits pages that no processor has reported yet: at
-    most 0.7 MiB with two processors, and about 0.4 GiB with 128.
+    returns them at once. The parent configures malloc to do so. In the full run, malloc keeps freed
+    blocks, and steps can be twice as fast. So malloc also keeps freed blocks while steps are timed.
+    A processor reports a process's new pages to Linux's total in batches of 32 pages, or of twice
+    the number of processors if that is more. A peak omits pages that no processor has reported yet:
+    at most 0.7 MiB with two processors, and about 0.4 GiB with 128.
     """
 
     peaks_are_free = False
@@ -298,7 +298,7 @@ class CpuMeter:
         self.uncap()
 
     def return_freed(self, resident_gib: float) -> None:
-        """Return freed large blocks to the kernel again, and exclude kept blocks from peaks."""
+        """Return large freed blocks to the kernel again, and exclude kept blocks from peaks."""
         if self._capped_at is None:
             return
 
@@ -312,10 +312,10 @@ class CpuMeter:
         self.reset_peak()
 
     def _hold_free_blocks(self) -> None:
-        """Return the pages of all free blocks, and hold the blocks without touching them.
+        """Return the pages of free blocks, and allocate these blocks without touching them.
 
-        Otherwise new tensors would be placed in these blocks, and a tensor's pages would not return
-        to the kernel when it is freed.
+        Otherwise malloc would place new tensors in these blocks, and the pages of such a tensor
+        would not return to the kernel when the tensor is freed.
         """
         set_release_threshold(RETURNED_BYTES)
         self._libc.malloc_trim(0)
@@ -360,7 +360,7 @@ class CpuMeter:
     def peak_gib(self) -> tuple[float, float]:
         """Return the peak of the process's memory, as the allocated and as the reserved peak.
 
-        The two are equal, because a CPU has no cache of freed memory.
+        Both peaks are equal, because an allocator for a CPU caches no freed memory.
         """
         file_backed = self._status("RssFile") + self._status("RssShmem")
         peak = gib(max(self._status("VmHWM") - file_backed - self._before, 0))
@@ -384,7 +384,7 @@ class CpuMeter:
 
     def has_returned(self, baseline_gib: float) -> bool:
         # Python's own arenas vary by a few MiB. At their first use, libraries keep some memory,
-        # less than 0.2 GiB in total. Memory that grows further was not returned by the probes.
+        # less than 0.2 GiB in total. Any further growth is memory that probes did not return.
         lost = gib(self._status("RssAnon") - self._first) - self.aside_gib - baseline_gib
         return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < MAX_LOST_GIB
 
@@ -404,7 +404,7 @@ class CpuMeter:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
-Meter = CudaMeter | CpuMeter  # the probe's view of one device
+Meter = CudaMeter | CpuMeter  # the meter of the device that this process probes
 
 
 def open_meter(device: str) -> Meter:

@@ -1,9 +1,10 @@
 """The detailed profile of a micro batch: kernels by class, by part of the model, and by stage.
 
-This module runs in the worker's process. Ranges around the modules name the running part of the
-model. A backward operator has the sequence number of its forward operator, and so belongs to the
-same part. On a GPU, kernels are timed. On a CPU, operators are timed, without the operators that
-they call. The profiler slows the host, so the profile contains no host times.
+This module runs in the worker's process. A profiler range around each module's forward pass names
+the part of the model, such as the MLPs, that is running. A backward operator has the same sequence
+number as its forward operator, and so belongs to the same part of the model. On a GPU, kernels are
+timed. On a CPU, operators are timed, without the operators that they call. The profiler slows the
+host, so the profile contains no host times.
 """
 
 import re
@@ -29,8 +30,8 @@ from autotune.core.micro_profile import (
 from autotune.probe.kernels import class_of, fused_operators
 from autotune.probe.meters import Meter
 
-# A range's name is this prefix and a part of the model; the prefix alone means that the part is
-# unknown.
+# A range's name is this prefix followed by a part of the model. The prefix alone means that the
+# part is unknown.
 PREFIX = "autotune: "
 IN_BACKWARD = "autograd::engine::evaluate_function: "
 ADDS_GRADIENT = "AccumulateGrad"
@@ -44,10 +45,10 @@ LONGEST_NAME = 120
 class Event:
     """An event of the profiler. Its times are in seconds.
 
-    `ident` is an operator's number; `linked` is the number of the operator that issued a kernel.
-    `sequence` is the number of an autograd node, or -1. A forward operator makes the node. The
-    operator that evaluates the node in the backward pass has a `forward_thread`. `is_range` marks a
-    range of the profiler, which is no operator.
+    `ident` is an operator's own number. A kernel has `linked`, the number of the operator that
+    issued the kernel. `sequence` is the number of an autograd node, or -1. A forward operator makes
+    the node. The operator that evaluates the node in the backward pass has a `forward_thread`.
+    `is_range` marks a range of the profiler, which is no operator.
     """
 
     name: str
@@ -110,7 +111,7 @@ class PlacedWork:
 def parts_of(
     base: nn.Module, decoder: nn.Module, layers: list[nn.Module]
 ) -> dict[nn.Module, Part | None]:
-    """The part of each module's forward pass, if it differs from the surrounding module's part.
+    """The part that each module's forward pass counts as; other modules count as their parents do.
 
     Layers that are compiled as a whole have a single unknown part, because ranges inside them
     would be compiled too.
@@ -251,7 +252,7 @@ def _event(event: Any) -> Event:
 
 @dataclass(slots=True)
 class _OpenEvent:
-    """A host's operator or range, and the seconds of the operators that it called."""
+    """An operator or range on the host that still runs, and the seconds of operators in it."""
 
     event: Event
     place: Place
@@ -340,7 +341,7 @@ def placed_work(events: list[Event], unknown: Part | None, trained: Part) -> lis
 
 
 def sum_work(placed: Iterable[PlacedWork]) -> tuple[ProfiledWork, ...]:
-    """The work by part, stage and class, the longest first."""
+    """The total time and number of kernels by part, stage and class, the longest time first."""
     groups: dict[tuple[Part | None, Stage, KernelClass], list[float]] = defaultdict(list)
     for one in placed:
         groups[one.part, one.place.stage, one.kind].append(one.seconds)

@@ -1,4 +1,4 @@
-"""Translates a configuration into the model builder's settings, for probes and for the export."""
+"""Translates a TrainConfig into the settings of the model builder, for probes and the export."""
 
 from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.objective import Objective

@@ -56,7 +56,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     of text and images or sound.
     """
     config = config_of(model)
-    # Iterating over a mapping would import each of transformers' models, for a second and a half.
+    # Iterating over a mapping would import all of transformers' models, which takes 1.5 seconds.
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
     if not any(type(config) in mapping for mapping in mappings):
         raise ValueError(f"transformers has no causal language model of type {config.model_type}")
@@ -89,7 +89,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
     try:
         plain_head = has_plain_head(built)
-    except Exception:  # the forward pass of some models needs more arguments than the check gives
+    except Exception:  # some models' forward pass needs more arguments than this check passes
         plain_head = False
     wrapped: set[int] = set()
     no_adapters: str | None = None
@@ -198,7 +198,7 @@ def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
 
 
 def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
-    """The facts that tell one kind of layer from another.
+    """Return for each layer the facts that distinguish it from layers of other kinds.
 
     These facts are the layer's class, the shapes of its parameters, and its entries in the config's
     lists.

@@ -1,8 +1,9 @@
 """Makes this process a rank, which joins the process group (the world) of a probe on several GPUs.
 
-A fake world has one process, which simulates rank 0: a collective copies on the device and never
-blocks. A test on two H200s showed that this process takes exactly as much memory as a real rank.
-Copies of its own data replace the data of the other ranks, so the losses have no meaning.
+A fake world has one process, which simulates rank 0: a collective only copies data on the device
+and never blocks. A test on two H200s showed that this process takes exactly as much memory as a
+real rank. Copies of its own data replace the data of the other ranks, so the losses have no
+meaning.
 """
 
 import os
@@ -43,7 +44,7 @@ class Rank:
     def __init__(
         self, request: ProbeRequest, device: torch.device, address: RankAddress | None = None
     ) -> None:
-        """Join no world yet. `address` is the rank's address in a world of real ranks."""
+        """Do not join the world yet. With real ranks, `address` is the address of this rank."""
         self.size = request.parallelism.num_gpus
         self.number = address.number if address else 0
         self.is_fake = request.simulates_rank
@@ -112,7 +113,7 @@ class Rank:
     def _allow_cpu_sharding(self) -> None:
         """Make accelerate treat a CPU like a GPU.
 
-        accelerate shards only on GPUs, but its sharding code also runs on a CPU.
+        accelerate refuses to shard on a CPU, although its sharding code also runs there.
         """
         from accelerate.state import DistributedType, PartialState
 

@@ -173,7 +173,7 @@ class RankPool:
     ) -> None:
         """Send the request to all ranks.
 
-        An ended worker is ignored here, and noticed by `_answers`.
+        If a worker has ended, this method ignores it, because `_answers` notices it later.
         """
         for number, worker in enumerate(workers):
             address = RankAddress(number=number, meeting=str(meeting))
@@ -329,5 +329,5 @@ def combine_results(results: Sequence[ProbeResult]) -> ProbeResult:
 
 
 def _max_by_key(peaks: Sequence[dict[Key, float]]) -> dict[Key, float]:
-    """The largest value that any rank has, for each key."""
+    """Return for each key the largest value over all ranks."""
     return {key: max(one.get(key, 0.0) for one in peaks) for key in peaks[0]}

@@ -23,10 +23,10 @@ DISAGREE_SPREAD = 0.02
 # Timing ends early only after at least ENOUGH_ROUNDS rounds and ENOUGH_S seconds. Two short rounds
 # may agree by chance.
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3
-# The fewest timed rounds if the host waits for the device within a micro batch. The host's own
-# time, which varies, is then part of every round.
+# The fewest timed rounds if the host waits for the device within a micro batch. Every round then
+# includes host work, whose time varies.
 WAITING_ROUNDS = 3
-# The share of `ProbeRequest.min_timed_s` for which a CPU's steps are timed
+# A CPU's steps are timed for this share of `ProbeRequest.min_timed_s`.
 CPU_SHARE = 0.5
 
 
@@ -42,8 +42,9 @@ class StepTimes:
     """Seconds of the timed steps.
 
     `steps` is the time of each whole step, from start to start. `micro_batches` has the time of
-    each micro batch, including the device's wait for new batches. `rests` is the time of each step
-    outside its micro batches. `phases` has the mean time that a step spends in each phase.
+    each micro batch, including the device's wait for new batches. `rests` has the time that each
+    step spends outside its micro batches. `phases` has the mean time that a step spends in each
+    phase.
 
     With several kinds of micro batch, `steps` and `micro_batches` have one mean over all kinds for
     each round. `kinds` has a pair for each kind, in the order of the request: its fraction of the
@@ -61,10 +62,11 @@ class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
     The first steps of the schedule (its lead) warm up. Then comes the first round of steps, which
-    shows how long a step takes. Its times are used only if its micro batches are long
-    (`Schedule.long_s`). If code is still compiled in this round, a later round takes its place.
-    Then complete rounds are timed for `min_timed_s` seconds. Timing ends earlier if the rounds'
-    times agree. If they disagree in a probe of a whole model, more rounds are timed.
+    shows how long a step takes. The times of this round are used only if its micro batches are long
+    (`Schedule.long_s`). If torch still compiles code in this round, a later round takes the place
+    of the first round. Then complete rounds are timed for `min_timed_s` seconds. Timing ends
+    earlier if the rounds' times agree. If they disagree in a probe of a whole model, more rounds
+    are timed.
 
     A CPU's steps are timed for CPU_SHARE of `min_timed_s`, and no rounds are added. Rounds on a CPU
     never agree, because every other process of the machine delays some of them. On a CPU, timing
@@ -99,8 +101,8 @@ class Recorder:
         self.step = 0
         self.first_timed: int | None = None
         self.last_timed: int | None = None
-        # Marks (times or CUDA events) of each step: the starts and ends of its micro batches, and
-        # the start and end of loading them.
+        # Marks (times or CUDA events) of each step: the starts and ends of the step's micro
+        # batches, and the start and end of loading these micro batches.
         self.starts: list[list[Any]] = [[]]
         self.ends: list[list[Any]] = [[]]
         self.fetches: list[tuple[Any, Any]] = []
@@ -299,8 +301,8 @@ class Recorder:
     def host_micro_s(self) -> float | None:
         """The shortest time that the host itself takes for a micro batch.
 
-        In longer times, the host also waited, because the device's queue was full. The result is
-        None on a CPU, or if the host waits for the device within a micro batch.
+        In longer measured times, the host also waited, because the device's queue was full. The
+        result is None on a CPU, or if the host waits for the device within a micro batch.
         """
         if self.first_timed is None or self.meter.torch_device.type == "cpu" or self.host_waits():
             return None
@@ -393,7 +395,7 @@ class Recorder:
         return self._average_kinds(times)
 
     def _weight(self, step: int, place: int, phase: Phase) -> float:
-        """The weight of a phase's time in this timed step, for the mean over the full run's steps.
+        """The weight of this phase's time in the mean time of the phase over the full run's steps.
 
         `place` is the number of micro batches of the step that had begun when the phase began.
         """
@@ -408,7 +410,7 @@ class Recorder:
         return self.schedule.weights[slot % len(self.schedule.weights)] * each / num_rounds
 
     def _average_kinds(self, times: StepTimes) -> StepTimes:
-        """Average each round's times over its kinds of micro batch, weighted as in the full run."""
+        """Replace each round's times by the mean over its micro batches, weighted as in the run."""
         schedule, each = self.schedule, self.request.micro_steps
         if schedule.num_kinds == 1:
             return times

@@ -1,6 +1,6 @@
 """Plans a probe's micro batches: short ones to warm up, then each kind in turn.
 
-A kind of micro batch is its row length.
+Micro batches of one kind have the same row length.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from autotune.core.probe_types import ProbeRequest, Rung
 # a probe times at most NEW_LENGTHS new lengths, and starts none after NEW_LENGTHS_S seconds.
 NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
-Step = tuple[int, ...]  # one optimizer step: for each micro batch, the index of its kind
+Step = tuple[int, ...]  # one optimizer step, as the kind (by index) of each of its micro batches
 
 # On a GPU, the first micro batch of a length takes up to this many seconds longer, because
 # libraries load kernels.
@@ -40,10 +40,10 @@ class Schedule:
     round has each timed kind at least once. The longest micro batch of a step comes last, so that
     its peak includes the gradients of the other micro batches.
 
-    `weights` has a weight for each micro batch of a round, with which the round represents the full
-    run. The weights sum to 1. `uneven` says whether the kinds of a round have different lengths.
-    The lead has as many tokens as `lead_micros` average micro batches, and a round as many as
-    `round_micros`.
+    `weights` has a weight for each micro batch of a round. The weights sum to 1, and the weighted
+    mean over a round estimates the mean over the full run. `uneven` says whether the kinds of a
+    round have different lengths. The lead has as many tokens as `lead_micros` average micro
+    batches, and a round as many as `round_micros`.
 
     The first round is timed if its micro batches take more than `long_s` seconds on average, even
     if no earlier micro batch had their length. The first round is never timed if attention must
@@ -127,22 +127,22 @@ class Schedule:
         return 0 if rest else max(rounds, 0)
 
     def first_counts(self, micro_s: float) -> bool:
-        """Whether a GPU's first round is timed if its micro batches average `micro_s` seconds."""
+        """Whether to time a GPU's first round, whose micro batches take `micro_s` on average."""
         return not self.uneven or micro_s > self.long_s
 
     def rounds_to_time(self, request: ProbeRequest, step_s: float, min_timed_s: float) -> int:
         """The number of whole rounds that take `min_timed_s` at `step_s` seconds per step."""
         enough = max(min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
         rounds = math.ceil(min(math.ceil(enough), request.max_timed_steps) / len(self.round))
-        # One round times each length once. Only a second round shows how much the host's speed
-        # varies.
+        # One round times each row length only once. Only a second round shows how much the host's
+        # speed varies.
         return max(rounds, 2) if self.uneven and request.rung is Rung.CONFIRM else rounds
 
     @property
     def num_kinds(self) -> int:
-        """The number of timed kinds."""
+        """The number of different kinds of micro batch that are timed."""
         return len({index for step in self.round for index in step})
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean over the full run, from the values of a round's micro batches."""
+        """Estimate the full run's mean from one value for each micro batch of a round."""
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))

@@ -168,7 +168,7 @@ class WorkerProber:
         first: ProbeResult,
         doubt: str,
     ) -> ProbeResult:
-        """The result of a second try. `doubt` is the reason why the first try may not count."""
+        """The result of a second try. `doubt` is the reason to distrust the first try."""
         try:
             second = once(request, log)
         except EnvironmentProblem:  # keep the first result; the next probe will report the problem
@@ -178,9 +178,9 @@ class WorkerProber:
     def _doubt(self, result: ProbeResult) -> str | None:
         """The reason why the machine may be to blame, or None.
 
-        The reason may be other processes, a crash without a known cause, or a slowed card. If a
-        configuration has already crashed in two tries, a further crash is not retried. If the card
-        was already slowed in the last probe, the probe is not repeated either.
+        The reason may be other processes, a crash without a known cause, or a slowed card. A
+        configuration that has already crashed in two tries is not tried again after another crash.
+        A probe on a slowed card is not repeated if the card was already slowed in the last probe.
         """
         if self._lacked_room(result):
             return (
@@ -255,7 +255,7 @@ class WorkerProber:
     ) -> tuple[ProbeResult, dict[str, Any]]:
         """Run one try of a probe; send `more` with the request.
 
-        Return the result and the worker's message, which is empty if no message came.
+        Return the result, and the worker's message, which is an empty dict if no message came.
         """
         oom_kills = host_oom_kills()
         self._missed_turn = False
@@ -366,7 +366,7 @@ class WorkerProber:
             process.send(message)
 
     def answer(self) -> Any:
-        """The worker's rates as data. Raises the errors of `probe`, and EnvironmentProblem."""
+        """The worker's rates as JSON data. Raises EnvironmentProblem and the errors of `probe`."""
         try:
             assert self._process is not None  # `ask` started it
             message = self._receive(self._process, Monitor(None))

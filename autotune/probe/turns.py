@@ -81,7 +81,7 @@ class Turns:
 
     @contextmanager
     def take(self, *, compiles: bool) -> Iterator[None]:
-        """Hold the device in this block; with `compiles`, others get it while torch compiles."""
+        """Hold the device in this block; if `compiles`, lend it to others while torch compiles."""
         self.compile_s = 0.0
         self._began = None
         self._take()
@@ -111,7 +111,7 @@ class Turns:
 
     @contextmanager
     def _take_turns_for_timing(self) -> Iterator[None]:
-        """Take a turn while Inductor times a matrix product with and without padding.
+        """Take a turn while Inductor times a matrix product with padding and without padding.
 
         Inductor times such products during a compilation, if the number of tokens is no multiple of
         8.
@@ -164,7 +164,7 @@ class Turns:
         begin = time.perf_counter()
         try:
             if self._patience_s is not None:
-                # A short wait, because other processes lock this file only briefly.
+                # This wait is short, because other processes lock this file only briefly.
                 fcntl.flock(self._next, fcntl.LOCK_EX)
             while not self._try_lock():
                 if self._patience_s is not None and time.perf_counter() - begin > self._patience_s:

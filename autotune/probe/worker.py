@@ -119,7 +119,7 @@ def _start(device: str, send: Callable[..., None], scratch: str) -> "Worker | No
 def _probe(
     worker: "Worker", message: dict[str, Any], worker_log: int, send: Callable[..., None]
 ) -> None:
-    """Serve one request, with its output in the log that the request names, and send the result."""
+    """Run one probe, write its output to the log that the message names, and send the result."""
     _redirect_output(message["log"])
     worker.log = message["log"]
     worker.address = from_data(RankAddress, message["seat"]) if "seat" in message else None
@@ -137,7 +137,7 @@ def _probe(
 
 
 def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
-    """Send a model's shape, above all how its layers repeat."""
+    """Send a model's ModelShape, which says above all how the layers repeat."""
     from autotune.probe.model_shape import describe
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
@@ -162,7 +162,7 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
 
 
 def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> None:
-    """Send the rates of the device, or of several devices together."""
+    """Send the measured rates of the device, or the data rates between several devices."""
     try:
         send(event="rates", rates=to_data(measure()))
     except Exception as error:
@@ -205,7 +205,7 @@ class Worker:
 
         self._send = send
         self._scratch = scratch
-        # The key is the number of layers; None stands for all layers.
+        # The key is the number of layers of a cached model; None stands for all layers.
         self._residents: dict[int | None, ResidentModel] = {}
         self._served = 0
         self._empty_gib = 0.0
@@ -261,7 +261,7 @@ class Worker:
             below_limit = oom is not None and oom.need_gib <= oom.limit_gib
             if below_limit and self.meter.aside_gib and reusable:
                 # The probe ran out of memory below its limit, so cached models with other numbers
-                # of layers may have taken the missing memory. Try again without them.
+                # of layers may have taken the missing memory. Release these models, and try again.
                 self._drop([depth for depth in self._residents if depth != request.depth])
                 fields, reusable = self._attempt(request, entered)
 
@@ -341,8 +341,8 @@ class Worker:
                 # wait too.
                 return fields, False
 
-        # Only after the except block, nothing refers to the failed step's frames any more, so their
-        # tensors can be freed.
+        # After the except block, no reference to the failed step's frames is left, so the tensors
+        # in these frames can be freed.
         emit(Phase.CLEANUP)
         if probe is not None:
             probe.close()
