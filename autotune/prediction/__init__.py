@@ -1,1 +1,1 @@
-"""Predictions of a run's memory and speed, from a few probes or by formula without a probe."""
+"""Predict a run's memory and speed, from a few probes or, without a probe, with formulas."""

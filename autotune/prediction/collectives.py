@@ -1,11 +1,11 @@
-"""The time of an optimizer step on several GPUs: computation of one GPU plus communication.
+"""The time of an optimizer step on several GPUs: one GPU's computation plus the communication.
 
 The strategy, such as DDP or FSDP2, determines the bytes that a GPU sends. These bytes divided by
 the bus bandwidth of the link are the time of communication. Communication and computation overlap,
-and the longer of the two determines the time of a pass. Hidden communication also costs time,
-because collectives take multiprocessors and bandwidth from the kernels that run at the same time.
-Ranks also wait for the rank with the longest rows; the caller adds this wait
-(`Workload.waiting_share`) to the time of computation.
+and the longer of the two determines the time of a forward or backward pass. Communication that
+overlaps with computation still costs time, because collectives take multiprocessors and bandwidth
+from the kernels that run at the same time. Ranks also wait for the rank with the longest rows; the
+caller adds this wait (`Workload.waiting_share`) to the time of computation.
 """
 
 from dataclasses import dataclass, replace
@@ -20,19 +20,21 @@ from autotune.prediction.step_time import StepTimeEstimate
 from autotune.prediction.transfer import interval
 from autotune.problem.task import Task
 
-# When communication and computation overlap, this fraction of the shorter one's time is added to
-# the longer one's time. On two H200s, the fraction was 0.40 for LoRA and 0.57 for full fine-tuning:
-# steps of a 7B's 32 layers under FSDP2 were timed with and without communication.
+# When communication and computation overlap, they take the time of the longer one plus this
+# fraction of the shorter one's time. The fraction was measured with a 7B model of 32 layers under
+# FSDP2 on two H200s, whose steps were timed with and without communication. It was 0.40 for LoRA
+# and 0.57 for full fine-tuning.
 HIDDEN_COSTS = 0.5
-# A link may be this many times slower than its bandwidth in the catalogue. Two H200s gathered at
-# 250 GB/s. The catalogue says 370 GB/s, which eight H200s reach.
+# A link may be this many times slower than the catalogue says. An all-gather between two H200s
+# reached 250 GB/s. The catalogue says 370 GB/s, which eight H200s reach.
 SLOWEST_LINK = 1.5
 # A calibrated link may be this many times slower than its measured bandwidth.
 SLOWEST_MEASURED_LINK = 1.1
-# Several GPUs wait for each other, so a step of several GPUs computes longer than a step of one
-# GPU, by this fraction. The true fraction is between 0 and twice this value. Steps of several
-# strategies and models were timed on two and four H100s or H200s, and on one card that simulated a
-# rank. On several cards, the steps took between 0.4 % less and 5.1 % more time.
+# Several GPUs wait for each other, so the computation of a step takes longer on several GPUs than
+# on one GPU, by this fraction. The true fraction is between 0 and twice this value. Steps of
+# several strategies and models were timed on two and four H100s or H200s, and on one card that
+# simulated a rank. Compared with the one card, the several cards took between 0.4 % less and 5.1 %
+# more time.
 TOGETHER = 0.03
 
 
@@ -42,9 +44,9 @@ class Traffic:
 
     Each micro batch sends `forward` bytes in its forward pass and `backward` bytes in its backward
     pass. Each micro batch also sends `ends` bytes before the first layer and after the last layer,
-    when no computation overlaps. The backward pass of the last micro batch also sends
-    `last_backward` bytes, and `after` bytes follow that pass. `gradients` is the part of all these
-    bytes that FSDP2 sends to scatter gradients.
+    when no computation overlaps. The backward pass of the last micro batch sends `last_backward`
+    bytes more, and `after` bytes are sent after that pass. `gradients` says how many of all these
+    bytes FSDP2 sends to reduce and scatter gradients.
     """
 
     forward: float = 0.0
@@ -62,10 +64,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStepTime:
-    """The time of an optimizer step on several GPUs; it is within `interval_s` in 80 % of cases.
+    """The time of an optimizer step on several GPUs.
 
-    `communication_s` is the time of all collectives. `exposed_s` is the communication that the
-    computation does not hide.
+    `interval_s` contains the true step time in 80 % of cases.
+
+    `communication_s` is the time of all collectives. `exposed_s` is the time that communication
+    adds to the step, because it does not overlap with computation or slows the computation down.
     """
 
     step_s: float
@@ -77,10 +81,10 @@ class RankStepTime:
 def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
     """Return the bytes that a rank sends in a step.
 
-    The result is None for one GPU, and if no formula covers the model or its trained modules. The
-    result is also None if the model is offloaded to the host, because offloading sends more bytes.
-    On N GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an
-    all-reduce sends twice this number.
+    The result is None for one GPU, and if no formula covers the model or the modules to train. The
+    result is also None if the model is offloaded to the host, because offloading sends more bytes
+    than the formula has. On N GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N
+    bytes, and an all-reduce sends twice this number.
     """
     sizes = Sizes.of(model)
     if (
@@ -98,7 +102,7 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
 def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
     """Return the bytes that a rank sends in a step, for any model.
 
-    The bytes are computed from the numbers of parameters that a probe counted.
+    The bytes are computed from the numbers of parameters in a probe's measurement.
     """
     return _traffic(
         config, Parallelism.of(config), Shares.from_measurement(model, config, measured)
@@ -106,8 +110,8 @@ def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:
-    # If there are several copies of the model, each GPU also all-reduces its shard of the
-    # gradients, over the same link, with the GPUs that hold the same shard of the other copies.
+    # If there are several copies of the model, each GPU also all-reduces its shard of the gradients
+    # with the GPUs that hold the same shard in the other copies. The all-reduce uses the same link.
     if parallelism.copies > 1:
         copy_traffic = _traffic(config, parallelism.single_copy, shares)
         return add_gradient_all_reduce(copy_traffic, parallelism, 1 / parallelism.num_shards)
@@ -147,13 +151,13 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
 
 
 def add_gradient_all_reduce(sent: Traffic, parallelism: Parallelism, slower: float) -> Traffic:
-    """Add the all-reduce of gradients between copies of the model to a copy's own traffic `sent`.
+    """Return the traffic `sent` of one copy of the model plus the all-reduce between copies.
 
-    The all-reduce takes `slower` times as long as sending all gradients once over one GPU's link.
-    If each host has a copy, `slower` is the link's bandwidth divided by the network's, because the
-    GPUs of a host share the network. The time of the all-reduce is expressed in bytes: as many as
-    the link would send in this time. Each time gradients are scattered within a copy, an all-reduce
-    between copies follows.
+    The all-reduce of gradients between copies runs each time after a copy has scattered its
+    gradients. The all-reduce takes `slower` times as long as an all-reduce of the whole gradients
+    over the link of a single GPU. If each host has a copy, `slower` is the link's bandwidth divided
+    by the network's bandwidth, because the GPUs of a host share the network. The time of the
+    all-reduce is expressed as the number of bytes that the link would send in this time.
     """
     whole = sent.gradients * parallelism.num_shards / (parallelism.num_shards - 1)
     added_bytes = slower * 2 * (parallelism.copies - 1) / parallelism.copies * whole
@@ -174,9 +178,9 @@ def rank_step_time(
 ) -> RankStepTime:
     """Return the step time on several GPUs, from the step time of one GPU without communication.
 
-    A step has `accumulation` micro batches. At the fast end of the interval, communication takes no
-    extra time. At the slow end, no communication overlaps with computation, and the link is
-    `slowest_link` times slower.
+    A step has `accumulation` micro batches. The lower end of the interval assumes that
+    communication takes no extra time. The upper end assumes that no communication overlaps with
+    computation, and that the link is `slowest_link` times slower than `link_gb_s`.
     """
     rest_s = step_time.rest_s / (parallelism.num_shards if parallelism.shards else 1)
     computed_s = accumulation * step_time.micro_s
@@ -204,9 +208,9 @@ def slowest_link(task: Task, parallelism: Parallelism) -> float:
 def added_s(
     micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
 ) -> tuple[float, float]:
-    """Return the seconds that communication adds to each micro batch, and once to each step.
+    """Return two times that communication adds: to each micro batch, and once more to each step.
 
-    `micro_s` is the time that one GPU needs to compute a micro batch.
+    The times are in seconds. `micro_s` is the time that one GPU needs to compute a micro batch.
     """
     bandwidth = 1e9 * link_gb_s
     share = forward_share(config)
@@ -233,5 +237,5 @@ def forward_share(config: TrainConfig) -> float:
 
 
 def _overlapped_s(computed_s: float, sent_s: float) -> float:
-    """Return the seconds of a pass that computes and sends at the same time."""
+    """Return the seconds of a forward or backward pass that computes and sends at the same time."""
     return max(computed_s, sent_s) + HIDDEN_COSTS * min(computed_s, sent_s)

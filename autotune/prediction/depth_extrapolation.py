@@ -1,13 +1,16 @@
-"""Depth truncation: predict a whole model's memory and time from probes with fewer layers.
+"""Predict the memory and time of a model with all its layers from probes of fewer layers.
 
-A step is divided into segments, each with its own measured peak of memory. The peak of a segment
-and the time of each part of a step, such as the micro batches, are affine in the number of layers.
-The removed layers must be whole periods of the layer pattern. For each segment and each part, a
-straight line through the values of two probes gives the value of the whole model. The largest
-extrapolated segment is the peak of the whole model. The sum of the extrapolated parts is its step
-time. In a model with few layers, the peak may occur while the logits exist. In the whole model, it
-may occur in the optimizer step. A line through the peaks of whole steps would miss this change. A
-DepthPredictor corrects the extrapolated times with the measured times of whole models in the study.
+The whole model is the model with all its layers; a truncated model has fewer. A step is divided
+into segments, such as the forward pass of the head, and the peak memory of each segment is
+measured. The peak of a segment and the time of each part of a step, such as a micro batch, are
+affine in the number of layers. The removed layers must be whole periods of the layer pattern. For
+each segment and each part, a straight line through the values of two truncated models gives the
+value of the whole model. The peak of the whole model is the largest of the extrapolated peaks of
+its segments. The step time of the whole model is the sum of the extrapolated times of its parts. In
+a truncated model, the peak may occur while the logits exist, but in the whole model, it may occur
+in the optimizer step. A line through the peaks of complete steps would miss this change. A
+DepthPredictor corrects the extrapolated times with the times of those whole models that the study
+measured.
 """
 
 import math
@@ -30,34 +33,36 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 
-# The assumed relative error of an extrapolated step time, about two standard deviations. The
-# assumed error applies even if all timed steps take equally long
-# (`benchmarks/depth_extrapolation.py`). GPU-bound steps: on an H200, extrapolations from 2 layers
-# and 8 to 32 layers had errors of 1 to 4 %.
+# The next three numbers are the relative error that is assumed for an extrapolated step time, about
+# two standard deviations. The error is assumed even if all timed steps took equally long
+# (`benchmarks/depth_extrapolation.py`). DEVICE_BOUND is for GPU-bound steps. On an H200, step times
+# that were extrapolated from a probe of 2 layers and a probe of 8 to 32 layers had errors of 1 to 4
+# %.
 DEVICE_BOUND = 0.02
-# CPU-bound steps: the errors were 2 to 5 % on an idle host. If other programs used the host, a
-# tenth of the errors exceeded 15 %.
+# HOST_BOUND is for CPU-bound steps. On an idle host, their extrapolated times had errors of 2 to 5
+# %. If other programs used the host, a tenth of the errors exceeded 15 %.
 HOST_BOUND = 0.15
-# Training on a CPU: extrapolations from 2 small layers and 4 to 16 small layers had errors of up to
-# 16 %. Image models on a GPU get the same error, because their host time is unknown.
+# UNKNOWN_HOST is for training on a CPU. Step times that were extrapolated from a probe of 2 small
+# layers and a probe of 4 to 16 small layers had errors of up to 16 %. The same error is assumed for
+# image models on a GPU, because their host time is unknown.
 UNKNOWN_HOST = 0.15
-# If at least ENOUGH_RATIOS predictions were compared with measured whole models, the spread of
-# their errors replaces the assumed error if the spread is smaller. A spread below SEEN counts as
-# SEEN.
+# If at least ENOUGH_RATIOS predictions were compared with measured whole models, and the spread of
+# the predictions' errors is below the assumed error, then the spread replaces the assumed error. A
+# spread below SEEN is replaced by SEEN.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
-LEAST_SHARDED = 4  # fewer layers would not show the memory per layer of a deep sharded model
+LEAST_SHARDED = 4  # with fewer layers, a sharded model does not show the memory per layer
 MIN_APART = 4  # the deeper probe has at least this many more layers, if the model has enough
 # The deeper probe has at least WIDE_SHARE of the model's layers. If the model has more than 48
 # layers, fewer are enough: WIDE_ENOUGH layers or LEAST_SHARE of the layers, whichever is more. Each
-# layer of such a model takes long, so its time has little noise. Probes of 20 of a 70B's 80 layers
-# would take most of a search's time.
+# layer of such a model takes long, so its time has little noise. A 70B model has 80 layers, and
+# probes with a quarter of them would take most of a search's time.
 WIDE_SHARE = 1 / 4
 WIDE_ENOUGH = 12
 LEAST_SHARE = 1 / 8
-# If the host needs at most this share of a micro batch's time, a delay on the host does not
-# lengthen the step. Above this share, the assumed error grows from DEVICE_BOUND, and reaches
-# HOST_BOUND at the share HOST_SHARE.
+# If the host needs at most this share of a micro batch's time to issue the work, a delay on the
+# host does not lengthen the step, and the assumed error is DEVICE_BOUND. The error grows with the
+# host's share, and is HOST_BOUND if the share is HOST_SHARE or more.
 FREE_SHARE = 0.5
 
 
@@ -65,12 +70,13 @@ FREE_SHARE = 0.5
 class Extrapolation:
     """The predicted measurement of a whole model.
 
-    Errors are relative, about two standard deviations. The line of the micro batch time goes
-    through one time of each truncated model: its shortest micro batch time if `shortest`, otherwise
-    its average. `noise` is the error from the scatter of the timed steps, and `rest_noise` is the
-    part of `noise` from the time after the micro batches. `unseen` is the assumed error that is
-    added to `noise`. `disturbed` describes how other work on the machine changed the times of a
-    truncated model, or is None.
+    Errors are relative to the step time, and about two standard deviations. If `shortest` is true,
+    the micro batch time was extrapolated from the shortest micro batch of each truncated model,
+    otherwise from the average micro batch. `noise` is the error that follows from the differences
+    between the timed steps. `rest_noise` is the part of `noise` that comes from the time after the
+    micro batches. `unseen` is the assumed error of the extrapolation, which the timed steps do not
+    show; it is added to `noise`. `disturbed` describes how other work on the machine changed the
+    times of a truncated model, or is None.
     """
 
     measurement: Measurement
@@ -110,7 +116,7 @@ class Extrapolation:
         )
 
     def with_micro_batches_of(self, whole: Measurement) -> "Extrapolation":
-        """Take the micro batch time from `whole`, a measured whole model with another optimizer."""
+        """Take the micro batch time of `whole`, a measured whole model with another optimizer."""
         predicted = self.measurement
         micro = statistics.median(whole.micro_step_s)
         rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
@@ -144,11 +150,12 @@ def depths(
     """Return the two numbers of layers to probe, or None if there are no two suitable numbers.
 
     The removed layers are whole periods of the layer pattern. Any two numbers of layers are enough
-    to extrapolate the memory, unless the model is `sharded`. A sharded model gathers the layers
-    before and after the current layer, so a probe of it needs at least four layers. To extrapolate
-    times, the two numbers must be far apart, because the slope's error is multiplied by the number
-    of removed layers. If the model has a vision tower, the deeper probe gets the largest possible
-    number of layers. The tower is never truncated, and its time varies with the host.
+    to extrapolate the memory, unless the model is `sharded`. A sharded model holds the gathered
+    layers before and after the current layer, so a probe of a sharded model needs at least four
+    layers. To extrapolate times, the two numbers must be far apart, because the slope's error is
+    multiplied by the number of removed layers. If the model has a vision tower, the deeper probe
+    gets the largest possible number of layers. The tower is never truncated, and its time varies
+    with the host.
     """
     possible = _possible_depths(shape, checkpoint_every)
     shallow = next(
@@ -172,22 +179,22 @@ def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
 
 
 def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
-    """Return the fewest layers with every kind of layer, or None if layers follow no pattern."""
+    """Return the least number of layers that has every kind, or None if there is no pattern."""
     return None if shape.period is None else _whole_period(shape, shape.period, checkpoint_every)[0]
 
 
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
-    """Return the two smallest numbers of layers from which dry counts can be extrapolated.
+    """Return the two smallest numbers of layers from which dry probes can be extrapolated.
 
-    The smallest numbers suffice, because dry counts have no noise. Returns None if there are no two
-    such numbers.
+    The smallest numbers suffice, because a dry probe computes its results, so they have no noise.
+    Returns None if there are no two such numbers.
     """
     large_enough = [depth for depth in _possible_depths(shape, checkpoint_every) if depth >= 2]
     return (large_enough[0], large_enough[1]) if len(large_enough) > 1 else None
 
 
 def _possible_depths(shape: ModelShape, checkpoint_every: int | None) -> range:
-    """Return the numbers of layers that remain if whole periods are removed, up to half of all."""
+    """Return the numbers of layers, up to half of all, that remain if whole periods are removed."""
     if shape.period is None:
         return range(0)
     # Every kind of layer must be present, because the largest kind determines the memory peak.
@@ -221,9 +228,10 @@ def extrapolate(
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
         # Once the device's queue is full, the host waits before it issues more work, and the wait
-        # counts as host time. Two layers do not fill the queue but the deeper probe may, so the
-        # line through both host times may be too steep. An added layer takes at most the host time
-        # of a layer in the shallow probe.
+        # counts as host time. Two layers do not fill the queue, but the deeper probe may fill it.
+        # So the line through the host times of both probes may be too steep. The host time of an
+        # added layer is therefore assumed to be at most the host time of a layer in the shallow
+        # probe.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, factor),
             low.host_micro_s * depth_ratio,
@@ -240,8 +248,8 @@ def count_at_depth(
 ) -> DryCount:
     """Return a dry probe's count for `num_layers` layers from the counts of two truncated models.
 
-    All counts are affine in the number of layers. The memory of each segment is extrapolated
-    separately.
+    All numbers in a DryCount are affine in the number of layers. The memory of each segment is
+    extrapolated separately.
     """
     shallow, less = low
     wide, more = high
@@ -275,11 +283,11 @@ def count_at_depth(
 def _times(
     low: Measurement, high: Measurement, factor: float, depth_ratio: float, host: float | None
 ) -> Extrapolation:
-    """Extrapolate the times of the whole model, and keep the memory of the deeper probe unchanged.
+    """Return the deeper probe's measurement with the extrapolated times of the whole model.
 
-    `factor` is defined in `_line`. The whole model has `depth_ratio` times as many repeating layers
-    as the shallower probe. `host` is the predicted time that the host needs to issue a micro batch,
-    or None if unknown.
+    The memory in the result is still that of the deeper probe. `factor` is defined in `_line`. The
+    whole model has `depth_ratio` times as many repeating layers as the shallower probe. `host` is
+    the predicted time that the host needs to issue a micro batch, or None if unknown.
     """
     shortest = min(low.micro_step_s)
     whole = min(_line(shortest, min(high.micro_step_s), factor), depth_ratio * shortest)
@@ -291,8 +299,8 @@ def _times(
     middle = _middle(low, takes_shortest)
     micro, error = _time(low.micro_step_s, high.micro_step_s, factor, depth_ratio, middle)
     # The rest of a step is its time outside the micro batches, without the mean pause between two
-    # of them. A delay in a pause makes the rest look too short, so the shortest rest is no reliable
-    # value, and the median is used.
+    # of them. A delay in a pause lengthens the mean pause, so the rest seems too short. The
+    # shortest rest is therefore unreliable, and the median is used.
     typical = middle
     if takes_shortest:
         typical = statistics.median
@@ -300,9 +308,9 @@ def _times(
     if high.rest_s:
         rest, rest_error = _time(low.rest_s, high.rest_s, factor, depth_ratio, typical)
     if host is not None:
-        # In a truncated model, the host issues the layers while the device still computes the head,
-        # so the host's time does not lengthen the micro batch. The whole model has many layers, and
-        # there the host's time may set the time of the micro batch.
+        # In a truncated model, the host can issue all layers while the device still computes the
+        # head, so the host's time does not lengthen the micro batch. The whole model has so many
+        # layers that its micro batch may take as long as the host needs to issue them.
         micro = _raise_to_host_pace(host, low, high, factor, micro)
 
     step = high.micro_steps * micro + rest
@@ -336,19 +344,19 @@ def _times(
 
 def _middle(low: Measurement, takes_shortest: bool) -> Callable[[Sequence[float]], float]:
     """Return the function that averages the times of one model: `min`, `median` or `fmean`."""
-    # A delay on the host takes the same time with any number of layers, and the extrapolation would
-    # multiply this time. The shortest micro batches have no delay.
+    # A delay on the host does not depend on the number of layers, but the extrapolation would
+    # multiply the delay. The shortest micro batches have no delay.
     if takes_shortest:
         return min
-    # The speed of a card at its power limit varies within a second. A long step of the whole model
-    # runs at the mean speed, so the mean is used.
+    # If a card is at its power limit, its speed varies within a second. A step of the whole model
+    # takes longer than these variations, so it runs at the mean speed, and the mean is used.
     return statistics.median if low.host_waits else statistics.fmean
 
 
 def _kernels(
     low: KernelTimes | None, high: KernelTimes | None, factor: float, host: float | None
 ) -> KernelTimes | None:
-    """Return the kernel times of the whole model, or None unless both probes were profiled.
+    """Return the kernel times of the whole model, or None if a probe was not profiled.
 
     A micro batch takes at least the device's busy time, and at least the host's time.
     """
@@ -375,7 +383,7 @@ def _kernels(
 def _raise_to_host_pace(
     host: float, low: Measurement, high: Measurement, factor: float, micro: float
 ) -> float:
-    """Raise the mean `micro` so that each kind of micro batch takes at least `host` seconds."""
+    """Return `micro`, the mean, raised so that each kind of micro batch takes at least `host`."""
     if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
         return max(micro, host)
     pairs = zip(low.kind_s, high.kind_s, strict=True)
@@ -462,13 +470,15 @@ def _time(
 ) -> tuple[float, float]:
     """Return the whole model's seconds and their standard error, by a line through two averages.
 
-    `middle` computes the average time of each truncated model. The result is a weighted sum of the
-    two averages, and its error follows from the errors of both averages with the same weights. The
-    whole model has `depth_ratio` times as many repeating layers as the shallower probe.
+    `middle` computes the average time of each truncated model. The whole model's time is a weighted
+    sum of the two averages, and its error is computed from the errors of the two averages with the
+    same weights. The whole model has `depth_ratio` times as many repeating layers as the shallower
+    probe.
     """
     value = middle(low) * (1 - factor) + middle(high) * factor
     # The parts of the model that do not repeat cannot take negative time. But if the host slows
-    # down between the two probes, the line may be so steep that it implies a negative time.
+    # down between the two probes, the line may be so steep that it would give these parts a
+    # negative time.
     value = min(value, middle(low) * depth_ratio)
     # A whole model takes at least as long as the deeper probe, even if a disturbed shallow probe
     # makes the line too flat.
@@ -484,7 +494,7 @@ def _error(times: Sequence[float]) -> float:
 
 
 class _Truncated(NamedTuple):
-    """The measurement of a truncated model, and how other work changed its times."""
+    """The measurement of a truncated model, and how other work on the machine changed its times."""
 
     measurement: Measurement
     disturbed: str | None
@@ -493,14 +503,14 @@ class _Truncated(NamedTuple):
 class DepthPredictor:
     """Collects probes of one model and predicts the measurement with all layers.
 
-    `shape` has the number of layers and the period of the layer pattern. If `shape` is None, every
-    prediction is None.
+    `shape` says how many layers the model has, and after how many layers their pattern repeats. If
+    `shape` is None, every prediction is None.
     """
 
     def __init__(self, shape: ModelShape | None) -> None:
         self._shape = shape
-        # Measurements of truncated models: by configuration and micro steps, then by number of
-        # layers
+        # The measurements of truncated models: the outer key is the configuration and the number of
+        # micro batches in a step, and the inner key is the number of layers
         self._truncated: dict[tuple[TrainConfig, int], dict[int, _Truncated]] = {}
         # The measured time of a micro batch divided by its extrapolated time, for each
         # `_compute_signature` and configuration
@@ -520,8 +530,8 @@ class DepthPredictor:
             self._whole[_micro_batch_signature(config, micro_steps)] = measurement
             predicted = self.predict_from_probes(config, micro_steps)
             if predicted is not None and predicted.disturbed is None:
-                # The time is the median, as in a score, so that one slow step of a whole model does
-                # not make all other configurations look slow.
+                # The median time is used, as in the score of a configuration, so that one slow step
+                # of a whole model does not make all other configurations look slow.
                 measured_s = statistics.median(measurement.micro_step_s)
                 ratio = measured_s / predicted.measurement.micro_step_s[0]
                 self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
@@ -558,17 +568,17 @@ class DepthPredictor:
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
-    """Return a key that is equal for configurations with the same error of extrapolation.
+    """Return a key that is the same for configurations with the same error of extrapolated times.
 
-    For configurations with equal keys, the true time divided by the extrapolated time is assumed to
-    be the same.
+    The ratio of the true time to the extrapolated time is assumed to be the same for all
+    configurations with the same key.
     """
     values = [getattr(config, name) for name in knobs_affecting("depth_error")]
     return (*values, predicted.measurement.host_bound, predicted.shortest)
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
-    """Return a key that is equal for configurations whose micro batches take the same time.
+    """Return a key that is the same for configurations whose micro batches take the same time.
 
     The key leaves out knobs that act only after the micro batches, such as the optimizer.
     """

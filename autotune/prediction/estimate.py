@@ -1,10 +1,11 @@
 """The estimate of one configuration without a probe: memory, step time and cost.
 
-`estimate` is the only function that computes all three, for any number of GPUs and hosts. The
-function uses a formula if one covers the configuration. Otherwise it uses the count of a dry probe,
-if the caller passes a function that counts, because this package cannot import the package `dry`.
-For a run that another tool's file describes, the caller computes the memory and the step time
-itself and passes them. For a measured run, the caller passes the measured values.
+`estimate` is the only function that computes all three, for any number of GPUs and hosts. If a
+formula covers the configuration, `estimate` uses the formula. Otherwise, `estimate` uses a dry
+probe, which runs a training step without a GPU and computes its memory and its operations. The
+caller passes the function that runs the dry probe, because this package cannot import the package
+`dry`. For a run that another tool's file describes, the caller computes the memory and the step
+time, and passes both. For a measured run, the caller passes the measured values.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,11 +61,11 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 
-# A function that counts a training step of a whole model in a dry probe, or returns None if the
-# step cannot be counted. The function's arguments are the model, the configuration, the number of
-# micro batches in a step, and the objective.
+# A function that computes the memory and the operations of a whole model's training step in a dry
+# probe, or returns None if a dry probe cannot run the step. The function's arguments are the model,
+# the configuration, the number of micro batches in a step, and the objective.
 Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
-KEPT_BYTES = 16  # for each token kept for metrics: its prediction and its label, 8 bytes each
+KEPT_BYTES = 16  # for each token that metrics need: its prediction and its label, 8 bytes each
 # A function that returns the step time of one GPU. The function is called only if the run may fit.
 Clock = Callable[[], StepTimeEstimate | None]
 
@@ -83,32 +84,33 @@ class Evaluation:
     kept_tokens: int = 0
 
     def batch_of(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration whose micro batch is a batch of the evaluation."""
+        """Return `config` with the evaluation's batch as its micro batch."""
         rows = self.rows or config.micro_batch_size
         return replace(config, micro_batch_size=rows, loss=self.loss, checkpointing="none")
 
     def needs_less(self, config: TrainConfig) -> bool:
         """Return whether an evaluation surely needs less memory than a training step.
 
-        An evaluation needs less if its batch has the training's loss and no more examples than a
-        micro batch, and no predictions are kept. With CUDA graphs the result is false, because the
-        graphs keep the memory of a training step during the evaluation.
+        An evaluation needs less if it computes the loss as the training does, if its batch has no
+        more examples than a micro batch, and if it keeps no predictions. With CUDA graphs the
+        result is false, because the graphs keep the memory of a training step during the
+        evaluation.
         """
         smaller = (self.rows or 1) <= config.micro_batch_size and self.loss == config.loss
         return smaller and not self.kept_tokens and config.cuda_graphs == "none"
 
     def with_kept(self, batch: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory of an evaluation batch, plus the predictions kept for metrics."""
+        """Return the memory of an evaluation batch plus the predictions that metrics need."""
         kept_gib = gib(KEPT_BYTES * self.kept_tokens)
         return replace(batch, activations=batch.activations + kept_gib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBounds:
-    """The bounds of a run's memory at the peak of a step.
+    """The lower and the upper bound of a run's memory at the peak of a step.
 
-    The bounds are equal if a formula covers the configuration or a dry probe counted it. `most` is
-    None if no upper bound is known.
+    The two bounds are equal if a formula or a dry probe computed the memory. `most` is None if no
+    upper bound is known.
     """
 
     least: MemoryBreakdown
@@ -125,14 +127,14 @@ class MemoryBounds:
         return self.most or self.least
 
     def include_evaluation(self, evaluated: "MemoryBounds") -> "MemoryBounds":
-        """Return the bounds of a run whose evaluations have the bounds `evaluated`."""
+        """Return the bounds of a run whose evaluations need memory within `evaluated`."""
         highest = partial(max, key=lambda memory: memory.peak_reserved_gib)
         least = highest(self.least, evaluated.least)
         known = self.most is not None and evaluated.most is not None
         return MemoryBounds(least=least, most=highest(self.most, evaluated.most) if known else None)
 
     def state(self, limit_gib: float) -> str:
-        """Return FITS or OOM if the bounds and their errors prove it, otherwise TIGHT."""
+        """Return FITS or OOM if the bounds with their errors prove it, otherwise TIGHT."""
         if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
             return OOM
         most = self.most
@@ -238,7 +240,7 @@ class Estimate(ShownAsTable):
 
 
 def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str:
-    """Return FITS or OOM, or TIGHT if need and limit differ by less than the need's error.
+    """Return FITS or OOM, or TIGHT if the need differs from the limit by less than its error.
 
     `error` is relative to the need; by default, it is the error of the memory formula.
     """
@@ -264,12 +266,12 @@ def memory_of(
     buffers: DeepSpeedBuffers = EXPORTED,
     count: Counter | None = None,
 ) -> MemoryBreakdown | None:
-    """Return the memory of each GPU at the peak of a step, by formula or from a dry probe's count.
+    """Return the memory of each GPU at the peak of a step, from a formula or a dry probe.
 
-    If `micro_steps` is EVALUATES, the result is the peak of an evaluation. The result is None if
-    neither a formula nor a count covers the configuration. `parallelism` replaces the parallelism
-    in the configuration. The memory of several GPUs comes from a formula only, and the result is
-    None if the GPUs cannot train the configuration.
+    If `micro_steps` is EVALUATES, the result is the peak of an evaluation. `count` runs the dry
+    probe. The result is None if no formula covers the configuration and no dry probe can run it.
+    `parallelism` replaces the parallelism in the configuration. For several GPUs, only formulas are
+    used, and the result is also None if the GPUs cannot train the configuration.
     """
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.num_gpus > 1:
@@ -292,14 +294,14 @@ def step_time_of(
     objective: Objective = Objective.SFT,
     count: Counter | None = None,
 ) -> StepTimeEstimate | None:
-    """Return the step time of one reference GPU, by formula or from a dry probe's count.
+    """Return the step time of one reference GPU, from a formula or a dry probe.
 
-    The result is None if neither a formula nor a count covers the configuration.
+    The result is None if no formula covers the configuration and no dry probe can run it.
     """
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
     if count is None or (config.packing and config.knows_ends):
-        return None  # a dry probe counts a packed row as one long example, with too much attention
+        return None  # a dry probe treats a packed row as one long example, with too much attention
 
     dry_count = count(model, config, micro_steps, objective)
     return None if dry_count is None else counted_step_time(config, dry_count, host)
@@ -344,7 +346,7 @@ def estimate(
     memory: MemoryBounds | None = None,
     clock: Clock | None = None,
 ) -> Estimate | None:
-    """Estimate a configuration of a task on each GPU of the task's device, and the total cost.
+    """Estimate the memory, the speed and the total cost of a task's run with one configuration.
 
     Args:
         task: the model, workload, device, price and calibration.
@@ -354,15 +356,16 @@ def estimate(
         parallelism: replaces the parallelism in the configuration.
         network_gb_s: the bandwidth between the hosts.
         host: the speed of the host; by default, from the calibration, or an unknown host's.
-        count: makes a dry probe of a configuration that no formula covers. A dry probe takes
-            seconds.
-        shape: the steps of the run and their batches, if another tool's file sets them.
+        count: runs a dry probe of a configuration that no formula covers, which takes seconds.
+        shape: the batch sizes and the number of examples of the run, if another tool's file sets
+            them.
         num_steps: the number of steps, if another tool's file sets it.
-        memory: replaces the memory by formula.
-        clock: returns the step time of one GPU of this device, which replaces the time by formula.
+        memory: the bounds of the memory, which replace the result of the formula.
+        clock: returns the step time of one GPU of this device, which replaces the result of the
+            formula.
 
-    Returns None if neither a formula nor a count covers the configuration. Raises ValueError if the
-    GPUs cannot train it.
+    Returns None if no formula covers the configuration and no dry probe can run it. Raises
+    ValueError if the GPUs cannot train the configuration.
     """
     workload = task.workload
     parallelism = parallelism or Parallelism.of(config)
@@ -410,7 +413,7 @@ def _memory(
 ) -> MemoryBounds | None:
     """Estimate the memory of the rank that gets the longest rows.
 
-    The result is None if neither a formula nor a count covers the configuration.
+    The result is None if no formula covers the configuration and no dry probe can run it.
     """
     query = partial(
         memory_of,
@@ -445,8 +448,8 @@ def _single_gpu(
 ) -> StepTimeEstimate | None:
     """Estimate the step time of one GPU of the task's device, for rows of mean length.
 
-    The result is None if a rate of the device is unknown, or if neither a formula nor a count
-    covers the configuration.
+    The result is None if a rate of the device is unknown, or if no formula covers the configuration
+    and no dry probe can run it.
     """
     mean = task.workload.mean_row_config(config)
     objective = task.workload.objective
@@ -466,7 +469,7 @@ def _with_speed(
     network_gb_s: float | None,
     num_steps: int | None,
 ) -> Estimate:
-    """Add speed and cost, unless the traffic of several GPUs or their link is unknown."""
+    """Add the speed and the cost, unless there are several GPUs with an unknown traffic or link."""
     config = estimated.config
     if parallelism.num_gpus == 1:
         step_s = shape.accumulation * single.micro_s + single.rest_s
@@ -494,7 +497,7 @@ def _with_speed(
 def _link(
     task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
 ) -> tuple[Traffic, float, float] | None:
-    """Return a rank's traffic, its link's GB/s, and how many times slower the link may be.
+    """Return a rank's traffic, the GB/s of its link, and how many times slower the link may be.
 
     The result is None if the traffic or the link is unknown.
     """

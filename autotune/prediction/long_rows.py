@@ -1,9 +1,11 @@
-"""The memory of training on one long row by formula, for machines that cannot count the memory.
+"""A formula for the memory of training on one long row, for machines that cannot run a dry probe.
 
-Layers are computed in tiles of tokens, the loss in chunks, and the inputs of recomputed layers wait
-on the host (docs/longest.md). The factors below were fitted to the counts of dry probes. For 37
-rows of 11 models, of 8,192 to 158,720 tokens, the formula is within 2.7 % of the count, and within
-0.06 % in the median (`tests/unit/prediction/test_long_rows.py`).
+The formula assumes that layers are computed in tiles of tokens, that the loss is computed in
+chunks, and that the inputs of recomputed layers wait in the host's memory (docs/longest.md). A dry
+probe runs a training step without a GPU and computes its memory. The factors below were fitted to
+the memory that dry probes computed. They computed 37 rows of 8,192 to 158,720 tokens, with 11
+models. The formula's results differ from the dry probes' results by at most 2.7 %, and in the
+median by 0.06 % (`tests/unit/prediction/test_long_rows.py`).
 """
 
 from dataclasses import replace
@@ -25,7 +27,7 @@ FAMILIES = {
     "lora": frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"}),
     "full": frozenset({"llama", "mistral", "qwen2", "qwen3"}),
 }
-# The same number as in `trainer.tiles`, which cannot be imported here because it needs torch
+# This number is also in `trainer.tiles`, which cannot be imported here because it needs torch
 TILE_TOKENS = 4096
 # The knobs that the formula covers only with these values
 NEEDED = {
@@ -41,7 +43,7 @@ NEEDED = {
     "tiling": "tokens",
 }
 LOGIT_BYTES = 12.0  # for each logit of a chunk while the loss is computed
-# At the peak of full fine-tuning, 0.26 to 0.52 GiB exist besides the tensors of the row.
+# At the peak of full fine-tuning, 0.26 to 0.52 GiB are allocated besides the tensors of the row.
 FULL_BYTES = 0.5 * GIB
 
 
@@ -80,20 +82,22 @@ def long_row_breakdown(model: ModelSpec, config: TrainConfig) -> MemoryBreakdown
 
 
 def _row_bytes(sizes: Sizes) -> int:
-    """Return the bytes that a token's id, its label, and its position's cosine and sine take."""
+    """Return the bytes of a token's id, its label, and the cosine and sine of its position."""
     return 16 + 4 * sizes.head_dim
 
 
 def _adapted_layer_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Return the bytes at the peak of a layer's backward pass: in its attention or in its MLP."""
-    # Attention holds the layer's input, its norm and a gradient; queries, keys, values and the
-    # output, each with its gradient; flash attention's row sums and gradients of queries in 32
-    # bits; and gradients of keys and values for each query head.
+    """Return the bytes at the peak of a layer's backward pass, in the attention or in the MLP."""
+    # During attention, these tensors exist: the layer's input, the normalised input and a gradient;
+    # queries, keys, values and the attention's output, each with its gradient; the row sums of
+    # flash attention and the gradients of queries, both in 32 bits; and the gradients of keys and
+    # values, repeated for each query head.
     attention = 6 * sizes.hidden + 16 * sizes.queries + 8 * sizes.keys + 8 * sizes.heads
     if sizes.family == "qwen3":  # Qwen3 normalises queries and keys
         attention += max(2 * (sizes.queries + sizes.keys), 8 * sizes.keys)
 
-    # A tile of the MLP holds the gate, the up projection, the activation and their product.
+    # A tile of the MLP holds the outputs of the gate and of the up projection, the activation, and
+    # the product of activation and up projection.
     mlp = 14 * sizes.hidden + 4 * (sizes.queries + sizes.keys)
     tile = TILE_TOKENS * (8 * sizes.intermediate + moving_bytes(sizes, config))
 
@@ -102,7 +106,7 @@ def _adapted_layer_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _full_token_bytes(sizes: Sizes) -> int:
-    """Return the bytes for each token in full fine-tuning, whose hidden states have 32 bits."""
+    """Return the bytes for each token in full fine-tuning, where hidden states have 32 bits."""
     attention = 12 * sizes.hidden + 18 * sizes.queries + 4 * sizes.keys + 4 * sizes.heads
     if sizes.family == "qwen3":
         attention += sizes.queries + sizes.keys

@@ -1,11 +1,11 @@
-"""The memory of a configuration, computed from the model's shape without a GPU and without torch.
+"""The formula for a configuration's memory; it needs the model's shape, but no GPU and no torch.
 
 Each possible peak of a training step is affine in the tokens of a micro batch. The coefficients are
-weighted sums of the model's sizes, such as the hidden size. The bytes that a layer keeps for its
-backward pass equal the bytes in the autograd graph, which `tests/probe/test_kept_activations.py`
-counts. The bytes of the head, of temporary tensors and of compiled layers were measured on whole
-models on an H200 (`benchmarks/plan.py memory`). For families and configurations that were not
-measured, the result is None.
+weighted sums of the model's sizes, such as the hidden size. The formula has exactly the bytes that
+a layer keeps for its backward pass; `tests/probe/test_kept_activations.py` compares them with the
+bytes in the autograd graph. The bytes of the head, of temporary tensors and of compiled layers were
+measured on whole models on an H200 (`benchmarks/plan.py memory`). For families and configurations
+that were not measured, the result is None.
 """
 
 import functools
@@ -23,7 +23,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.prediction.memory_predictor import HEAD_CHUNK
 
-# The fields of MemoryBreakdown that are not terms of the peak.
+# The fields of MemoryBreakdown that are not part of the peak
 NO_TERMS = ("phase", "counted", "own_error", "pools")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 # Bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
@@ -33,7 +33,8 @@ WORKSPACE = 64.2 * MIB
 # (`benchmarks/memory.py allocator`). Four of the nine, with full fine-tuning or large logits, had
 # no unused memory.
 FIXED_SHARE = 0.9
-# Relative error of an estimated peak, about two standard deviations (`benchmarks/plan.py memory`).
+# The relative error of a peak that the formula predicts, about two standard deviations
+# (`benchmarks/plan.py memory`).
 ERROR = 0.04
 # With this value of the argument `micro_steps`, the formulas compute an evaluation instead of a
 # training step.
@@ -43,22 +44,22 @@ EVALUATES = 0
 # error for the tensors themselves was at most 0.1 %.
 EVALUATED_UNUSED = 0.12
 EVALUATION_ERROR = 0.06
-# The relative error of a counted peak. The largest of 296 errors was 0.8 % (`benchmarks/plan.py
-# memory`).
+# The relative error of a peak that a dry probe computed: a step of the real training code that runs
+# without a GPU. The largest of 296 errors was 0.8 % (`benchmarks/plan.py memory`).
 COUNT_ERROR = 0.015
-# The relative error of a counted peak with an int8 base. A count omits the copies of outlier
-# activations. With random weights, most inputs of `down_proj` are outliers: probes of three whole
-# models on an H200 held up to 9 % more than the count.
+# The relative error of a peak that a dry probe computed for an int8 base. The dry probe omits the
+# copies of outlier activations. With random weights, most inputs of `down_proj` are outliers: on an
+# H200, probes of three whole models held up to 9 % more memory than the dry probes computed.
 INT8_ERROR = 0.09
-# Neither the memory nor the time on the reference card depends on the target card, so a comparison
-# of cards asks for the same results repeatedly. The results are cached, and this cache size exceeds
-# the number of configurations in a plan.
+# The memory and the time on the reference card do not depend on the card for which a run is
+# planned. So a comparison of cards needs the same results for each card, and the results are
+# cached. This cache size exceeds the number of configurations in a plan.
 KEPT_ANSWERS = 2**14
 _BLOCK = 256  # the number of values of 8-bit optimizer state that share one scale of 4 bytes
 # Bytes of scales for each 4-bit weight, with `double_quant` off and on. 64 weights share one scale.
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}
-# Memory in bytes for each logit while the loss is computed, and while the loss's gradient is
-# computed, with today's transformers and its Trainer.
+# With transformers' Trainer, the bytes for each logit while the loss is computed, and while the
+# gradient of the loss is computed
 LOGIT_BYTES = (10.0, 12.0)
 # TRL's trainers for DPO and KTO multiply hidden states by the head in tiles. A tile has at most
 # TILE_TOKENS tokens and TILE_WORDS words of the vocabulary (`trl/kernels/chunked_logprob.py`). All
@@ -70,8 +71,8 @@ TILE_WORDS = 32768
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT = 6
 SCORES_COMPILED = 4
-# Bytes for each score in an evaluation. A score exists in 16 bits, with the mask added, in 32 bits,
-# and cast back to 16 bits.
+# In an evaluation, the bytes for each score, which exists four times: in 16 bits, with the mask
+# added, in 32 bits, and cast back to 16 bits
 EVALUATED_SCORES = 10
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # the number of norms in a layer; 2 for a family that is not listed
@@ -93,9 +94,9 @@ _SHARED_INPUTS = (
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
     """Return the table `kept_factors.yaml` for `eager` or `compiled` layers.
 
-    The table's keys are a family, and then a method with a precision, such as `lora_mixed`. A value
-    has the bytes that a layer keeps for each unit of four sizes: hidden, intermediate, queries and
-    keys.
+    The outer key of the table is a family, and the inner key is a method with a precision, such as
+    `lora_mixed`. Each value has four numbers: how many bytes a layer keeps per token for each unit
+    of the hidden size, the intermediate size, the size of all queries, and the size of all keys.
     """
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
@@ -108,12 +109,12 @@ class MemoryBreakdown:
         activations: the tensors that layers keep for the backward pass, the inputs of recomputed
             layers, and temporary tensors.
         logits: the head's logits with their gradients.
-        reserved: the memory that the allocator holds beyond allocated memory.
-        communication: on several GPUs, the layers gathered from shards and the buffers of
-            gradients.
+        reserved: the memory that the allocator reserved, but that no tensor uses.
+        communication: on several GPUs, the layers that were gathered from shards, and the buffers
+            of gradients.
         nccl: NCCL's memory outside torch's allocator.
-        pools: free memory that side streams keep for reuse, and release if the GPU's memory is
-            short.
+        pools: free memory that the allocator keeps for streams other than the main one, and
+            releases if the GPU's memory is short.
         counted: whether the memory comes from a dry probe instead of a formula.
         own_error: the relative error of the peak, or None for ERROR or COUNT_ERROR.
     """
@@ -137,14 +138,14 @@ class MemoryBreakdown:
 
     @property
     def error(self) -> float:
-        """The relative error of the peak in either direction."""
+        """The relative error of the peak; the true peak may be higher or lower."""
         if self.own_error is not None:
             return self.own_error
         return COUNT_ERROR if self.counted else ERROR
 
     @property
     def lasting_gib(self) -> float:
-        """The part of the memory that the process also holds between steps."""
+        """The memory that the process holds not only during steps, but also between steps."""
         return self.weights + self.adapters + self.optimizer
 
     @property
@@ -160,7 +161,7 @@ class MemoryBreakdown:
 
     @property
     def roomy_gib(self) -> float:
-        """The peak including `pools`, for a card with enough memory; excludes the CUDA context."""
+        """The peak with `pools`, if the card has room for them; the CUDA context is excluded."""
         return self.peak_reserved_gib + self.pools
 
     def terms(self) -> dict[str, float]:
@@ -211,10 +212,11 @@ def memory_breakdown(
 ) -> MemoryBreakdown | None:
     """Return the memory of a training run at the peak of a step, or None if no formula covers it.
 
-    `micro_steps` is the number of micro batches in a step. With 1, no gradients exist during the
-    forward pass. With EVALUATES, the result is the memory of an evaluation. If `ddp`, each of
-    several GPUs holds the whole model, and the GPUs exchange gradients. The micro batch size in the
-    configuration counts examples. For some objectives, an example has two rows.
+    `micro_steps` is the number of micro batches in a step. With 1 micro batch, no gradients exist
+    during the forward pass. With EVALUATES, the result is the memory of an evaluation. If `ddp` is
+    true, each of several GPUs holds the whole model, and the GPUs exchange gradients. The micro
+    batch size in the configuration is a number of examples. For some objectives, an example has two
+    rows.
     """
     sizes = supported(model, config)
     if sizes is None:
@@ -228,9 +230,9 @@ def memory_breakdown(
 def rows_of(config: TrainConfig, objective: Objective) -> TrainConfig:
     """Return the configuration as the objective's trainer runs it.
 
-    The micro batch size counts rows instead of examples. The loss becomes the loss of the
-    objective. The precision becomes bf16 for adapters on a quantised base, because TRL trains these
-    adapters in 16 bits.
+    In the result, the micro batch size is the number of rows instead of examples. The loss becomes
+    the loss of the objective. The precision becomes bf16 for adapters on a quantised base, because
+    TRL trains these adapters in 16 bits.
     """
     if objective is Objective.SFT:
         return config
@@ -307,16 +309,17 @@ def _breakdown(
 def counted_breakdown(
     model: ModelSpec, config: TrainConfig, count: DryCount, objective: Objective = Objective.SFT
 ) -> MemoryBreakdown:
-    """Return the memory at the peak of a step, from the `count` of a dry probe of the whole model.
+    """Return the memory at the peak of a step, from the result `count` of a dry probe.
 
-    A formula adds the memory that the allocator holds beyond allocated memory. The term
-    `activations` includes the logits, because a count does not separate them.
+    The dry probe has all layers of the model. A formula adds the memory that the allocator reserved
+    but that no tensor uses. The term `activations` includes the logits, because the dry probe does
+    not separate them.
     """
     peak = count.peak_allocated_gib
     workspace = gib(WORKSPACE + side_workspace(config))
     static = count.model_gib + count.adapters_gib + count.optimizer_gib
     segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
-    # If the peak is in the forward pass, these are the gradients of an earlier micro batch.
+    # If the peak is in the forward pass, these gradients are from an earlier micro batch.
     gradients = min(count.gradients_gib, max(peak - static - workspace, 0.0))
     evaluates = segment.startswith(Phase.EVALUATE)
     if evaluates:
@@ -365,7 +368,7 @@ def kept_gib(sizes: Sizes, config: TrainConfig) -> float:
 def allocator_overhead_gib(
     config: TrainConfig, logits: int, activations_gib: float, layer_gib: float
 ) -> float:
-    """Return the GiB that the allocator holds beyond allocated memory.
+    """Return the GiB that the allocator reserved but that no tensor uses.
 
     `layer_gib` is the memory that one layer keeps for its backward pass.
     """
@@ -377,7 +380,7 @@ def allocator_overhead_gib(
 
 
 def evaluation_overhead_gib(activations_gib: float, logits_gib: float) -> float:
-    """Return the GiB that the allocator holds beyond allocated memory in an evaluation."""
+    """Return the GiB that the allocator reserved in an evaluation but that no tensor uses."""
     return EVALUATED_UNUSED * activations_gib + 0.01 * logits_gib + gib(42 * MIB)
 
 
@@ -395,7 +398,7 @@ def step_moments(
     """Return the bytes of (gradients, activations, logits) at each possible peak of a step.
 
     `trained` is the number of trained parameters, and `logits` is the number of logits that exist
-    at the same time. The micro batch size in `config` counts rows, not examples.
+    at the same time. The micro batch size in `config` is the number of rows, not of examples.
     """
     full = config.method == "full"
     tokens = config.tokens
@@ -407,8 +410,8 @@ def step_moments(
 
     # Autocast keeps the 16-bit cast of each weight until the forward pass ends, or longer if the
     # backward pass needs it. Embeddings are not cast, and the head of a chunked loss is cast after
-    # the layers. Without a chunked loss, the formula counts a cast of an untied embedding although
-    # embeddings are not cast, so its result is up to 0.7 % too high.
+    # the layers. Without a chunked loss, the formula includes a cast of an untied embedding,
+    # although embeddings are not cast, so the formula's result is up to 0.7 % too high.
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
@@ -464,9 +467,9 @@ def evaluation_moments(
 ) -> dict[str, tuple[float, float, float]]:
     """Return the bytes of (gradients, activations, logits) at each possible peak of an evaluation.
 
-    An evaluation has no gradients, and its layers keep no activations. The factors in this function
-    are the numbers of tensors that are alive at once in an uncompiled layer of transformers. Dry
-    probes counted these tensors.
+    An evaluation has no gradients, and its layers keep no activations. Each factor in this function
+    says how many tensors of a size are alive at once in an uncompiled layer of transformers. The
+    factors were derived from dry probes.
     """
     tokens = config.tokens
     hidden = base_bytes * sizes.hidden
@@ -512,8 +515,8 @@ def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float
     """Return the bytes that a trained head needs during a chunked loss.
 
     These bytes are the head's gradient, summed over chunks, plus the logits of a chunk or the
-    gradient of a chunk, whichever is larger. Under autocast, the bytes include the cast of the
-    head, and the gradient of a chunk is in 16 bits.
+    gradient of a chunk, whichever is larger. Under autocast, the cast of the head is added, and the
+    gradient of a chunk is in 16 bits.
     """
     gradient = base_bytes * sizes.embedding
     cast = 2 * sizes.embedding
@@ -529,8 +532,8 @@ def _head_in_tiles(
 
     All tokens are assumed to belong to answers, so all have logits. Each logit of a tile has 16
     bits. The hidden states are copied, and the rows of the head that a tile needs are cast. The
-    gradients of hidden states and of a trained head are summed in 32 bits, and then cast to the
-    dtype of their tensors.
+    gradients of the hidden states and of a trained head are summed in 32 bits, and then cast to the
+    dtype of the hidden states and of the head.
     """
     hidden = config.tokens * sizes.hidden
 
@@ -583,9 +586,9 @@ def side_workspace(config: TrainConfig) -> float:
 def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes that joined adapters add to the base.
 
-    One matrix product computes the base's outputs and the adapters' outputs. So each of an
-    adapter's two matrices has two more copies: one in 16 bits, and one inside the enlarged base
-    matrix.
+    One matrix product computes the outputs of the base and of the adapters. So each of the two
+    matrices of an adapter is stored twice more: in 16 bits, and inside the enlarged matrix of the
+    base.
     """
     total = 0
     for (fan_in, fan_out), rank in _joined_groups(sizes, config):
@@ -595,7 +598,7 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
-    """Return the joint shape (in, out) and the summed rank of adapters that share an input."""
+    """Return, for adapters that share an input, their joint shape (in, out) and total rank."""
     if config.lora_kernels != "joined":
         return []
     adapted = sizes.adapted(config)
@@ -650,14 +653,15 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     else:
         keep += 4 * sizes.heads
         if config.has_mask and config.attention.startswith("sdpa"):
-            # With a mask, SDPA gets keys and values repeated for each query head, and keeps the
-            # repeated tensors. Phi 3's queries, keys and values are parts of one product, so its
-            # layers keep no more than without a mask.
+            # With a mask, keys and values are repeated for each query head before SDPA, which keeps
+            # the repeated tensors. In Phi 3, one product computes queries, keys and values
+            # together, so its layers keep as many bytes as without a mask.
             repeated = 0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
             keep += 2 * config.seq_len + repeated
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
-            # Varlen attention keeps a separate tensor of values instead of the joint product. The
-            # output of the attention is copied only if adapters cast it.
+            # Varlen attention keeps the attention's values as a separate tensor instead of the
+            # output of the joint product. The output of the attention is copied only if adapters
+            # cast it.
             casts = config.method == "lora" and not pure
             keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
 
@@ -672,11 +676,11 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Return the extra bytes per token if one product computes the base and its adapters.
+    """Return how many more bytes per token a layer keeps if one product computes base and adapters.
 
-    The products of the input and the adapters' A matrices are stored in extra columns of the base's
-    input. The attention's output has no extra columns, so it is copied into a wider tensor, and the
-    copy is kept. Under autocast, such a copy exists anyway.
+    The input is multiplied by the A matrices of the adapters, and the products are stored in
+    additional columns of the base's input. The output of the attention has no such columns, so it
+    is copied into a wider tensor, and the copy is kept. Under autocast, such a copy exists anyway.
     """
     groups = _joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
@@ -685,7 +689,7 @@ def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
 
 
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Return the bytes for each token that matrices without adapters save in a layer.
+    """Return the bytes per token that a layer keeps less, because some matrices have no adapter.
 
     `kept_factors` assumes adapters on every matrix. An adapter keeps its input. Under autocast,
     each adapter keeps its own cast of the input, unless Inductor makes one cast for all. Without
@@ -720,9 +724,9 @@ def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
 def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Return the bytes for each token that a layer keeps because of its adapters' dropout.
 
-    Each adapter keeps a dropout mask of one byte for each value of its input. It also keeps its own
-    input after dropout; adapters without dropout would share one input. Under autocast, each
-    adapter keeps a separate input even without dropout: the cast.
+    Each adapter keeps a dropout mask of one byte for each value of its input. An adapter also keeps
+    its own input after dropout, while adapters without dropout share one input. Under autocast,
+    each adapter keeps a separate input even without dropout: the cast.
     """
     adapted = sizes.adapted(config)
     fan_in = {name: size for name, (size, _) in sizes.matrices.items() if name in adapted}
@@ -741,7 +745,7 @@ def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
 
 
 def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Return the bytes of temporary tensors in a layer's backward pass, for each token."""
+    """Return the bytes per token of temporary tensors in a layer's backward pass."""
     if config.compile != "none":
         return 8 * sizes.intermediate + 6 * sizes.hidden
     is_half = (

@@ -1,8 +1,8 @@
-"""The memory gate: refuse configurations that cannot fit before a probe is launched.
+"""The memory gate refuses a configuration that cannot fit, before it is probed.
 
-`refused_by` compares a configuration with the configurations that ran out of memory. If one of
-these has, knob by knob, values that need no more memory, the configuration is refused.
-`MemoryPredictor` predicts the memory of a configuration from other configurations' measurements.
+`refused_by` compares a configuration with each configuration that ran out of memory. If every knob
+of the latter has a value that needs no more memory, the former is refused. `MemoryPredictor`
+predicts the memory of a configuration from other configurations' measurements.
 """
 
 import math
@@ -15,9 +15,9 @@ from autotune.core.knobs import KNOBS, knobs_affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
-# The assumed relative error of memory that a straight line predicts outside its measured points.
-# The error applies to the memory that the line adds after the nearest measured point.
-# `benchmarks/memory.py gate` checks this assumption.
+# A straight line predicts memory outside its measured points. The memory that the line adds after
+# the nearest measured point is assumed to have this relative error. `benchmarks/memory.py gate`
+# checks this assumption.
 LINE_DOUBT = 0.02
 
 # A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
@@ -52,7 +52,7 @@ def refused_by(
 
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
-    """Return whether `config` needs at least `other`'s memory; False if this is uncertain."""
+    """Return whether `config` surely needs at least as much memory as `other`."""
     return all(
         knob.surely_needs_at_least(getattr(config, name), getattr(other, name))
         for name, knob in KNOBS.items()
@@ -61,16 +61,16 @@ def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """One configuration and its memory with all layers, measured or extrapolated."""
+    """A configuration and its memory with all layers of the model, measured or extrapolated."""
 
     config: TrainConfig
     measurement: Measurement
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """A key of this configuration's temporary memory.
+        """A key for the temporary memory of this configuration.
 
-        Configurations with equal keys share one straight line, which gives the temporary memory by
+        For all configurations with the same key, the temporary memory is on one straight line over
         the number of tokens.
         """
         return _compute_signature(self.config, self.measurement.micro_steps)
@@ -78,13 +78,14 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The reserved memory of a configuration of the whole model, with all layers.
+    """The reserved memory that a configuration needs with all layers of the model.
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
-    in `phase`. The estimate is from measurements of `basis` other configurations. `high_gib` is an
-    upper bound only if `bounded`. There is no upper bound in two cases: a step of this
-    configuration has one micro batch, but the steps of the other configurations have two; or this
-    configuration's optimizer is paged, and no other configuration has the same optimizer.
+    in `phase`. `basis` is the number of other configurations whose measurements the estimate uses.
+    `high_gib` is an upper bound only if `bounded` is true. There is no upper bound in two cases: a
+    step of this configuration has one micro batch, but the steps of the other configurations have
+    two; or this configuration's optimizer is paged, and no other configuration has the same
+    optimizer.
     """
 
     low_gib: float
@@ -97,15 +98,16 @@ class MemoryEstimate:
 
 
 class MemoryPredictor:
-    """Predicts a configuration's peak memory from other configurations, for one model and device.
+    """Predicts the peak memory of a configuration from measurements of other configurations.
 
-    The peak of each segment of a step is static memory plus temporary memory. Static memory is
-    weights, adapters, gradients and optimizer state. Each of these four parts is known separately,
-    because it depends only on the LoRA rank, the quantisation or the optimizer. Among
-    configurations with the same `_compute_signature`, temporary memory is affine in the tokens of a
-    micro batch. Neither coefficient of this line is negative. So a measurement at one number of
-    tokens gives an upper and a lower bound at any other number. Measurements at two numbers of
-    tokens give the line.
+    All measurements are of the same model on the same device. The peak of each segment of a step is
+    static memory plus temporary memory. Static memory is weights, adapters, gradients and optimizer
+    state. Each of these four parts is predicted separately, because each depends only on some of
+    the LoRA rank, the quantisation and the optimizer. For configurations with the same
+    `_compute_signature`, temporary memory is affine in the tokens of a micro batch: a straight line
+    whose two coefficients are not negative. So a measurement at one number of tokens gives an upper
+    and a lower bound at any other number of tokens. Measurements at two numbers of tokens give the
+    line.
     """
 
     def __init__(self) -> None:
@@ -114,7 +116,7 @@ class MemoryPredictor:
     def learn(self, config: TrainConfig, measurement: Measurement) -> None:
         """Add a measurement of the whole model.
 
-        An extrapolated measurement never replaces the real measurement of a configuration.
+        An extrapolated measurement never replaces a real measurement of the same configuration.
         """
         key = (config.digest, measurement.micro_steps)
         if key not in self._known or not measurement.time_error:
@@ -195,12 +197,13 @@ class MemoryPredictor:
         return min(self._similar(config, micro_steps), key=distance, default=None)
 
     def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
-        """Return the known configurations with the same compute signature.
+        """Return the known configurations with the compute signature of `config`.
 
         If `micro_steps` is 1, and no known configuration has one micro batch per step, LoRA
-        configurations with two micro batches are returned. Their memory is a lower bound. With two
-        micro batches, gradients exist throughout the second one; with one micro batch, gradients
-        appear during the backward pass. The gradients of adapters are small, so the bound is close.
+        configurations with two micro batches are returned. The temporary memory of these
+        configurations is a lower bound: gradients of adapters exist during all of the second micro
+        batch, so they count as static memory. With one micro batch, the gradients appear only
+        during the backward pass. The gradients of adapters are small, so the bound is close.
         """
 
         def with_steps(steps: int) -> list[Known]:
@@ -232,7 +235,7 @@ def static_gib(measurement: Measurement, micro_steps: int) -> float:
 
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
-    """Return a key; configurations with equal keys need the same bytes for each token of a step."""
+    """Return a key that is the same for configurations that need the same bytes for each token."""
     # Memory depends on the number of tokens, not on the length of a row, unless attention scores or
     # a mask are stored for each pair of tokens.
     length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len
@@ -277,9 +280,9 @@ def _segments(measurement: Measurement) -> dict[str, float]:
 def _temporary_gib(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
     """Return the (low, likely, high) temporary memory at `tokens`, from other configurations.
 
-    `points` has the (tokens, GiB) of each of those configurations. The error of the line is the
-    largest distance of a point from the line. If `tokens` is outside the range of the points, the
-    error grows by LINE_DOUBT times the line's change from the nearest point to `tokens`.
+    `points` has a pair (tokens, GiB) for each of the other configurations. The error of the line is
+    the largest distance of a point from the line. If `tokens` is outside the range of the points,
+    the error grows by LINE_DOUBT times the line's change from the nearest point to `tokens`.
     """
     counts = sorted({count for count, _ in points})
     nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))

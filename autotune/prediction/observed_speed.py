@@ -1,4 +1,4 @@
-"""Speeds that other users measured on a device; they correct speeds converted from other cards."""
+"""Correct a speed that is converted from another card, with other users' measurements."""
 
 import functools
 import math
@@ -15,8 +15,8 @@ from autotune.problem.speed_transfer import SpeedTransfer
 
 # The method and the quantisation of the training that a calibration runs
 CALIBRATED_METHOD = ("lora", "none")
-# An observation is ignored if it deviates from the formula by more than this number of standard
-# deviations.
+# An observation is ignored if it deviates from the formula's speed by more than this number of
+# standard deviations.
 MAX_DEVIATIONS = 6.0
 
 
@@ -26,8 +26,8 @@ class Observation:
 
     `tokens_per_s` includes padding, because the share of useful tokens depends on the data.
     `tokens_per_row` is the mean length of a padded row, or None if all rows have `seq_len` tokens.
-    `model` is a name in the catalogue, or None for a model outside the catalogue. `model_digest`
-    then identifies the model's shape.
+    `model` is a name in the catalogue. If the catalogue lacks the model, `model` is None and
+    `model_digest` identifies the model's shape.
     """
 
     device: str
@@ -48,7 +48,7 @@ class Observation:
 def measured_ratios(
     observations: Sequence[Observation], device: DeviceSpec, method: str, quantization: str
 ) -> list[float]:
-    """Return measured speeds on this device divided by the formula's speeds.
+    """Return the ratios of measured speeds on this device to the speeds that the formula predicts.
 
     Measurements with another trainer than transformers' Trainer, with another method, or with
     another quantization are ignored.
@@ -67,8 +67,8 @@ def measured_ratios(
             continue
 
         ratio = _ratio_to_formula(observed)
-        # No published pair of cards deviates by as many as MAX_DEVIATIONS standard deviations, so
-        # an observation that deviates more is treated as a mistake.
+        # The speed ratio of every published pair of cards is within MAX_DEVIATIONS standard
+        # deviations of the formula, so an observation that deviates more is treated as a mistake.
         if ratio and abs(math.log(ratio)) <= MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN):
             ratios.append(ratio)
     return ratios
@@ -105,7 +105,7 @@ def observed_transfer(
     *,
     side: float | None = None,
 ) -> SpeedTransfer | None:
-    """Return the speed conversion between two cards, corrected by observations on the target.
+    """Return the speed conversion between two cards, corrected by observations on the target card.
 
     Observations with another method or quantization than the configuration's are ignored. Either
     card may be calibrated. The result is None if a rate of either card is unknown.

@@ -1,4 +1,4 @@
-"""The full run's speed from probes on another card, or on one GPU that simulates a rank."""
+"""Compute the full run's speed from probes on another card, or on one GPU that simulates a rank."""
 
 import statistics
 from collections.abc import Sequence
@@ -35,9 +35,8 @@ from autotune.problem.task import Task
 def with_transfer(setup: Setup, spec: StudySpec) -> Setup:
     """Add the speed conversion from the card that runs the probes to the study's device.
 
-    If the spec names a calibration of the device, the conversion includes the ratio of the speeds
-    of the device's host and this machine's host. Each of the two calibrations has the speed of its
-    host.
+    If the spec names a calibration of the device, and this machine is calibrated too, the
+    conversion includes the ratio of the two hosts' speeds, which the calibrations measured.
     """
     task = setup.task
     if task.measured_on is None:
@@ -53,9 +52,10 @@ def run_performance(
     task: Task, config: TrainConfig, measurements: Sequence[Measurement]
 ) -> Performance:
     """Return the full run's performance on the task's device, from probes of a configuration."""
-    # The model FLOPs utilisation needs one peak and the number of operations. A CPU has no data
-    # sheet with a peak. Part of an fp8 base's arithmetic runs at twice the bf16 rate, so it has no
-    # single peak. The operations of objectives other than SFT are not counted.
+    # The model FLOPs utilisation (MFU) needs a single peak and the number of operations. No data
+    # sheet says the peak of a CPU. With an fp8 base, a part of the arithmetic runs at twice the
+    # bf16 rate, so there is no single peak. For objectives other than SFT, the number of operations
+    # is unknown.
     is_counted = config.quantization != "fp8" and task.workload.objective is Objective.SFT
     peak = peak_tflops(task.device) if is_counted else None
     speed = performance(
@@ -98,7 +98,7 @@ def run_tokens_per_s(task: Task, result: ProbeResult) -> float | None:
 def _device_measurement(
     task: Task, config: TrainConfig, measurement: Measurement
 ) -> tuple[Measurement, float]:
-    """Return the measurement with its times converted to the device, and the conversion's error."""
+    """Return the measurement with times converted to the device, and the conversion's error."""
     if config.num_gpus > 1:
         waiting = _with_waiting(task, config, measurement)
         if task.is_simulated(config):
@@ -149,8 +149,9 @@ def _link_error(
 ) -> tuple[float, float]:
     """Return the range of the step time, relative to `step_s`, that the uncertain link causes.
 
-    At the fast end, communication takes no extra time. At the slow end, no communication overlaps
-    with computation, and the link is as slow as `slowest_link` says.
+    The lower end of the range assumes that communication takes no extra time. The upper end assumes
+    that no communication overlaps with computation, and that the link is as slow as `slowest_link`
+    says.
     """
     sent, link = _rank_traffic(task, config, simulated)
     accumulation = task.workload.run_shape(config).accumulation
@@ -166,7 +167,7 @@ def _link_error(
 def _rank_traffic(
     task: Task, config: TrainConfig, measurement: Measurement
 ) -> tuple[Traffic, float]:
-    """Return a rank's traffic in a step and its link's GB/s.
+    """Return a rank's traffic in a step, and the GB/s of the rank's link.
 
     Raises ValueError if the link's bandwidth is unknown.
     """

@@ -1,11 +1,12 @@
-"""The memory of each GPU of a training on several GPUs, by formula.
+"""The formula for the memory of each GPU in a training on several GPUs.
 
 The terms of `memory_formula` are divided among the GPUs as the strategy shards them. With
 accelerate's settings, FSDP2 gathers and shards parameters in units: one for each layer, one for the
 embedding, and one for the final norm and the head. The unit of the head is not resharded after the
 forward pass. A training step with torch's `fully_shard` on the meta device showed which buffers
-exist at each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. DeepSpeed's
-settings are those of the exported script, or come from a file that `check` reads.
+exist at each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. The caller gives
+the settings of DeepSpeed: those of the exported script, or those in a file that the command `check`
+reads.
 """
 
 import functools
@@ -34,17 +35,17 @@ from autotune.prediction.memory_formula import (
 )
 
 # The assumed relative error of a rank's peak. The largest measured error was 3 % under FSDP2 and
-# 1.5 % under DeepSpeed. Each side stream has its own memory pool. Other streams get the free blocks
-# of this pool only if memory is short. On cards with free memory, ranks held 20 to 55 % more than
-# they had allocated.
+# 1.5 % under DeepSpeed. Each side stream has its own memory pool, and other streams get the free
+# blocks of this pool only if memory is short. So on cards with enough memory, the memory that a
+# rank reserved was 20 to 55 % above the memory that the rank had allocated.
 RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # DeepSpeed's default for the number of parameters that stage 3 may keep gathered
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
-# Moments of a step at which gradients are scattered already, so that each rank holds only its shard
+# Moments of a step after gradients were scattered, so that each rank holds only its shard of them
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
 
-# Bytes of (gradients, activations, logits, communication) at a moment of a step
+# The bytes of (gradients, activations, logits, communication) that exist at a moment of a step
 Moment = tuple[float, float, float, float]
 
 
@@ -54,8 +55,8 @@ class DeepSpeedBuffers:
 
     `bucket` is the number of gradients in a bucket, or None for the Trainer's value `auto`. `live`
     is the number of parameters that stage 3 may keep gathered, or None for the parameters of two
-    layers, as in the exported script. If `builds_whole`, each GPU holds the whole model before
-    DeepSpeed shards it.
+    layers, as in the exported script. If `builds_whole` is true, each GPU holds the whole model
+    before DeepSpeed shards the model.
     """
 
     bucket: int | None = None
@@ -182,8 +183,8 @@ def _sharded_breakdown(
     phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
     phases |= dict.fromkeys(IN_FORWARD, Phase.FORWARD) | dict.fromkeys(EVALUATED, Phase.EVALUATE)
 
-    # The pool of each stream keeps the memory of the stream's peak, even if the streams peak at
-    # different moments. So the peaks of all streams add up.
+    # The pool of each stream keeps all the memory that the stream held at its peak. So the peaks of
+    # all streams add up, even if they occur at different moments.
     side_pools = _pools(sizes, config, shares, parallelism)
     scattered = _scattered_bytes(config, shares, parallelism)
     in_side_pools = {
@@ -259,7 +260,7 @@ def _lasting_bytes(
 
 
 def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
-    """Return the bytes of a rank's shards of all gradients at the end of the backward pass."""
+    """Return the bytes of a rank's gradient shards at the end of the backward pass."""
     if parallelism.offload:
         return 0.0
     return (2 if config.precision == "bf16_pure" else 4) * shares.trained / parallelism.num_shards
@@ -268,14 +269,14 @@ def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Paralleli
 def _held_gradients(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, float]:
-    """Return the bytes of gradients that FSDP2 holds, by moment of a step.
+    """Return for each moment of a step how many bytes of gradients FSDP2 holds.
 
     The result excludes the gradients of the unit that is being computed. Before the last micro
-    batch of a step, gradients are kept unsharded, unless each micro batch scatters them. The last
-    micro batch scatters gradients layer by layer in fp32. A shard then takes 2 / gpus of the bytes
-    of the unsharded bf16 gradients. The gradients of a tied head are kept until the backward pass
-    ends. With several copies of the model, the sums of gradients over all copies are also held in
-    bf16 until the backward pass ends.
+    batch of a step, gradients are kept unsharded, unless each micro batch scatters its gradients.
+    The last micro batch scatters gradients layer by layer in fp32. A shard then takes 2 / gpus
+    times the bytes of the unsharded bf16 gradients. The gradients of a tied head are kept until the
+    backward pass ends. With several copies of the model, the sums of gradients over all copies are
+    also held in bf16 until the backward pass ends.
     """
     gpus = parallelism.num_shards
     whole = accumulates and not parallelism.sync_each_batch
@@ -284,8 +285,8 @@ def _held_gradients(
     scattered = _scattered_bytes(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
     of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
-    # The bytes of shards that do not exist yet. If shards of earlier micro batches exist, new
-    # shards are added to these in place, so no bytes are missing.
+    # The bytes of the gradient shards that do not exist yet. If an earlier micro batch made shards,
+    # new gradients are added to these shards in place, so no shard is missing.
     missing_layer, missing_end = (
         each if whole or not accumulates else 0.0 for each in (of_layer, of_end)
     )
@@ -309,9 +310,10 @@ def _held_gradients(
 def _fsdp2_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, Moment]:
-    """Return the memory at those moments of an FSDP2 step that may be the peak.
+    """Return the memory at each moment of an FSDP2 step that may be the peak.
 
-    While a layer is gathered, its bytes exist twice: in the receive buffer, and as its parameters.
+    While a layer is being gathered, its bytes exist twice: in the receive buffer and in its
+    parameters.
     """
     full = config.method == "full"
     tied = sizes.tied
@@ -344,8 +346,8 @@ def _fsdp2_moments(
         "forward": (
             waiting,
             body,
-            # A chunked loss has its logits after the model's forward pass, when the gathered units
-            # are already freed.
+            # A chunked loss computes its logits after the model's forward pass, when the gathered
+            # units are already freed.
             0.0 if config.loss == "chunked" else plain["forward"][2],
             kept + embedding + (layer if tied else embedding),
         ),
@@ -366,8 +368,8 @@ def _fsdp2_moments(
         ),
         "first": (held["first"], of_layer + growth, 0.0, layer + embedding + trained_layer),
         "inputs": (held["inputs"], plain["inputs"][1], 0.0, embedding + trained_layer),
-        # The last gradient exists four times: unsharded, as the input of the scattering, and as the
-        # output in bf16 and in fp32
+        # The last gradient exists four times: unsharded, as the input of the reduce-scatter, and as
+        # its output in bf16 and in fp32
         "scattering": (
             scattered,
             trained_end,
@@ -386,9 +388,9 @@ def _fsdp2_moments(
 def _replicated_moments(
     sizes: Sizes, config: TrainConfig, shares: Shares
 ) -> dict[str, tuple[float, float, float]]:
-    """Return the activations and logits at the moments of a bf16 step.
+    """Return the bytes of gradients, activations and logits at each moment of a step in bf16.
 
-    Every GPU holds them whole, because no strategy shards activations or logits.
+    Every GPU holds all activations and logits of its rows, because no strategy shards them.
     """
     pure = replace(config, precision="bf16_pure")
     logits = live_logits(config, sizes.vocab)
@@ -405,8 +407,9 @@ def _zero_moments(
 ) -> dict[str, Moment]:
     """Return the memory at the moments of a step under DeepSpeed.
 
-    Gradients are in bf16, and stages 2 and 3 shard them. For the optimizer step, each rank also has
-    a shard in fp32. Stage 3 keeps its shard of the gradients allocated during the whole step.
+    Gradients are in bf16, and stages 2 and 3 shard the gradients. For the optimizer step, each rank
+    also has its shard of the gradients in fp32. In stage 3, each rank's shard stays allocated
+    during the whole step.
     """
     gpus = parallelism.num_gpus
     stage = parallelism.strategy

@@ -1,11 +1,11 @@
-"""The time of a micro batch, by formula: the time of matrix products plus the time to move bytes.
+"""The formula for the time of a micro batch: matrix products plus the time to move bytes.
 
 The formula assumes that all matrix products reach the rate of large products, and that all bytes
 move at the bandwidth of the card's memory. The constants were measured on an H200
-(`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). `transfer` converts both times
-to other cards. The host's time to issue the work is a separate lower bound, which does not depend
-on the card. The host's time is the least certain of the three times: hosts differ by a factor of
-two, and only a calibration measures the user's host.
+(`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). The module `transfer` converts
+these two times to other cards. A micro batch also takes at least as long as the host needs to issue
+the work, which does not depend on the card. The host's time is the least certain of the three
+times: some hosts are twice as fast as others, and only a calibration measures the user's host.
 """
 
 import functools
@@ -34,54 +34,58 @@ from autotune.problem.speed_transfer import SpeedTransfer
 # A matrix multiplication in fp8 is this many times as fast as in bf16, even with the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
-# Three numbers of bytes that a step moves, including temporary tensors: for each byte that a layer
+# How many bytes a step moves, including those of temporary tensors: for each byte that a layer
 # keeps for its backward pass, for each logit, and for each weight of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
 # In full fine-tuning, a layer moves this fraction of the bytes that a layer with adapters moves.
 FULL = 0.7
-# The host's milliseconds for one layer with adapters, in one micro batch
+# The milliseconds that the host needs to issue one layer with adapters, in one micro batch
 HOST_MS = {"eager": 6.0, "compiled": 3.5}
-NF4_MS = 2.0  # extra milliseconds of the host to issue the unpacking of a layer's 4-bit base
-FULL_MS = 2.5  # the host's milliseconds for a layer without adapters
-AGAIN = 0.7  # recomputing a layer adds this fraction of the layer's host time
-# Bytes moved for each logit in TRL's tiles. A forward pass writes and reads each logit in 16 bits:
-# 4 bytes. A backward pass writes and reads each logit twice, and moves its gradient once: 10 bytes.
+NF4_MS = 2.0  # added milliseconds to issue the unpacking of a layer's 4-bit base
+FULL_MS = 2.5  # the host's milliseconds to issue a layer without adapters
+AGAIN = 0.7  # if a layer is recomputed, its host time grows by this fraction
+# The bytes that are moved for each logit if TRL computes the loss in tiles. A forward pass writes
+# and reads each logit in 16 bits, which is 4 bytes. A backward pass writes and reads each logit
+# twice, and moves the logit's gradient once, which is 10 bytes.
 TILE_FORWARD = 4.0
 TILE_BACKWARD = 10.0
-# With TRL's tiles, the bytes that layers move are multiplied by this factor. Without tiles, the
-# constants for logits also cover some bytes of the layers; the constants for tiles do not. Dry
-# probes of five families with adapters counted factors of 1.3 to 1.6.
+# With TRL's tiles, the bytes that layers move are multiplied by this factor. The reason is that the
+# second numbers of EAGER and COMPILED, for logits, include some bytes of the layers, but
+# TILE_FORWARD and TILE_BACKWARD do not. Dry probes of five families with adapters gave factors of
+# 1.3 to 1.6.
 LAYERS_ALONE = 1.45
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
-# Factors that convert the counts of a dry probe to the times of kernels, from profiles of three
-# models on an H200 (`benchmarks/counts.py speed`). A thin product, such as one with an adapter, is
-# bound by bandwidth.
-THICK = 1.14  # speed of products that are not thin, relative to the mean of all products
+# A dry probe counts the operations and the moved bytes of a step without a GPU. The following
+# factors convert its counts to the times of kernels. They come from profiles of three models on an
+# H200 (`benchmarks/counts.py speed`). A thin product is a matrix product that is bound by
+# bandwidth, such as a product with an adapter.
+THICK = 1.14  # speed of products that are not thin, divided by the mean speed of all products
 MOVED_SHARE = 0.665  # fraction of the memory bandwidth that kernels reach if they only move bytes
 THIN_SHARE = 0.73  # fraction of the memory bandwidth that thin products reach
-# Time per FLOP of memory-efficient attention, relative to the mean of all products
+# Time per FLOP of memory-efficient attention, divided by the mean time per FLOP of all products
 BY_POSITION = 2.2
 OPERATION_US = 23.0  # the host's microseconds to issue one operation
-# Time to move a byte of a strided or an indexed tensor, relative to a byte of other tensors.
+# Time to move a byte of a strided or an indexed tensor, divided by the time for other tensors.
 # STRIDED, INDEXED and the four factors after them come from profiles of 11 other models on an H100.
 # One of the 11 models had unaligned rows, and two had wide heads.
 STRIDED = 2.0
 INDEXED = 3.0
-# Time per FLOP, relative to the mean of all products
+# Time per FLOP of the following operations, divided by the mean time per FLOP of all products
 NOT_ALIGNED = 5.5  # a matrix product with unaligned rows (`probe_types.UNALIGNED`)
 FLASH = 1.4  # flash attention, if it replaces cuDNN's attention
 WIDE_FORWARD = 5.4  # memory-efficient attention of wide heads
 WIDE_BACKWARD = 20.0
-# The DEVICE_ERROR of a counted step. Before the six factors above were taken from the 11 models,
-# the 80 % interval contained 27 of the models' 30 measurements. The median error on the 11 models
-# with these factors is 4.3 %, but another family may use kernels that the 11 models lack.
+# The relative standard deviation of the device's time if the time comes from a dry probe. Before
+# the six factors above were taken from the 11 models, the 80 % interval contained 27 of the 30
+# measurements of these models. With the six factors, the median error for the 11 models is 4.3 %,
+# but another family may use kernels that the 11 models lack.
 COUNTED_ERROR = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host's time to issue work, relative to the hosts that were measured for HOST_MS.
+    """A host's time to issue work, divided by the time of the hosts that were measured for HOST_MS.
 
     A larger `scale` means a slower host. `error` is the standard deviation of the logarithm of
     `scale`.
@@ -100,8 +104,8 @@ UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 def host_of(calibration: Calibration | None) -> Host:
     """Return the calibrated host, or an unknown host without a calibration.
 
-    The calibrated host gets the error of MEASURED_HOST. A calibration on a CPU timed the
-    computation together with the host's work, so its host gets the error of UNKNOWN_HOST.
+    The calibrated host gets the error of MEASURED_HOST. A calibration of a CPU timed the
+    computation together with the host's work, so the error of its host is that of UNKNOWN_HOST.
     """
     if calibration is None:
         return UNKNOWN_HOST
@@ -113,14 +117,15 @@ def host_of(calibration: Calibration | None) -> Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEstimate:
-    """Seconds of a micro batch on the device and on the host, and of the rest of a step.
+    """The seconds of a micro batch on the device and on the host, and of the rest of a step.
 
     `rest_s` is the time after the last micro batch: clipping and the optimizer. The device's time
-    consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled`, the
-    parts of the device's time come from a profile, and `fp8_s` is the time of 8-bit products.
-    Errors are standard deviations of the logarithms. `side` is the size of square matrices whose
-    product has the layers' mean number of multiply-adds, or None if unknown. `num_observations` is
-    the number of other users' measurements that corrected the conversion to another card.
+    consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled` is
+    true, the parts of the device's time come from a profile, and `fp8_s` is the time of 8-bit
+    products. Each error is the standard deviation of the time's logarithm. `side` is the size of
+    square matrices whose product has the layers' mean number of multiply-adds, or None if unknown.
+    `num_observations` is the number of other users' measurements that corrected the conversion to
+    another card.
     """
 
     products_s: float
@@ -141,12 +146,12 @@ class StepTimeEstimate:
 
     @property
     def products_share(self) -> float:
-        """The share of the device's time that products in 16 or more bits take."""
+        """The share of the device's time that matrix products in 16 or more bits take."""
         return self.products_s / self.device_s
 
     @property
     def micro_s(self) -> float:
-        """The longer time, the device's or the host's, plus up to 19 % if they are close."""
+        """The longer of the device's and the host's time, plus up to 19 % if they are similar."""
         return math.sqrt(math.hypot(self.device_s**2, self.host_s**2))
 
     @property
@@ -189,12 +194,12 @@ class StepTimeEstimate:
 def counted_step_time(
     config: TrainConfig, count: DryCount, host: Host = MEASURED_HOST
 ) -> StepTimeEstimate | None:
-    """Return the time of a step on the reference card, from the counted work of the whole model.
+    """Return the time of a step on the reference card, from a dry probe of the whole model.
 
-    The result is None if only memory was counted, if activation checkpoints are offloaded to the
-    host, or with CUDA graphs, because their time was never measured. The result is also None unless
-    all products are in 16 bits. Bases in int8 or fp8 multiply in 8 bits, and experts multiply in 16
-    bits only if the experts are in bf16.
+    The result is None if the dry probe computed only memory. The result is also None with
+    activation checkpoints on the host and with CUDA graphs, because their time was never measured.
+    And the result is None if some products are not in 16 bits: with a base in int8 or fp8, products
+    are in 8 bits, and experts multiply in 16 bits only if the experts' weights are in bf16.
     """
     in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
@@ -226,7 +231,7 @@ def counted_step_time(
 
 
 def _slowness(name: str, config: TrainConfig) -> float:
-    """Return the time per FLOP of the named operation, relative to the mean of all products."""
+    """Return the operation's time per FLOP, divided by the mean time per FLOP of all products."""
     if "attention" not in name:
         return NOT_ALIGNED if name.endswith(UNALIGNED) else 1 / THICK
     if name.endswith(WIDE):
@@ -241,10 +246,10 @@ def divide_step_time(
 ) -> StepTimeEstimate:
     """Divide a measured step time into the parts of a StepTimeEstimate.
 
-    The parts have the proportions of the measurement's profile or, without a profile, of
-    `by_formula`, the estimate by formula for the measured card. The device error is 0, because the
-    caller adds the measurement's error. The host error is UNKNOWN_HOST's, because the time may be
-    converted to another host.
+    The parts have the same proportions as in the measurement's profile. Without a profile, they
+    have the same proportions as in `by_formula`, which is the formula's estimate for the measured
+    card. The device error is 0, because the caller adds the measurement's error. The host error is
+    that of UNKNOWN_HOST, because the time may be converted to another host.
     """
     micro_s = statistics.median(measurement.micro_step_s)
     kernels = measurement.kernels
@@ -281,7 +286,7 @@ def divide_step_time(
 
 
 def _other_part(micro_s: float, part_s: float) -> float:
-    """Return the host's time if `part_s` is the device's time, and vice versa."""
+    """Return the host's time if `part_s` is the device's time, and the reverse."""
     return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
@@ -299,7 +304,7 @@ def estimate_step_time(
     sizes = supported(model, config)
     if sizes is None or config.cuda_graphs != "none":
         return None
-    # Uncompiled fp8 is slower than bf16, so it was not measured.
+    # Uncompiled fp8 is slower than bf16, so its time was not measured.
     if config.quantization == "fp8" and config.compile == "none":
         return None
     trained = memory_breakdown(model, config, objective=objective)
@@ -322,8 +327,9 @@ def _step_time(
     passes = own + untrained
     head, of_logits = _head(sizes, compiled, objective)
 
-    # A multiply-add counts as two operations. Each weight matrix has one product in the forward
-    # pass, one for the input's gradient, and in full fine-tuning one for the weight's gradient.
+    # A multiply-add counts as two operations. Each weight matrix is multiplied once in the forward
+    # pass, once for the gradient of its input, and in full fine-tuning once more for the gradient
+    # of the weight.
     params = sizes.linear_params + head
     products = (6 if full else 4) * params + 2 * recomputed * sizes.linear_params
     products += 2 * passes * params
@@ -336,8 +342,8 @@ def _step_time(
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (recomputed + passes) / 3)
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
 
-    # PEFT's adapters read the base's outputs again to add to them. With `lora_kernels: joined`, an
-    # adapter is part of the base's matrix product, and the bytes that only the adapter moves are
+    # PEFT reads the base's outputs again to add the adapters' outputs. With `lora_kernels: joined`,
+    # an adapter is part of the base's matrix product, and the bytes that only the adapter moves are
     # ignored.
     with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels != "joined" else 0.0)
     weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
@@ -373,7 +379,7 @@ def _step_time(
 
 
 def _head(sizes: Sizes, compiled: bool, objective: Objective) -> tuple[int, float]:
-    """Return the head's number of parameters, and the bytes moved for each logit in all passes."""
+    """Return the head's number of parameters, and the bytes that all passes move for each logit."""
     if objective.num_labels is not None:
         return 0, 0.0
     if objective is Objective.SFT:

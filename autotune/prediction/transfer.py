@@ -2,18 +2,20 @@
 
 A configuration needs the same memory on every card, but its speed differs. The speed of matrix
 products is proportional to the 0.7th power of the card's peak TFLOP/s (without sparsity) and to the
-0.3rd power of its power limit. Training cannot use all of a newer card's peak, and a card with a
-low power limit cannot keep its clock rate. The speed of moving bytes is proportional to the
-bandwidth. Between cards that differ only in their memory, the exponent of the bandwidth is
-OF_MEMORY instead of 1. The host's time to issue work stays the same, unless both hosts were
+0.3rd power of its power limit. The exponent of the peak is below 1, because training uses a smaller
+part of a faster card's peak. The power limit counts, because a card with a low limit cannot keep
+its clock rate. The speed of moving bytes is proportional to the memory bandwidth. For two cards
+that differ only in their memory, the exponent of the bandwidth is OF_MEMORY instead of 1. The
+host's time to issue work is assumed to be the same for both cards, unless both hosts were
 calibrated.
 
-The exponents were fitted on 574 published pairs (`benchmarks/transfer.py pairs`). The exponent for
-memory alone was fitted on one model on an H100 and an H200 (`benchmarks/transfer.py compare`). For
-a pair of cards and a training method, the speed ratio deviates from the fit by about `BETWEEN`. All
-configurations of the method share the deviation, so one measurement on the target reveals most of
-it. `WITHIN` is the standard deviation between configurations of one method. If a card is
-calibrated, the measured rates replace its data sheet.
+The exponents 0.7 and 0.3 were fitted to 574 published pairs: the same training on two cards
+(`benchmarks/transfer.py pairs`). OF_MEMORY was fitted to measurements of one model on an H100 and
+an H200 (`benchmarks/transfer.py compare`). For a pair of cards and a training method, the ratio of
+the two speeds deviates from the fit by about `BETWEEN`. All configurations of the method share this
+deviation, so one measurement on the target card reveals most of the deviation. `WITHIN` is the
+standard deviation between configurations of one method. If a card is calibrated, the measured rates
+replace its data sheet.
 """
 
 import math
@@ -34,39 +36,40 @@ OF_POWER = 0.3
 # Between two cards with the same chip, the speed of kernels that move bytes is proportional to the
 # memory bandwidth to the power of OF_MEMORY. These kernels also wait for the chip, which is equally
 # fast on both cards. An H200 has 1.43 times the bandwidth of an H100, but these kernels were only
-# 1.24 times as fast. For the 103 published pairs with the same chip, the error is 8 % with
-# OF_MEMORY and 11 % with an exponent of 1. Two cards of different generations also have different
-# chips, so for such a pair the exponent is 1. The error for the published pairs of this kind is
-# 15 %, and would be 17 % with OF_MEMORY.
+# 1.24 times as fast. For the 103 published pairs of cards with the same chip, the error of the
+# predicted ratio is 8 % with OF_MEMORY and 11 % with an exponent of 1. For two cards with different
+# chips, the exponent is 1: the error for such published pairs is 15 %, and would be 17 % with
+# OF_MEMORY.
 OF_MEMORY = 0.61
-# A card with an unknown power limit is assumed to reach this fraction of its peak. Cards in the
-# catalogue reach 0.58 to 0.95, and 0.75 is about the middle.
+# A card with an unknown power limit is assumed to reach this fraction of its peak. By the formula,
+# the cards in the catalogue reach 0.58 to 0.95, and 0.75 is about the middle.
 WITHOUT_POWER = 0.75
 CEILING = 0.95  # the largest fraction of its peak that any card is assumed to reach
 # The share of an H200's time that matrix products take in the published pairs. The share is used
 # for configurations without a formula.
 USUAL_SHARE = 0.3
-# For a pair of cards, each configuration has a speed ratio. The constants are standard deviations
-# of this ratio's logarithm: BETWEEN is the deviation from one pair of cards to another, for the
-# same method. WITHIN is the deviation from one configuration to another, for the same method and
-# pair.
+# For a pair of cards, each configuration has a ratio of the two speeds. The next two numbers are
+# standard deviations of the logarithm of this ratio. BETWEEN is how much the ratio varies from one
+# pair of cards to another, with the same method. WITHIN is how much the ratio varies from one
+# configuration to another, with the same method and pair.
 BETWEEN = 0.14
 WITHIN = 0.09
-# The generations of the cards in the published pairs. Speeds of other generations come from data
-# sheets only, so their standard deviation is UNMEASURED, twice BETWEEN.
+# The generations of the cards in the published pairs. The speed of a card of another generation
+# comes from its data sheet only, so its standard deviation is UNMEASURED, which is twice BETWEEN.
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
 # The standard deviation of the speed ratio of two cards with the same chip, if a profile divides
-# the device's time into its parts. The deviation was 2.7 % between an H100 and an H200, for one
-# model, and the host worked for less than 20 % of each micro batch's time.
+# the device's time into its parts. Between an H100 and an H200, the deviation was 2.7 % for one
+# model, whose micro batches needed the host for less than 20 % of their time.
 PROFILED = 0.03
-# These factors convert a calibration's rates to the rates of the step time formula. IN_TRAINING is
-# the speed of matrix products in training, relative to products that run alone. COPIED is the share
-# of the data sheet's bandwidth that a copy reaches. Both factors assume an H200 whose products, if
-# they run alone, reach 0.72 of the peak, and whose copies reach 0.88 of the bandwidth. 0.72 is the
-# middle of the range that cards keep under their power cap. Later, calibrations of an H100 and an
-# H200 measured 0.67 and 0.66 of the peak with the largest products, and 0.89 and 0.88 of the
-# bandwidth. The training in a calibration corrects the combined error of both factors.
+# These factors convert the rates that a calibration measured to the rates of the step time formula.
+# IN_TRAINING is the speed of matrix products in training, divided by their speed if they run alone.
+# COPIED is the share of the data sheet's bandwidth that a copy reaches. Both factors were computed
+# for an H200, with the assumption that products that run alone reach 0.72 of the peak, and that
+# copies reach 0.88 of the bandwidth. 0.72 is the middle of the range that cards reach under their
+# power limit. Later, calibrations of an H100 and an H200 measured 0.67 and 0.66 of the peak with
+# the largest products, and 0.89 and 0.88 of the bandwidth. The training in a calibration corrects
+# the combined error of both factors.
 IN_TRAINING = REACHED / 0.72
 COPIED = 0.88
 
@@ -135,14 +138,14 @@ def speed_transfer(
     side: float | None = None,
     alike: bool = False,
 ) -> SpeedTransfer | None:
-    """Return the conversion of a speed from `source` to `target`, or None if a rate is unknown.
+    """Return the conversion of a speed between two cards, or None if a rate is unknown.
 
     Args:
         source: the card with the known speed.
         target: the card whose speed is wanted.
-        known: measured speeds on the target with the same method, divided by the expected speeds.
-            The measured speeds are ignored if the target is calibrated, because the calibration
-            includes a training.
+        known: measured speeds on the target with the same method, each divided by the expected
+            speed. They are ignored if the target is calibrated, because the calibration includes a
+            training.
         precision: the precision of the products: bf16, fp16 or fp8.
         calibration: a calibration of either card.
         side: the side of the square matrices that the products multiply, for
@@ -193,7 +196,7 @@ def speed_transfer(
 def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
     """Return the target host's speed divided by the source's, or None unless both are calibrated.
 
-    A calibration on a CPU does not count.
+    A calibration of a CPU is ignored.
     """
     if source is None or target is None or not (source.measures_gpu and target.measures_gpu):
         return None
@@ -220,8 +223,8 @@ def card_rates(
             return None
         products *= by_data_sheet / plain
 
-    # The calibration's short training corrects the rates as much as one measurement of another user
-    # would.
+    # The short training of the calibration corrects the rates as much as a measurement by another
+    # user would.
     shift = (calibration.reference or 1.0) ** (BETWEEN**2 / (BETWEEN**2 + WITHIN**2))
     return shift * products, shift * calibration.rates.copy_gb_s / COPIED
 
