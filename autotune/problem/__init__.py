@@ -1,1 +1,1 @@
-"""The task of a study: specification, search space, dataset, workload, target, constraints."""
+"""What a study tunes: specification, search space, dataset, workload, target and constraints."""

@@ -1,8 +1,8 @@
-"""A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
+"""A calibration: the rates that `autotune calibrate` measured on one machine, and the file of them.
 
 In the formulas, these rates replace the rates of the card's data sheet. A calibration is valid only
-for the card and the host that were measured. The user's cache keeps one file for each card. On
-another machine, a copy of the file can be used to estimate runs on the calibrated machine.
+for the card and the host that were measured. The user's cache keeps one file for each card. A copy
+of the file can be used on another machine, to estimate runs on the calibrated machine.
 """
 
 import json
@@ -24,7 +24,7 @@ from autotune.trainer.cache_folders import user_cache
 
 HERE = "this machine"
 # The bounds of every number in a calibration. A rate, size or time outside these bounds is
-# implausible in any unit.
+# implausible, whatever its unit is.
 LEAST = 1e-6
 MOST = 1e9
 
@@ -39,11 +39,11 @@ class Calibration(ShownAsTable):
         layer_ms: the host's milliseconds to issue one uncompiled decoder layer with adapters: its
             forward pass, recomputation and backward pass.
         reference: the measured speed of a short training, divided by the speed that the formula
-            predicts from `rates`, or None if no formula covers the device.
+            predicts from `rates`; None if no formula covers the device.
         processor: the name of the host's processor; `cores` and `memory_gib` also describe the
             host.
         disk_mb_s: the host's disk speed, or None if no file could be written.
-        place: the origin of the calibration in words: this machine, or a file.
+        place: where the calibration comes from, in words: this machine, or a file.
         collectives: rates of communication between several GPUs of this kind in the host.
     """
 
@@ -103,7 +103,7 @@ class Calibration(ShownAsTable):
         return self.fingerprint.compute_capability is not None
 
     def bus_gb_s(self, parallelism: Parallelism) -> float | None:
-        """Return the GB/s of a strategy's collectives.
+        """Return the measured GB/s of the collectives that a strategy uses.
 
         Returns None if this number of GPUs was not measured.
         """
@@ -123,12 +123,12 @@ class Calibration(ShownAsTable):
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """Return the TFLOP/s of products with as much arithmetic as one of square matrices.
+        """Return the TFLOP/s of a matrix product with as much arithmetic as one of square matrices.
 
-        `side` is the side of the two square matrices; the default is the largest measured side. The
-        products are in the training dtype: bf16 if the card has it, otherwise fp16. Between two
-        measured sides, the logarithm of the rate is interpolated. A side outside the measured sides
-        gets the rate of the nearest one.
+        `side` is the number of rows of the square matrices; the default is the largest measured
+        side. The product is in the training dtype: bf16 if the card has it, otherwise fp16. Between
+        two measured sides, the logarithm of the rate is interpolated. A side outside the measured
+        sides gets the rate of the nearest one.
         """
         by_dtype = self.rates.products
         rates = next((by_dtype[name] for name in ("bf16", "fp16") if name in by_dtype), None)
@@ -143,9 +143,10 @@ class Calibration(ShownAsTable):
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return the calibration in a file, which may be from another user and is not trusted.
+    """Return the calibration in a file.
 
-    Raises UsageError if the file is unreadable, has another form or is from a newer autotune.
+    The file may be from another user, so it is not trusted. Raises UsageError if the file is
+    unreadable, is no calibration, or is from a newer version of autotune.
     """
     from pydantic import ValidationError
 
@@ -175,5 +176,5 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def kept_path(device: str) -> Path:
-    """Return the path, in the user's cache, of the calibration of a card with this name."""
+    """Return the path in the user's cache where the calibration of this card is kept."""
     return user_cache() / "calibration" / f"{kebab_case(device)}.json"

@@ -1,7 +1,7 @@
 """Narrow a search space to the values that the device, the model and the quality limits allow.
 
-Every rule applies before the study begins, so that the search proposes no impossible value. Each
-removal of a value is recorded with its reason.
+All rules are applied before the study begins, so that the search proposes no impossible value. Each
+removed value is recorded with the reason for its removal.
 """
 
 import math
@@ -30,18 +30,18 @@ from autotune.trainer.settings import DEQUANTISED, EXPERT_PARAMETERS, is_expert_
 
 LARGEST_HEAD = 256  # the largest head dimension that the varlen attention kernel supports
 HEAD_MULTIPLE = 8
-# Largest accepted relative difference between the number of examples in a packed step and the
-# global batch
+# The largest accepted relative difference between the number of examples in a step of packed rows
+# and the global batch
 OFF_BATCH = 0.25
 # By default, packing is tried only if a row holds at least this number of examples on average
 WORTH_PACKING = 1.05
-# With more values of seq_len than this, packing is refused, because all examples must be packed
-# once for each value.
+# If the space has more values of seq_len than this, packing is refused, because all examples would
+# have to be packed once for each value.
 MOST_LENGTHS = 16
 MIN_RANK = 16
 MAX_TRUNCATED = 0.01
-# Each knob has three items: the option that allows all its values, a test for the values that are
-# allowed without this option, and a description of the values that need the option.
+# For each of these knobs: the option that allows all its values, a test that is true for the values
+# that are allowed without this option, and a description of the values that need the option.
 NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "quantization": (
         "allow_quantized",
@@ -57,8 +57,8 @@ NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 class Floors:
     """Limits on the loss of quality that the search may accept for speed.
 
-    Each `allow_...` is the user's consent to values that are otherwise removed. Without consent,
-    some of these values are tried only if no other configuration fits. If `min_rank` or
+    If a field `allow_...` is true, the user consents to values that are otherwise removed. Without
+    consent, some of these values are tried only if no other configuration fits. If `min_rank` or
     `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless this limit would leave the
     space without a value.
     """
@@ -73,11 +73,12 @@ class Floors:
 
 @dataclass(slots=True)
 class Narrowing:
-    """A search space from which rules remove values, and the removals so far.
+    """A search space from which rules remove values, and the removed values so far.
 
     `reserve` is the space to search if no configuration of `space` fits. Impossible values are
     removed from both spaces. Values that only a quality limit (a floor) forbids are removed from
-    `space`, but may stay in `reserve`. `removals` has only the removals from `space`.
+    `space`, but may stay in `reserve`. `removals` has only the values that were removed from
+    `space`.
     """
 
     space: SearchSpace
@@ -87,7 +88,7 @@ class Narrowing:
     def keep(
         self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True
     ) -> None:
-        """Keep a knob's possible values in `self.space` and, if `reserve`, also in `self.reserve`.
+        """Remove a knob's impossible values from the space and, if `reserve`, from the reserve.
 
         Raises UsageError if no value is left.
         """
@@ -101,7 +102,7 @@ class Narrowing:
         self.keep(name, lambda value: value not in impossible, reason)
 
     def remove_untested(self, context: str, member: str = "") -> None:
-        """From each knob, remove the values that are untested in a context (see `core.untested`).
+        """Remove all values of knobs that are untested in a context (see `core.untested`).
 
         Raises UsageError if no value is left.
         """
@@ -122,12 +123,12 @@ class Narrowing:
         self.reserve = self.reserve.condition(name, other, allowed)
 
     def divide(self, batch: int) -> None:
-        """Allow only micro batch sizes that, times the GPU count, divide the global batch."""
+        """Allow only micro batch sizes that divide the global batch when multiplied by the GPUs."""
         self.space = self.space.divide(batch)
         self.reserve = self.reserve.divide(batch)
 
     def offer(self, name: str, values: tuple[Any, ...]) -> None:
-        """Replace the values of a knob by `values`, in the space and the reserve."""
+        """Give a knob these values, in the space and in the reserve."""
         self.space = self.space.offer(name, values)
         self.reserve = self.reserve.offer(name, values)
 
@@ -142,8 +143,8 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     batch = workload.global_batch
     examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
-    # A micro batch with more rows than there are examples would never be full, and the run drops
-    # incomplete micro batches.
+    # If a micro batch had more rows than the dataset has examples, it would never be full, and the
+    # run drops incomplete micro batches.
     if not workload.examples_assumed:
         narrowing.keep(
             "micro_batch_size",
@@ -196,14 +197,14 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
 
 
 def _narrow_tiling(narrowing: Narrowing) -> None:
-    """Remove the tiling of layers if tiling has no effect with any value of the other knobs."""
+    """Remove the tiling of layers if it has no effect with any values of the other knobs."""
     if narrowing.space.choices("checkpointing") == ("none",):
         narrowing.remove("tiling", {"tokens"}, "without recomputed layers there is nothing to tile")
     _remove_without_effect(narrowing, "tiling", "tokens")
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
-    """Remove a knob's value that needs a value of another knob which the space lacks."""
+    """Remove a knob's value if it needs a value of another knob that the space lacks."""
     needed = {other: _listed(wanted) for other, wanted in KNOBS[name].active_when.items()}
     for other, excluded in KNOBS[name].impossible_with.get(value, {}).items():
         possible = (*KNOBS[other].choices, *narrowing.space.choices(other))
@@ -278,7 +279,7 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
 
 
 def _narrow_to_checkpoint(narrowing: Narrowing, stored_as: str | None) -> None:
-    """Keep only the values that can train a checkpoint stored with quantised weights."""
+    """Keep only the values that can train a checkpoint whose stored weights are quantised."""
     if stored_as is None:
         return
     reason = f"the checkpoint is stored in {stored_as}"
@@ -340,12 +341,12 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
 
 
 def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
-    """Remove precisions that the device does not train in, or trains in slowly.
+    """Remove precisions in which the device cannot train, or trains slowly.
 
-    A CPU without fast bf16 trains in fp32, even if the space does not list fp32. If the device has
-    no bf16, and the space does not have the knob `precision`, the space gets the device's usual
-    precision. If the user allows only one precision, this precision is never replaced. If the
-    device does not support it, an error is raised.
+    A CPU without fast bf16 trains in fp32, even if fp32 is not in the space. If the device has no
+    bf16, and the space does not have the knob `precision`, the device's usual precision is added to
+    the space. If the space has only one precision, it is never replaced, and an error is raised if
+    the device does not support it.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
         narrowing.pin("precision", device.usual_precision)
@@ -506,11 +507,11 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
 
 
 def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
-    """If unpacked rows have too many lengths to compile, try compilation with packed rows only.
+    """Combine compilation only with packing if unpacked rows have too many lengths to compile.
 
-    Unpacked rows have too many lengths if each micro batch can only be padded to its longest row.
-    If all examples have one length, no row has padding, and the value "masked" of `padding` is
-    removed.
+    Unpacked rows have too many lengths if the only allowed padding is to the longest row of each
+    micro batch. If all examples have the same length, no row has padding, and the value "masked" of
+    `padding` is removed.
     """
     padding = narrowing.space.knob("padding")
     if padding is None:
@@ -539,7 +540,7 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def narrow_checkpointing(narrowing: Narrowing) -> None:
-    """Remove selective recomputation if some values of other knobs prevent compiled layers."""
+    """Remove selective recomputation if some values of other knobs exclude compiled layers."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
         reason = "only compiled layers have it, because the compiler chooses the recomputed tensors"
@@ -580,9 +581,9 @@ def narrow_to_layers(
 
 
 def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape | None) -> None:
-    """Allow grouped products only for adapters on experts, and compile only with grouped products.
+    """Allow grouped matrix products only for adapters on experts.
 
-    The second rule holds only if there are adapters on experts.
+    If there are adapters on experts, layers are compiled only with grouped products.
     """
 
     def on_experts(targets: str) -> bool:
@@ -590,7 +591,7 @@ def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape
             return shape is not None and shape.parametrized
         return any(map(is_expert_parameter, target_modules(model.text_type, targets) or []))
 
-    # Other targets exclude grouped products already (`impossible_with`).
+    # With other targets, grouped products are excluded already (`impossible_with`).
     excluded = KNOBS["lora_kernels"].impossible_with["grouped"]["lora_targets"]
     named = set(narrowing.space.choices("lora_targets")) - set(excluded)
     with_experts = set(filter(on_experts, named))
@@ -628,9 +629,10 @@ def _narrow_to_named_layers(
 ) -> None:
     """Remove values of `lora_targets` that name modules which the model lacks.
 
-    A value stays if the model has all modules that the value names. If the module names of this
-    model type are known, one existing module is enough. `attention_experts` also needs a parameter
-    of experts. One of EXPERT_PARAMETERS is enough, because no family has all of them.
+    A value stays if the model has all modules that the value names. If the catalogue knows the
+    module names of this model type, a value stays if the model has at least one of the modules. The
+    value `attention_experts` stays only if the model also has a parameter of experts. One of
+    EXPERT_PARAMETERS is enough, because no family has all of them.
     """
 
     def is_present(name: str) -> bool:
@@ -680,7 +682,7 @@ def refusal(
     shape: ModelShape | None,
     device: DeviceSpec,
 ) -> str | None:
-    """Return the reason why the layers or the device cannot run a configuration, or None."""
+    """Return why the layers or the device cannot run a configuration, or None if they can."""
     space = SearchSpace.of(
         **{name: value for name, value in config.as_dict().items() if value is not None}
     )
@@ -718,8 +720,8 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
 
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
-            # Pure bf16 saves much memory in full fine-tuning, so it is tried if no other precision
-            # fits. With adapters, pure bf16 saves little memory.
+            # In full fine-tuning, pure bf16 saves much memory, so it stays in the reserve, which is
+            # tried if nothing else fits. With adapters, pure bf16 saves little memory.
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
             when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
@@ -731,7 +733,7 @@ def _apply_floor_of_length(
 ) -> None:
     """Remove values of seq_len that truncate too many tokens, or that are longer than needed.
 
-    The shortest value that truncates no example stays.
+    A value is longer than needed if a shorter value truncates no example.
     """
     largest = max(narrowing.space.choices("seq_len"))
     least = workload.truncated(largest)
@@ -785,7 +787,7 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
 
 
 def _no_varlen(shape: Mapping[str, Any]) -> str | None:
-    """Return why a model with this config cannot use varlen attention, or None if it can."""
+    """Return why a model with the config `shape` cannot use varlen attention, or None if it can."""
     if shape.get("attention_dropout"):
         return "varlen attention has no dropout, but the model's attention has"
 
@@ -808,9 +810,9 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
 def _packing_conditions(
     narrowing: Narrowing, workload: Workload, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
-    """Return {knob: (values that allow packing, the reason why packing excludes all other values)}.
+    """Return {knob: (values that allow packing, the reason why other values do not)}.
 
-    If packing is impossible, the result is the reason as a string.
+    If packing is impossible, the result is the reason, which is a string.
     """
     if workload.lengths.source == "assumed" and not asked_for:
         return "the lengths of the examples were not given (--dataset, --lengths)"
@@ -842,8 +844,8 @@ def _packing_conditions(
         return near and step <= max(workload.trained, examples_per_row[length])
 
     # Each allowed micro batch size must be possible with each allowed length. The shortest length
-    # allows the most sizes. A longer length may exclude some of these sizes; a length that would
-    # exclude all of them is skipped.
+    # allows the most sizes. A longer length may exclude some of these sizes. If a length would
+    # exclude all of them, the length is excluded instead.
     allowed_sizes = set(sizes)
     allowed_lengths = []
     for length in sorted(lengths):

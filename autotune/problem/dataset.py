@@ -58,10 +58,10 @@ PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *
 PAIR = ("chosen", "rejected", "label")
 # The user gets a note if at least this share of the tokens is cut off.
 WORTH_A_NOTE = 0.01
-# The user gets a note if the mean lengths of two datasets have at least this ratio, because a speed
-# that was measured for one of them may not hold for the other.
+# The user gets a note if the mean length of one dataset is at least this many times the mean length
+# of another, because a speed that was measured for one of them may not hold for the other.
 OTHER_LENGTHS = 1.5
-BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with today's vocabularies
+BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; in English, today's tokens have 3.5 to 4.5
 
 
 def dataset_lengths(
@@ -77,11 +77,11 @@ def dataset_lengths(
 
     `tokenizer` is a directory with a tokenizer, which counts the tokens. If `tokenizer` is None,
     tokens are estimated from the number of bytes. For next-token prediction, the tokens are also
-    cached (`token_cache`) for a later training on the same files. The length of a pair of answers
-    is the length of the prompt with the longer answer. `say` gets progress messages.
+    cached (`token_cache`) for a later training on the same files. If an example is a pair of
+    answers, its length is that of the prompt with the longer answer. `say` gets progress messages.
 
     Raises:
-        UsageError: if a row has an unknown form; the message names the row.
+        UsageError: if a row has an unknown form. The message names the row.
         EnvironmentProblem: if a required package is missing.
         StorageError: if the tokens cannot be stored.
     """
@@ -117,7 +117,7 @@ def image_lengths(
     loss_on: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Lengths, tuple[Pictured, ...], int]:
-    """Return the examples' lengths, typical images for each length, and the last image position.
+    """Return the lengths of examples, typical images for each length, and the last image position.
 
     The last image position is the largest number of tokens from a row's start to an image's end.
     `picture` returns the output of the model's image processor for an image of a given width and
@@ -136,8 +136,8 @@ def image_lengths(
                 prefixes.append((where, text_of(form, whole=False)))
             yield where, text_of(form) if isinstance(form, Chat) else row
 
-    # `rows` gets, for each row, the number of its text tokens and of its trained tokens.
-    # `prefix_tokens` gets the number of tokens of each prefix.
+    # `rows` has two numbers for each row: its text tokens, and the tokens to train on.
+    # `prefix_tokens` has the number of tokens in each prefix.
     with dataset_errors():
         if tokenizer is None:
             sizes = [_bytes(where, flat(parse_row(where, row)), loss_on) for where, row in texts()]
@@ -242,7 +242,7 @@ def _lengths_for(
     if objective is Objective.CLASSIFICATION:
         label_names(read_rows(path, split))
     texts = list[Located]()  # the rows
-    sizes = list[int]()  # the number of rows of each example
+    sizes = list[int]()  # how many rows each example has
     for where, row in read_rows(path, split):
         try:
             examples = rows_of(objective, row)
@@ -254,7 +254,7 @@ def _lengths_for(
     if not texts:
         raise BadDataset(f"{path} has no rows")
 
-    # For each row, the number of its tokens, and the share of them that is trained on.
+    # For each row, the number of its tokens and the share of these tokens to train on
     if tokenizer is None:
         byte_counts = [_bytes(where, parse_row(where, row), None) for where, row in texts]
         rows = [
@@ -278,7 +278,7 @@ def _lengths_for(
 
 
 def _say_notes(encoder: Encoder, path: Path, number: int, say: Callable[[str], None]) -> None:
-    """Warn of texts in these examples that the chat template left out."""
+    """Report texts of these examples that the chat template leaves out."""
     for note in encoder.describe_notes(number):
         say(f"warning: {path.name}: {note}")
 
@@ -318,7 +318,7 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
-    """Raise ValueError if the answers lack the prompt, and an ignored column seems to hold it."""
+    """Raise ValueError if the answers lack the prompt, which seems to be in an ignored column."""
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
         return  # the answers are whole conversations, which contain the prompt
     for name in PROMPTS:
@@ -458,7 +458,7 @@ def check_examples(
 
 
 def _length_notes(lengths: Lengths, workload: Workload, seq_len: int) -> list[str]:
-    """Return notes on examples that are cut off, or have other lengths than the study's."""
+    """Return notes on examples that are cut off, or whose lengths differ from the study's."""
     notes = []
     cut = 1 - lengths.tokens_within(seq_len) / (lengths.mean * lengths.number)
     if cut >= WORTH_A_NOTE:
@@ -483,7 +483,7 @@ def _load(directory: str) -> Any:
         if not Path(directory).is_dir():
             reach_hub(directory, "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # the library raises many kinds of errors
+    except Exception as error:  # the tokenizer's library raises many types of errors
         raise UsageError(
             f"the tokenizer in {directory} cannot be loaded: {_first_line(error)}",
             remedy="put tokenizer.json and tokenizer_config.json of the model there,"
@@ -520,7 +520,7 @@ def _text(form: Plain | Chat) -> str:
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
-    """Return two numbers of bytes of an example: only read by the model, and trained on."""
+    """Return how many bytes of an example the model only reads, and how many it is trained on."""
     try:
         if not isinstance(form, Chat):
             prompt = (form.prompt or "").encode()

@@ -1,8 +1,8 @@
-"""The demo model: a toy with real weights and a tokenizer, made on its first use.
+"""The demo model: a tiny model with trained weights and a tokenizer, made on its first use.
 
-Its shape is in the catalogue, so that a study without a dataset needs no weights. With a dataset,
-`probe.demo_model` trains the weights in a separate process. The weights are kept in the user's
-cache.
+The demo model's shape is in the catalogue, so a study without a dataset needs no weights. With a
+dataset, `probe.demo_model` trains the weights in a separate process. The weights are kept in the
+user's cache.
 """
 
 import json
@@ -22,7 +22,7 @@ from autotune.core.process import module_command
 from autotune.trainer.cache_folders import user_cache
 
 NAME = "demo-3m"
-VERSION = 1  # increase this version if `probe.demo_model` makes other weights
+VERSION = 1  # increase this version if `probe.demo_model` changes so that it makes other weights
 TOY = (
     f"{NAME} is a toy: it learned some words from this program's own texts, and knows nothing."
     " It shows that each step works, not what a fine-tuned model can do"

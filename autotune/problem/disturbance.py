@@ -1,7 +1,7 @@
-"""Judges whether other work on the machine disturbed the timed steps of a probe.
+"""Judge whether other work on the machine disturbed the timed steps of a probe.
 
-The times of a disturbed probe are not evidence. The memory and the outcome of a disturbed probe are
-still evidence, because other processes do not change them.
+The times of a disturbed probe cannot be trusted. Its memory and its outcome can, because other
+processes do not change them.
 """
 
 import os
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from autotune.core.probe_types import Measurement
 
-# Other processes are ignored if they use less than this share of the cores, or of the GPU's time:
-# they change a step time by less than the tolerance of `autotune verify`.
+# Other processes are ignored if they use less than this share of the cores, or of the GPU's time,
+# because they then change a step time by less than the tolerance of `autotune verify`.
 HARMLESS = 0.05
 FULL = 0.9  # if at least this share of the cores is in use, other work delays the host
 # A probe counts as disturbed if the range of its step times exceeds this share of their median. 8

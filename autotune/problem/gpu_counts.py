@@ -10,8 +10,9 @@ from autotune.core.units import parse_duration
 Counts = str | int | Sequence[int]
 
 MOST_GPUS = 8  # the largest number of GPUs in one host
-# Nominal GB/s that a host sends through all its network adapters. Collectives reach the fraction
-# REACHED of the nominal rate: with 400 Gb/s, which are 50 GB/s, nccl-tests reach 45 GB/s.
+# The nominal GB/s that a host sends through all its network adapters. Collectives reach the
+# fraction REACHED of the nominal rate: through an adapter with 400 Gb/s, which is 50 GB/s,
+# nccl-tests measure 45 GB/s.
 NETWORKS = {
     "ethernet-10": 1.25,
     "ethernet-25": 3.125,

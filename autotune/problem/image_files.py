@@ -1,4 +1,4 @@
-"""The sizes of the images in a dataset's rows, and the text that remains without the images.
+"""Read the sizes of the images in a dataset's rows, and the text of a row without its images.
 
 A size is read from the start of an image file. `trainer.forms` finds the path of each image in a
 row. Instead of a path, a row may contain the image file itself, as the library `datasets` does.
@@ -45,10 +45,10 @@ def pictures_of(
 
 
 def size_of(file: BinaryIO) -> tuple[int, int]:
-    """Return width and height in pixels of a PNG, a JPEG, or another of the readable formats.
+    """Return the width and height in pixels of an image file.
 
-    `picture_files.FORMATS` lists the readable formats. All but PNG and JPEG need Pillow, which is
-    optional. Raises BadPicture for anything else.
+    `picture_files.FORMATS` lists the formats. Formats other than PNG and JPEG need Pillow, which is
+    optional. Raises BadPicture for any other file.
     """
     try:
         width, height = _read_size(file)
@@ -76,7 +76,8 @@ def _jpeg_size(file: BinaryIO) -> tuple[int, int]:
         mark, kind, length = struct.unpack(">BBH", file.read(4))
         if mark != 0xFF or length < 2:
             raise BadPicture("it is a broken JPEG")
-        # The three excluded codes are in this range, but begin tables instead of frame headers.
+        # The three excluded codes are in the range of frame headers, but other segments begin with
+        # them.
         if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             _, height, width = struct.unpack(">BHH", file.read(5))
             return width, height
@@ -95,7 +96,9 @@ def _pillow_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def text_of(form: Chat, *, whole: bool = True) -> dict[str, Any]:
-    """Return the row without the images in its messages, whose contents are lists of parts.
+    """Return the row without the images in its messages.
+
+    The content of each message is a list of parts: texts and images.
 
     If `whole` is false, the text ends before the last image.
     """

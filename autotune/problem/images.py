@@ -13,7 +13,7 @@ Pictured = tuple[int, tuple[Picture, ...]]  # the tokens of an example, and its 
 
 
 def num_image_tokens(pictures: Sequence[Picture]) -> int:
-    """Return the number of tokens that these images take."""
+    """Return the total number of tokens of these images."""
     return sum(picture.length for picture in pictures)
 
 
@@ -53,8 +53,8 @@ def images_of(
 ) -> tuple[Picture, ...]:
     """Return the images for a row of `length` tokens.
 
-    Only examples whose images fit in the row are considered. The images are from the example with
-    the nearest length or, if `largest`, from the example with the most image tokens.
+    Only examples whose images fit in the row are considered. The images are those of the example
+    with the nearest length or, if `largest` is true, of the example with the most image tokens.
     """
     candidates = [
         example for example in examples if num_image_tokens(example[1]) + LEAST_TEXT <= length

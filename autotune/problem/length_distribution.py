@@ -1,4 +1,4 @@
-"""The distribution of example lengths in tokens: counted, estimated or described by the user."""
+"""The lengths of examples in tokens: counted, estimated or described by the user."""
 
 import bisect
 import hashlib
@@ -36,8 +36,9 @@ SAYS: dict[Source, str] = {
 class Lengths:
     """A distribution of lengths: pairs (tokens, number of examples), sorted by tokens.
 
-    `source` says how the lengths were obtained, and so how reliable they are. `trained_share` is
-    the share of the tokens that is trained on; the model only reads the other tokens.
+    `source` says how the lengths were obtained, which determines how reliable they are.
+    `trained_share` is the share of the tokens that is trained on; the model only reads the other
+    tokens.
     """
 
     counts: tuple[tuple[int, int], ...]
@@ -85,7 +86,7 @@ class Lengths:
             raise ValueError("the 99th percentile cannot be below the mean, nor the mean below 1")
 
         # ln p99 - ln mean = z s - s^2 / 2. Here s is the standard deviation of the logarithm, and z
-        # is P99. The equation has two solutions for s, and only the smaller one is plausible.
+        # is P99. The equation has two solutions for s, and only the smaller solution is plausible.
         under_root = P99**2 - 2 * math.log(p99 / mean)
         if under_root < 0:
             raise ValueError(
@@ -128,18 +129,18 @@ class Lengths:
 
     @property
     def exact(self) -> bool:
-        """Whether certainly no example is longer than `longest`; false for estimated lengths."""
+        """Whether certainly no example exceeds `longest`; false for estimated lengths."""
         return self.source not in ("characters", "summary")
 
     def quantile(self, share: float) -> int:
-        """Return the smallest L such that at least this share of examples has at most L tokens."""
+        """Return the smallest length that at least this share of the examples does not exceed."""
         place = bisect.bisect_left(self._ends, share * self.number)
         return self.counts[min(place, len(self.counts) - 1)][0]
 
     @property
     @cache  # noqa: B019
     def _ends(self) -> tuple[int, ...]:
-        """For each length, the number of examples with at most this length."""
+        """For each length, the number of examples that are not longer."""
         return tuple(itertools.accumulate(number for _, number in self.counts))
 
     def sample(self, number: int, seq_len: int) -> list[int]:
@@ -157,7 +158,7 @@ class Lengths:
         return sum(min(tokens, seq_len) * number for tokens, number in self.counts)
 
     def longer(self, seq_len: int) -> float:
-        """Return the share of the examples that are longer than `seq_len`."""
+        """Return the share of the examples that have more than `seq_len` tokens."""
         return sum(number for tokens, number in self.counts if tokens > seq_len) / self.number
 
     def facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pack examples into rows by best-fit decreasing, in milliseconds for millions of examples."""
+"""Pack examples into rows by best-fit decreasing; millions of examples take milliseconds."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -18,7 +18,7 @@ class Rows:
 
 @dataclass(slots=True)
 class _OpenRows:
-    """The rows during packing: rows with room for more tokens, and full rows."""
+    """The rows during packing: full rows, and rows that have room for more tokens."""
 
     seq_len: int
     full: list[Rows] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _OpenRows:
 
 @lru_cache(maxsize=64)
 def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, ...]:
-    """Pack all examples, each `times` times and truncated to `seq_len`, into rows.
+    """Pack `times` copies of all examples, truncated to `seq_len`, into rows.
 
     The longest example is placed first. Each example goes into the fullest row that has room for
     it. Examples of equal length are placed together.
@@ -70,8 +70,8 @@ def _place(rows: _OpenRows, tokens: int, number: int) -> int:
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())
 
-    # The row that got an example is now the fullest row with room. So the next examples of this
-    # length go into the same row, until it has no room for another.
+    # A row that just got an example is now the fullest row with room. So the next examples of the
+    # same length go into this row, until it has no room for another one.
     per_row = (rows.seq_len - sum(target.examples)) // tokens
     filled = min(target.number, number // per_row)
 

@@ -1,8 +1,8 @@
-"""The distribution of padded lengths: a micro batch is padded to its longest row.
+"""The distribution of the lengths to which micro batches are padded.
 
-Micro batches are either drawn at random, or made from examples that are first sorted by length. The
-exported script sorts the examples of one step. The sampler of transformers (`group_by_length`)
-sorts the examples of many steps.
+A micro batch is padded to its longest row. Micro batches are either drawn at random, or made from
+examples that are first sorted by length. The exported script sorts the examples of one step. The
+sampler of transformers (`group_by_length`) sorts the examples of many steps.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from autotune.problem.length_distribution import Lengths
 from autotune.trainer.dealing import ranks_of
 
 MAX_BUCKETS = 4  # the largest number of buckets; layers are compiled once for each bucket
-WORTH_A_BUCKET = 0.01  # another bucket must reduce the padded tokens by at least this fraction
+WORTH_A_BUCKET = 0.01  # one more bucket must reduce the padded tokens by at least this fraction
 BINS = 64  # the largest number of bins; a bucket covers one or more neighbouring bins
 MAX_STAND_INS = 5
-NO_SHARE = 1e-9  # smaller shares of micro batches are rounding errors
+NO_SHARE = 1e-9  # smaller shares of micro batches are ignored as rounding errors
 SIGMAS = 7  # binomial probabilities are ignored beyond this number of standard deviations
 MOST_DRAWS = 300_000  # the number of random draws in a simulation; they take about 0.15 s
 # The sampler of transformers sorts 1/MEGABATCHES of the examples together, but at most the examples
@@ -31,10 +31,10 @@ MAX_STEPS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """A group of micro batches whose longest rows have similar lengths.
+    """Micro batches whose longest rows have similar lengths.
 
-    The longest rows have at most `up_to` tokens, and `tokens` on average. `share` is the group's
-    share of all micro batches.
+    The longest rows have at most `up_to` tokens, and `tokens` on average. `share` is the share of
+    these micro batches in all micro batches.
     """
 
     tokens: float
@@ -60,13 +60,13 @@ class Draw:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest possible example: seq_len for estimated lengths."""
+        """The tokens of the longest possible example, which is seq_len if lengths are estimated."""
         return min(self.lengths.longest, self.seq_len) if self.lengths.exact else self.seq_len
 
 
 @lru_cache(maxsize=1024)
 def batch_maxima(draw: Draw) -> Maxima:
-    """Return the distribution of the longest example of a micro batch."""
+    """Return how the length of a micro batch's longest example is distributed."""
     lengths = draw.lengths
     share_within = (
         _shares_of_sorted(draw)
@@ -137,7 +137,7 @@ def sort_group_size(examples: int, step_examples: int) -> int:
 
 @lru_cache(maxsize=1024)
 def new_length_share(draw: Draw, number: int) -> float:
-    """Return the expected share of `number` micro batches with a padded length not seen before."""
+    """Return the expected share of micro batches, among `number`, that have a new padded length."""
     return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
 
 
@@ -146,13 +146,13 @@ def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
     """Return the mean padded length of a row in tokens.
 
     A row is padded to the longest row of its micro batch. If `bucketed` is true, the row is padded
-    further, to the next length in `buckets`.
+    further, to the next longer length in `buckets`.
     """
     return _mean(draw, buckets(draw) if bucketed else ())
 
 
 def _mean(draw: Draw, ends: tuple[int, ...]) -> float:
-    """Return the mean padded length of a row; if `ends` has buckets, rows are padded to them."""
+    """Return the mean padded length of a row; rows are padded to the lengths in `ends`, if any."""
     return sum(_padded_length(one.up_to, ends) * one.share for one in batch_maxima(draw))
 
 
@@ -165,12 +165,12 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
     """Return (most tokens of a rank in a step) / (mean tokens of the ranks) - 1.
 
     Each rank computes `each` micro batches before it waits. Micro batches are drawn independently,
-    or are made of sorted examples and distributed to the ranks. With several micro batches, the
-    result is the mean of simulated steps. The error of this mean is below 0.01 for lengths that
-    vary like the lengths of chats.
+    or are made of sorted examples and distributed to the ranks. If `each` is above 1, the result is
+    the mean of simulated steps. The error of this mean is below 0.01 if lengths vary as much as the
+    lengths of chats.
     """
     ends = buckets(draw) if bucketed else ()
-    if each == 1:  # the slowest rank has the longest row of all ranks' rows together
+    if each == 1:  # the slowest rank has the longest of all ranks' rows
         return _mean(replace(draw, size=ranks * draw.size), ends) / _mean(draw, ends) - 1
 
     is_sorted = draw.sorted_together > draw.size
@@ -207,7 +207,7 @@ def _dealt_steps(
 
 
 def _enough(number: int) -> int:
-    """Round a number of draws up, so that calls with similar numbers use the same cached draws."""
+    """Round a number of random draws up, so that calls with similar numbers share cached draws."""
     return math.ceil(number / MOST_DRAWS) * MOST_DRAWS
 
 
@@ -230,7 +230,10 @@ def _rows(lengths: Lengths, seq_len: int, number: int) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def buckets(draw: Draw) -> tuple[int, ...]:
-    """Return the buckets in ascending order: the few padded lengths with the least padding."""
+    """Return in ascending order the buckets: a few lengths to which rows are padded.
+
+    The lengths are chosen so that rows get the least padding.
+    """
     bins = _binned(batch_maxima(draw))
 
     def cost(part: Maxima) -> float:
@@ -256,17 +259,18 @@ def bucket_shares(draw: Draw) -> dict[int, float]:
 
 
 def stand_ins(draw: Draw) -> dict[int, float]:
-    """Return {length: share} for at most MAX_STAND_INS lengths, which are timed instead of all.
+    """Return {length: share} for a few lengths that are timed in place of all lengths.
 
-    Two of the lengths are at most the mean length, and three are above it. The longest possible
-    length is one of the three, unless its share is 0.
+    There are at most MAX_STAND_INS such lengths. Two of the lengths are at most the mean length,
+    and three are above it. The longest possible length is one of the three, unless its share is 0.
 
-    If a micro batch's time is quadratic in the length, the weighted mean of the few times is exact
-    except for rounding. A CPU-bound time is constant up to some length, and grows above it. The
-    error of the mean time is then 1.2 % on average and 3.1 % at most. The errors were computed for
-    120 draws of 12 distributions, each with the length that gives the largest error. With three
-    Gauss nodes over all lengths, the mean error would be 4.5 %, and the largest 14.6 %. With four
-    Gauss nodes, the mean error would be 2.5 %, and the largest 9.2 %.
+    If the time of a micro batch is quadratic in its length, the mean of the few times, weighted
+    with the shares, is exact except for rounding. If small micro batches are CPU-bound, the time is
+    constant up to some length, and grows above it. The error of the mean time is then 1.2 % on
+    average and 3.1 % at most. These errors were computed for 120 draws from 12 distributions; for
+    each draw, the time began to grow at the length that gives the largest error. Three Gauss nodes
+    over all lengths would give a mean error of 4.5 % and a largest error of 14.6 %. Four Gauss
+    nodes would give 2.5 % and 9.2 %.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:
@@ -291,10 +295,11 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
 
 def _two_nodes(weighted: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return two weighted values that give each cubic polynomial the same sum as `weighted`.
+    """Return two weighted values that represent many: every cubic polynomial keeps its sum.
 
-    This is Gauss quadrature, computed from the first three moments. If all values are equal, the
-    result is one node; without values, it is an empty list.
+    The weighted sum of a cubic polynomial over the two values equals its weighted sum over
+    `weighted`. This is Gauss quadrature, computed from the first three moments. If all values are
+    equal, the result is one node; without values, it is an empty list.
     """
     total = sum(weight for _, weight in weighted)
     if not total:
@@ -340,14 +345,14 @@ def _binned(maxima: Maxima) -> Maxima:
 def _partitions(
     bins: Maxima, most: int, cost: Callable[[Maxima], float]
 ) -> Iterator[tuple[float, list[Maxima]]]:
-    """For 1, 2, ... parts, yield the cheapest division of `bins`: its cost and its parts."""
+    """For 1, 2, ... groups, yield the cost and the groups of the cheapest division of `bins`."""
     costs = {
         (begin, end): cost(bins[begin:end])
         for begin, end in itertools.combinations(range(len(bins) + 1), 2)
     }
 
-    # This is dynamic programming. For each possible end of the last group, `best` has the least
-    # cost and the ends of all groups.
+    # This is dynamic programming. For each bin at which the last group may end, `best` has the
+    # least cost and the ends of all groups.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for _ in range(min(most, len(bins))):
         best = {

@@ -1,7 +1,7 @@
 """The performance of the full run, computed from measurements of probes.
 
-The score of a configuration is its useful tokens per second. Padding is not useful, and truncated
-tokens are not trained on, so neither counts.
+The score of a configuration is its useful tokens per second. Padding and truncated tokens are not
+useful, because they are not trained on.
 """
 
 import math
@@ -18,12 +18,14 @@ from autotune.problem.workload import RunShape, Workload
 # 0.1 %. The shorter probes of the search differed from the confirming probes by 0.4 to 1 %, because
 # a GPU warms up.
 AGAIN = 0.01
-# Two configurations whose speeds differ by less than this fraction count as equally fast, because
-# the intervals of their speeds overlap. Two H200s in one host measured the same two configurations
-# at the same time. On one H200 the speeds differed by 1.2 %, and on the other they were equal.
+# Two configurations whose speeds differ by less than this fraction are treated as equally fast,
+# because the intervals of their speeds overlap. Two H200s in one host measured the same two
+# configurations at the same time. On one H200, the speed of one configuration was 1.2 % above the
+# speed of the other; on the other H200, both speeds were the same.
 TIE = 2 * AGAIN
-# If the step times of one configuration's measurements differ by more than this fraction, something
-# disturbed a measurement. The configuration is then measured once more, and the median counts.
+# If the step times of one configuration's measurements differ from each other by more than this
+# fraction, something disturbed a measurement. The configuration is then measured once more, and the
+# median of the step times is used.
 DISAGREEMENT = 0.05
 # The relative spread that is assumed if only one time was measured: twice the spread of steps on an
 # H200.
@@ -32,7 +34,7 @@ UNSEEN = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """The performance of the full run with its global batch; all tokens here are useful tokens.
+    """The performance of the full run with its global batch; all tokens are useful tokens.
 
     `spread` is the range of step times, relative to `step_time_s`: (-0.01, 0.02) is 1 % less to 2 %
     more. If the speed was converted from another card, `spread` includes the error of the
@@ -72,7 +74,7 @@ class Performance:
         )
 
     def times(self, other: "Performance") -> tuple[float, float]:
-        """Return the interval of this speed divided by another speed on the same device.
+        """Return the interval of the ratio of this speed to another speed on the same device.
 
         The interval contains 1 if and only if the intervals of the two speeds overlap.
         """
@@ -100,11 +102,12 @@ def step_time_s(
 def step_spread(
     measurements: Sequence[Measurement], accumulation: int, new_length_share: float = 0.0
 ) -> tuple[float, float]:
-    """Return the range of the probes' step times, relative to the reported step time.
+    """Return by how much the probes' step times differ from the reported step time, as a range.
 
-    If a probe timed a single step, the times of its micro batches are used instead. The range is at
-    least AGAIN, the usual difference between two probes, and at least the error of an extrapolated
-    time. If only one time was measured, the range is at least UNSEEN.
+    If a probe timed a single step, the times of its micro batches are used instead. The range is
+    relative to the reported step time. It is at least AGAIN, the usual difference between two
+    probes, and at least the error of an extrapolated time. If only one time was measured, the range
+    is at least UNSEEN.
     """
     reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements
@@ -131,7 +134,7 @@ def performance(
     flops_per_token: float | None = None,
     peak_tflops: float | None = None,
 ) -> Performance:
-    """Return the median performance of a configuration's measurements.
+    """Return the performance of a configuration, from the median of its measurements.
 
     Raises ValueError if the configuration's micro batch does not divide the global batch.
     """
@@ -156,7 +159,7 @@ def performance(
 
 
 def tokens_per_s(result: ProbeResult, workload: Workload) -> float | None:
-    """Return the full run's useful tokens per second, or None if the probe has no valid result."""
+    """Return the full run's useful tokens per second, or None if the probe gives no speed."""
     if result.outcome not in (Outcome.OK, Outcome.SLOW) or result.measurement is None:
         return None
     return performance(result.config, [result.measurement], workload).tokens_per_second

@@ -1,6 +1,6 @@
 """The cost of the full run in hours, USD and kWh, computed from a step time.
 
-The cost in USD is None if no price is known, and the kWh are None if no power is known.
+The cost in USD is None if the price is unknown, and the kWh are None if the power is unknown.
 """
 
 import math
@@ -19,14 +19,15 @@ from autotune.problem.workload import RunShape, Workload
 FITS = "fits"
 TIGHT = "tight"
 OOM = "out of memory"
-# The host's speed changes with time: a CPU-bound step may later take longer or less by up to this
-# fraction. In one hour, nine mostly CPU-bound runs of a 1.5B were compared with their projection,
-# on rented H200s. Seven took from 7 % less to 7 % more time, and two took 13 and 14 % more. A 3B
-# that was CPU-bound half of the time took 7 % more.
+# The host's speed changes with time, so the time of a CPU-bound step may later be longer or shorter
+# by up to this fraction. On rented H200s, nine mostly CPU-bound runs of a 1.5B model were compared
+# with their projected times, all within one hour. Seven runs took between 7 % less and 7 % more
+# time than projected, and two took 13 and 14 % more. A run of a 3B model that was CPU-bound half of
+# the time took 7 % more time than projected.
 HOST_DRIFT = 0.15
 # CPU_DRIFT is the same fraction for training on a CPU, which may slow down under load. Five passes
 # of 40 s on two virtual processors took from 10 % less to 22 % more time than projected from the
-# first seconds. Some passes slowed down after ten seconds.
+# first seconds. Some passes became slower after ten seconds.
 CPU_DRIFT = 0.2
 TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the numbers of examples in a report's table of costs
 
@@ -60,12 +61,12 @@ class Pauses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProjection:
-    """The cost of the full run without its start-up, which takes `startup_s` seconds, if known.
+    """The cost of the full run without its start-up, which takes `startup_s` seconds.
 
     The times of evaluations and checkpoints are included if they are known, and left out if
-    `pauses` is None. Each interval is (low, high), from the spread of the measured steps. If steps
-    are CPU-bound, the interval also includes the drift of the host's speed. `spot_usd` does not
-    include the cost of interruptions.
+    `pauses` is None. `startup_s` is None if unknown. Each interval is (low, high), and covers the
+    spread of the measured steps. If steps are CPU-bound, the interval also covers the drift of the
+    host's speed. `spot_usd` does not include the cost of interruptions.
     """
 
     examples: int
@@ -173,7 +174,7 @@ def project(
 
 
 def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:
-    """Return the GiB of a checkpoint, computed from the part that one rank holds.
+    """Return the GiB of a checkpoint, computed from the memory of one rank.
 
     If the strategy shards the model, a rank holds only a part of the optimizer state and of the
     weights. In DeepSpeed's stages 1 and 2, each rank holds all weights.

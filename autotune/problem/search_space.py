@@ -1,4 +1,4 @@
-"""SearchSpace: knobs with the values to search, from a file in search_spaces/ or from Python.
+"""SearchSpace: the knobs and their values to search, from a file in search_spaces/ or from Python.
 
 Before a study begins, `constraints` removes values from the space. The search then enumerates or
 samples the space.
@@ -20,16 +20,16 @@ from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
 _DEFAULT_VALUES = _DEFAULTS.as_dict()
-SHORT = 256  # a row of at most this number of tokens is short: shortening it saves little memory
+SHORT = 256  # with rows of at most this number of tokens, shorter rows would save little memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """The values of one knob: a list, or the integers from `low` to `high`.
 
-    If `log` is true, the range is sampled on a log scale. `when` maps other knobs to the values
-    that they must have so that this knob has an effect. `divides` is set only for the micro batch
-    size: it is the global batch, which the micro batch size times the GPU count must divide.
+    If `log` is true, the range is sampled on a log scale. `when` says which values other knobs must
+    have so that this knob has an effect. `divides` is set only for the micro batch size: `divides`
+    is the global batch, and the micro batch size times the GPU count must divide the global batch.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Knob:
         return self.values
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the values that the chosen knobs allow, or all values if none is allowed."""
+        """Return the values that are possible with the chosen ones; if none is, return all."""
         knob = KNOBS[self.name]
         if self.divides is not None:
             number = chosen.get("num_gpus", _DEFAULTS.num_gpus)
@@ -69,9 +69,9 @@ class Knob:
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
-        """Return `wanted` if it is in `values`, otherwise the nearest value.
+        """Return `wanted` if it is one of `values`, otherwise the nearest of `values`.
 
-        If `wanted` is not an integer, the first of the values counts as the nearest.
+        If `wanted` is not an integer, the result is the first of `values`.
         """
         if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
@@ -95,17 +95,17 @@ class Knob:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Return {other knob: its required value, or the list of its possible values}.
+        """Return {other knob: value, or list of values, with which this knob has an effect}.
 
-        If another knob has a different value, this knob has no effect. Conditions come from the
-        registry of knobs and from the space (`when`).
+        If one of the other knobs has a different value, this knob has no effect. Conditions come
+        from the registry of knobs and from the space (`when`).
         """
         return {**KNOBS[self.name].active_when, **(self.when or {})}
 
     def depends_on(self) -> dict[str, list[Any]]:
-        """Return the values of other knobs that decide whether this knob is active.
+        """Return the values of other knobs that decide whether this knob has an effect.
 
-        The result also has the values of other knobs that decide which values of this knob are
+        The result also has those values of other knobs that decide which values of this knob are
         possible.
         """
         deciding = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
@@ -131,7 +131,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The knobs of a space, ordered so that a knob comes after the knobs in its conditions."""
+    """The knobs of a space; each knob comes after the knobs that its conditions name."""
 
     name: str
     knobs: tuple[Knob, ...]
@@ -212,7 +212,7 @@ class SearchSpace:
 
         if len(removed) == len(knob.choices()):
             remedy = f"add values of {name} to the space, or pin one with --set {name}=VALUE"
-            # If the knob has a single value, the user probably pinned it.
+            # If the knob has a single value, the user has probably fixed it.
             if len(removed) == 1:
                 remedy = (
                     f"give another value (--set {name}=VALUE), or change the setting that excludes"
@@ -249,7 +249,7 @@ class SearchSpace:
         return self._with(Knob(name=name, values=values))
 
     def idle(self, name: str) -> str | None:
-        """Return a knob's condition that the space cannot meet, or None if it can meet all."""
+        """Return a condition of a knob that the space cannot meet, or None if all can be met."""
         knob = self.knob(name) or Knob(name=name)
         for other, wanted in knob.conditions().items():
             if not set(self.choices(other)) & set(_as_list(wanted)):
@@ -257,7 +257,7 @@ class SearchSpace:
         return None
 
     def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
-        """Return the space; in it, `name` has an effect only with these values of `other`."""
+        """Return a space where the knob `name` has an effect only with these values of `other`."""
         knob = self.knob(name)
         if knob is None:
             return self
@@ -267,7 +267,7 @@ class SearchSpace:
         return replace(new_space, knobs=tuple(_sort_by_conditions(list(new_space.knobs))))
 
     def divide(self, batch: int) -> "SearchSpace":
-        """Return the space with micro batches that, times the GPU count, divide `batch`."""
+        """Return a space whose micro batch sizes, times the GPU count, divide `batch`."""
         knob = self.knob("micro_batch_size")
         assert knob is not None  # the space of a study always has this knob
         new_space = self._with(replace(knob, divides=batch))
@@ -281,7 +281,7 @@ class SearchSpace:
         )
 
     def enumerate(self) -> Iterator[dict[str, Any]]:
-        """Yield every distinct configuration as {knob: value} of the knobs with an effect."""
+        """Yield every distinct configuration as {knob: value}, without knobs without effect."""
 
         def extend(chosen: dict[str, Any], knobs: tuple[Knob, ...]) -> Iterator[dict[str, Any]]:
             if not knobs:
@@ -296,14 +296,14 @@ class SearchSpace:
 
     def size(self) -> int:
         """Return the number of distinct configurations."""
-        # For each knob, the values that conditions of other knobs name.
+        # For each knob, those of its values that the conditions of other knobs name.
         deciding_values: dict[str, list[Any]] = {}
         for knob in self.knobs:
             for name, values in knob.depends_on().items():
                 deciding_values.setdefault(name, []).extend(values)
 
-        # Configurations are counted in groups. The configurations of a group have the same values
-        # of all knobs on which another knob depends; values that no condition names count as one
+        # Configurations are counted in groups. In all configurations of a group, each knob on which
+        # another knob depends has the same value; values that no condition names count as the same
         # value.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
@@ -342,11 +342,11 @@ class SearchSpace:
         return TrainConfig(**known)
 
     def leanest(self) -> dict[str, Any]:
-        """Return {knob: value}; each knob has the value that needs the least memory."""
+        """Return {knob: value}, with the value of each knob that needs the least memory."""
         return self._choose(lambda knob, values: min(values, key=KNOBS[knob.name].memory_rank))
 
     def clip(self, config: TrainConfig) -> dict[str, Any]:
-        """Return {knob: value}; each knob has the value nearest to its value in `config`."""
+        """Return {knob: value}, with the values that are nearest to the values in `config`."""
         return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
     def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def ways_to_fit(leanest: TrainConfig) -> str:
 
 
 def shipped_spaces() -> dict[str, Path]:
-    """Return name -> file of the spaces that come with the package."""
+    """Return {name: file} of the spaces that come with the package."""
     return shipped_files("search_spaces", "search_spaces")
 
 
@@ -390,15 +390,15 @@ def _read(path: Path) -> SearchSpace:
     return SearchSpace(name=path.stem, knobs=tuple(_sort_by_conditions(knobs)))
 
 
-# Files of the package do not change, and a plan of many models reads them repeatedly, so the spaces
-# are cached.
+# The spaces are cached, because the package's files do not change, and a plan of many models needs
+# the same spaces repeatedly.
 _shipped = functools.cache(_read)
 
 
 def _sort_by_conditions(knobs: list[Knob]) -> Iterator[Knob]:
-    """Yield each knob after the knobs in its conditions, otherwise in the given order.
+    """Yield each knob after the knobs that its conditions name, otherwise in the given order.
 
-    Knobs whose conditions form a cycle also keep the given order.
+    Knobs whose conditions form a cycle also stay in the given order.
     """
     remaining = list(knobs)
     while remaining:

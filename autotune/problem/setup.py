@@ -1,6 +1,6 @@
 """Convert a StudySpec to a Task: resolve names, and narrow the search space to possible values.
 
-The conversion needs neither a GPU nor torch. For each removed value, the Setup has a reason.
+The conversion needs neither a GPU nor torch. The Setup has a reason for each removed value.
 """
 
 import math
@@ -55,7 +55,7 @@ DEFAULT_TEXT = 254
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
 # If the user gives the global batch in tokens, the number of examples may deviate by this fraction,
-# so that more micro batch sizes divide it.
+# so that more micro batch sizes divide the number of examples.
 OFF_TOKENS = 0.1
 # The user is warned if even the longest seq_len truncates at least this share of the tokens.
 WORTH_A_WARNING = 0.005
@@ -65,10 +65,11 @@ OUT_OF_REACH = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The task of a study, the reserve space, the removals and the warnings.
+    """The task of a study, the reserve space, the values removed from the space, and the warnings.
 
     The reserve is a wider space, which is searched if no configuration of the task's space fits.
-    `cut_off` is the warning about tokens that are cut off, or None; `warnings` include it.
+    `cut_off` is the warning about tokens that are cut off, or None. `warnings` includes this
+    warning.
     """
 
     task: Task
@@ -79,7 +80,7 @@ class Setup:
 
     @property
     def reserved(self) -> str:
-        """A text of the values that only the reserve has, or an empty text."""
+        """A list in words of the values that only the reserve has; empty if there are none."""
         space = self.task.space
         return "; ".join(
             f"{knob.name} {' or '.join(map(str, values))}"
@@ -98,9 +99,9 @@ def set_up(
     """Resolve the names of a spec and narrow its space.
 
     If `target` is a Target, probes run on this machine. Values that need a missing package are
-    removed, and a worker later reports the features that the model's layers support
-    (`adapt_to_layers`). If `target` is a DeviceSpec, the study is only estimated, and the catalogue
-    gives the features of the layers. `say` gets progress messages while examples are read.
+    removed. A worker later reports which features the model's layers support (`adapt_to_layers`).
+    If `target` is a DeviceSpec, the study is only estimated, and the catalogue gives the features
+    of the layers. `say` gets progress messages while examples are read.
 
     Raises:
         UsageError: for an unknown name, an unreadable file, or a knob without a possible value.
@@ -132,8 +133,8 @@ def set_up(
         _refuse_untested_with_images(spec, space)
     global_batch = _global_batch(spec, space, model, lengths)
 
-    # Each of the following rules removes impossible values. The order matters, because a rule reads
-    # the space that the earlier rules left.
+    # Each of the following rules removes impossible values. The order matters, because each rule
+    # reads the space that the earlier rules narrowed.
     narrowing = Narrowing(space=space, reserve=space)
     constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
@@ -252,9 +253,10 @@ def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
 
 
 def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
-    """Raise UsageError if a pinned quantisation has no effect.
+    """Raise UsageError if the user asked for a quantisation that has no effect.
 
-    Quantisation has no effect if neither the space nor the reserve can meet its conditions.
+    A quantisation has no effect if neither the space nor the reserve has the values of other knobs
+    that it needs.
     """
     value = spec.pins.get("quantization", "none")
     need = narrowing.space.idle("quantization")
@@ -266,9 +268,9 @@ def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
 
 
 def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
-    """Return the space with the spec's pinned values, and with micro_batch_size and seq_len.
+    """Return the space with the values that the spec fixes, and with micro_batch_size and seq_len.
 
-    Later rules need these two knobs, because the global batch and the model narrow them.
+    Later rules remove values of these two knobs, so the space must have both.
     """
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
@@ -279,7 +281,7 @@ def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
 
 
 def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
-    """Return the space with the spec's GPU counts, if any, and a knob for the sharding strategy.
+    """Return the space with the GPU counts that the spec has, and a knob for the sharding strategy.
 
     Raises UsageError for a combination that cannot be probed on several GPUs.
     """
@@ -321,9 +323,9 @@ def calibration_of(
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:
-    """Return the ModelShape that a worker would report, except for the repeating layer pattern.
+    """Return the ModelShape that a worker would report, but without the repeating layer pattern.
 
-    The result is None for a family without a formula.
+    The result is None for a model family without a formula.
     """
     sizes = Sizes.of(model)
     if sizes is None:
@@ -373,8 +375,8 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 def open_reserve(setup: Setup) -> Setup:
     """Return the study with its reserve as the space to search.
 
-    The reserve also has quantised bases, optimizers other than AdamW, and full fine-tuning in pure
-    bf16.
+    Unlike the normal space, the reserve may have quantised bases, optimizers other than AdamW, and
+    full fine-tuning in pure bf16.
     """
     return replace(setup, task=replace(setup.task, space=setup.reserve))
 
@@ -382,8 +384,8 @@ def open_reserve(setup: Setup) -> Setup:
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
     """Return the number of examples in an optimizer step.
 
-    If the user gives the batch in tokens, several numbers of examples are close to it. The result
-    is the number that the most micro batch sizes divide.
+    If the user gives the batch in tokens, several numbers of examples come close to that batch. The
+    result is the number that the most micro batch sizes divide.
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
@@ -430,7 +432,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
 def _warnings(
     spec: StudySpec, narrowing: Narrowing, workload: Workload, model_type: str
 ) -> tuple[str, ...]:
-    """Return warnings: too few examples, fp16 overflow, and options without effect."""
+    """Return warnings of too few examples, of overflow in fp16, and of options without effect."""
     space = narrowing.space
     warnings = []
     overflow = fp16_warning(model_type)
@@ -491,7 +493,7 @@ def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[st
 def _lengths(
     spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callable[[str], None]
 ) -> Lengths:
-    """Return the lengths of the examples; if unknown, a usual length that the space allows."""
+    """Return the lengths of the examples or, if unknown, a usual length that the space allows."""
     if spec.dataset is not None:
         path = Path(expanduser(spec.dataset))
         tokenizer = expanduser(spec.tokenizer or "") or model.tokenizer
@@ -588,7 +590,7 @@ def notes_of_checkpoint(model: ModelSpec) -> list[str]:
 def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
     """Return notes about the fast kernels for some of the model's layers.
 
-    The notes say which packages are missing, and which kernels the numbers are for.
+    The notes say which packages are missing, and with which kernels the study's numbers are valid.
     """
     from autotune.catalog.fast_kernels import counted_packages, is_installed
 

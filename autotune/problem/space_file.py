@@ -1,7 +1,7 @@
 """The form of a search space file, checked by pydantic.
 
-Only `SearchSpace.load` imports this module, and only when it reads a file: the import of pydantic
-is slow.
+Only `SearchSpace.load` imports this module, and only when it reads a file, because the import of
+pydantic is slow.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from autotune.core.errors import did_you_mean
 from autotune.core.knobs import KNOBS, Kind, check_value
 
 # The largest number of integers in a range from min to max. The search enumerates the integers, and
-# a study could not try more of them.
+# a study could not try more than this number.
 MAX_RANGE = 1024
 Place = tuple[int | str, ...]
 
@@ -22,7 +22,7 @@ Place = tuple[int | str, ...]
 class KnobEntry(BaseModel):
     """One knob of the file: a list of values, or a range of integers.
 
-    `kind` is optional, and must be the kind that the registry of knobs has.
+    `kind` is optional. If the file has it, it must be the same as in the registry of knobs.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -91,7 +91,7 @@ class KnobEntry(BaseModel):
 
 
 class SpaceFile(BaseModel):
-    """A search space file. A knob with a single value instead of an entry is fixed."""
+    """A search space file. If a knob has a single value instead of an entry, the knob is fixed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     version: Literal[1]

@@ -30,7 +30,7 @@ ALTERNATIVES = (
     (*LENGTH_KEYS, "p99_tokens", "tokenizer", "split"),
     ("dataset", "image_size"),
 )
-MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow in the projection
+MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow in costs
 
 
 class InvalidSpec(UsageError, ValueError):
@@ -46,13 +46,13 @@ class InvalidSpec(UsageError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The command-line option of one field of StudySpec, and the field's possible values.
+    """The command-line option of a field of StudySpec, and the field's possible values.
 
     `metavar` is the value's placeholder in the help, or None to show the type. The help ends with
     `shown_default` in brackets. `allows` returns whether a value of the right type is valid.
-    `allows` is not called for None, which is valid if the type includes None. `choices` lists all
-    valid values of an option that accepts only certain words. A rare field has no option of its
-    own: `--set NAME=VALUE` and spec files set it.
+    `allows` is not called for None, which is valid if the field's type includes None. `choices`
+    lists all valid values of an option that accepts only certain words. If `is_rare` is true, the
+    field has no option of its own, and only `--set NAME=VALUE` or a spec file can set it.
     """
 
     help: str
@@ -66,7 +66,7 @@ class Option:
 def _option(default: Any, help: str, **details: Any) -> Any:
     """Return a field of StudySpec with its Option.
 
-    The help shows the default unless it is None or False.
+    The option's help shows the default, unless the default is None or False.
     """
     # The comparison is with `is`, because the default 0 equals False but must be shown.
     if not any(default is hidden for hidden in (MISSING, None, False)):
@@ -92,7 +92,7 @@ def _share(default: float | None, help: str, **details: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """Published results of a configuration.
+    """The published results of a configuration.
 
     `tokens_per_s` includes padding, and `s_per_step` is the time of an optimizer step. `peak_gib`
     is torch's peak of allocated memory on a GPU, and `reserved_gib` is torch's peak of reserved
@@ -154,8 +154,8 @@ class StudySpec:
     """One study as a user requests it.
 
     A field's name is its key in a YAML file. With dashes instead of underscores, the name is an
-    option of the command, unless the field is rare. Raises UsageError for a value of the wrong type
-    or out of range, and for contradictory fields.
+    option of the command, unless the field is rare (`Option.is_rare`). Raises UsageError for a
+    value of the wrong type or out of range, and for contradictory fields.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -183,7 +183,7 @@ class StudySpec:
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
-    # If given, these configurations are probed, and there is no search.
+    # If the spec has these configurations, they are probed, and there is no search.
     configs: tuple[NamedConfig, ...] = ()
     source: str | None = None  # the publication that contains the results of `configs`
     examples: int | None = _count(
@@ -392,7 +392,7 @@ class StudySpec:
         if self.split is not None and self.dataset is None:
             raise InvalidSpec("a split is a part of a dataset: give dataset too")
 
-        # Each of these properties raises an error for an impossible value.
+        # Each of the following properties raises an error for an impossible value.
         _ = (self.numbers_of_gpus, self.within_hours, self.trained_by, self.image)
 
         length_keys = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
@@ -412,7 +412,7 @@ class StudySpec:
 
     @property
     def image(self) -> tuple[int, int]:
-        """Assumed width and height in pixels of each example's image, if no dataset has images."""
+        """The width and height in pixels that each image is assumed to have without a dataset."""
         if self.image_size is not None and self.dataset is not None:
             raise InvalidSpec(
                 "the images of a dataset have sizes of their own: leave image_size out"
@@ -469,11 +469,12 @@ RARE = tuple(name for name, option in OPTIONS.items() if option.is_rare)
 
 
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
-    """Return the spec of a file with options; an option that is not None replaces the file's value.
+    """Return the spec of a file; each option that is not None replaces a value of the file.
 
-    Without a path, only the options count. The path may be the name of a suite that comes with the
-    package. If an option replaces the file's card or model, the published results are left out.
-    Raises UsageError for an impossible value, an unknown key (with its line), or a missing model.
+    Without a path, the spec has only the options. Instead of a path, the name of a suite that comes
+    with the package may be given. If an option replaces the file's card or model, the published
+    results are left out. Raises UsageError for an impossible value, an unknown key (with its line),
+    or a missing model.
     """
     given_options = {name: value for name, value in options.items() if value is not None}
     if path is None:
@@ -506,12 +507,12 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
 
 
 def shipped_suites() -> dict[str, Path]:
-    """Return name -> file of the suites of published results that come with the package."""
+    """Return {name: file} of the suites of published results that come with the package."""
     return shipped_files("published", "studies/published")
 
 
 def _spec_file(path: Path) -> Path:
-    """Return the file at this path, or else the file of the package's suite with this name.
+    """Return the file at this path or, without such a file, the package's suite of this name.
 
     Raises UsageError if there is neither a file nor a suite.
     """
@@ -528,7 +529,7 @@ def _spec_file(path: Path) -> Path:
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Return whether a value has the annotated type, which is a union of plain classes.
+    """Return whether a value has the annotated type, which is a class or a union of classes.
 
     An int is accepted as a float. A bool is accepted neither as an int nor as a float.
     """

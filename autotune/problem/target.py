@@ -1,8 +1,8 @@
 """Target: the device to tune for, and the GPU of this machine that probes for it.
 
-A larger GPU can probe for a smaller device. The probe may use only the memory that the device has,
-so it runs out of memory if the same run would do so on the device. The device's speed is projected
-from the probe's speed. Features that the larger GPU lacks cannot be tried.
+A larger GPU can probe for a smaller device. The probe may use only as much memory as the device
+has, so the probe runs out of memory exactly if the same run would do so on the device. The device's
+speed is projected from the probe's speed. Features that the larger GPU lacks cannot be tried.
 """
 
 import shlex
@@ -27,8 +27,8 @@ HOST_SHARE = 0.8
 class Target:
     """The device to tune for, and the device that probes for it.
 
-    `card` is the GPU of this machine that probes, or None for a CPU. `measured_on` is this GPU's
-    data sheet, or None if this GPU is the same product as `device`.
+    `card` is the GPU of this machine that probes, or None for a CPU. `measured_on` is the data
+    sheet of `card`, or None if `card` is the same product as `device`.
     """
 
     device: DeviceSpec
@@ -37,7 +37,7 @@ class Target:
 
     @property
     def cap_gib(self) -> float | None:
-        """The GiB of the device to tune for if another GPU probes for it, otherwise None."""
+        """The GiB of the device to tune for, or None if the device itself runs the probes."""
         return None if self.measured_on is None else self.device.usable_gib
 
     @property
@@ -64,8 +64,8 @@ class Target:
     ) -> float:
         """Return the GiB that a run may use of this machine's device, which has `total_gib`.
 
-        `asked_gib` is the user's limit. If `may_exceed` is true, the limit may be larger than the
-        available memory, for studies that only probe a few layers.
+        `asked_gib` is the limit that the user chose. If `may_exceed` is true, this limit may exceed
+        the available memory, because the study probes only a few of the model's layers.
 
         Raises:
             EnvironmentProblem: if this machine's GPU has less free memory than the device to tune
@@ -140,8 +140,8 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
 def is_product(card: nvml.GpuInfo, device: DeviceSpec) -> bool:
     """Return whether a GPU of this machine is the product `device`.
 
-    If the user's own card file describes the device, the names in this file decide. Otherwise, the
-    names in the catalogue decide.
+    The GPU's name is compared with the names in the user's own card file, if it describes the
+    device. Otherwise, the GPU's name is compared with the names in the catalogue.
     """
     names = [name.casefold() for name in device.nvml_names]
     is_own = (
@@ -173,7 +173,7 @@ def kept_calibration(
         say(f"warning: {error}; the file is not used (`autotune calibrate` makes a new one)")
         return None
 
-    # If several machines share a home directory, the kept calibration may be another machine's.
+    # If several machines share a home directory, the cached calibration may be of another machine.
     if calibration.processor != processor_name():
         of_another = f"it was made on a machine with {printable(calibration.processor)}"
         say(
@@ -185,7 +185,7 @@ def kept_calibration(
 
 
 def find_target(name: str) -> Target:
-    """Return the target of this name: this machine's CPU or GPU, or a device it can probe for.
+    """Return the target of this name: the CPU or GPU of this machine, or a smaller device.
 
     Raises UsageError for an unknown device, and EnvironmentProblem if this machine cannot probe
     for it.

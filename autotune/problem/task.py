@@ -1,4 +1,4 @@
-"""Task: a study with all names resolved, and the values that it gives to probes and results."""
+"""Task: a study whose names are resolved to a model, a device, a dataset and so on."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -20,26 +20,26 @@ from autotune.problem.workload import Workload
 # The configuration that guides usually recommend, with the padding of the usual trainers. The study
 # measures this configuration first, and compares the winner with it.
 BASELINE = TrainConfig(padding="masked")
-MOST_SLACK = 1.0  # the largest value of slack
+MOST_SLACK = 1.0  # the largest value of `slack`
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, because cached properties need `__dict__`
 class Task:
-    """The facts on which every number of a study depends.
+    """The facts that determine the numbers in a study's results.
 
     Args:
-        measured_on: a larger device of this machine that probes for `device` under a memory cap, or
-            None if the device itself probes.
-        carried: the conversion of speeds from `measured_on` to `device`, or None without a
-            conversion.
+        measured_on: a larger device of this machine that runs the probes in place of `device`, with
+            the memory of `device`; None if `device` itself runs the probes.
+        carried: the conversion of speeds from `measured_on` to `device`; None if speeds are not
+            converted.
         run_options: evaluations, checkpoints and reports of the full run.
-        calibration: a calibration of `device` or `measured_on`, or of another card in the same
+        calibration: the calibration of `device`, of `measured_on`, or of another card in the same
             host.
-        world: whether the ranks of a probe are simulated (`fake`) or real. If a rank is simulated,
-            a formula adds the time of communication to the measured time. For simulated and for
-            real ranks, a formula adds the wait for the GPU with the longest rows.
+        world: whether the other ranks of a probe are simulated (`fake`) or real. If they are
+            simulated, the time of communication by formula is added to the measured time. In both
+            cases, the wait for the GPU with the longest rows is added by formula, too.
         within_hours: the time limit of the full run.
-        example_gib: the memory of the example card, if a CPU represents one.
+        example_gib: the memory of the invented example card, if a CPU runs the probes in its place.
     """
 
     study: str
@@ -65,7 +65,7 @@ class Task:
 
     @property
     def plays_ranks(self) -> bool:
-        """Whether one device simulates one of several GPUs in some of the study's probes."""
+        """Whether one device simulates a rank of several GPUs in some of the study's probes."""
         return self.numbers_of_gpus[-1] > 1 and self.world is World.FAKE
 
     @property
@@ -74,11 +74,11 @@ class Task:
         return 1 if self.plays_ranks else self.numbers_of_gpus[-1]
 
     def is_projected(self, config: TrainConfig) -> bool:
-        """Return whether the speed is projected from another kind or number of GPUs."""
+        """Return whether the speed is predicted from probes on another kind or number of GPUs."""
         return self.measured_on is not None or self.carried is not None or self.is_simulated(config)
 
     def is_simulated(self, config: TrainConfig) -> bool:
-        """Return whether one device simulates one of the several GPUs of this configuration."""
+        """Return whether one device simulates a rank of this configuration's several GPUs."""
         return config.num_gpus > 1 and self.world is World.FAKE
 
     @property
@@ -118,7 +118,7 @@ class Task:
         return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
 
     def link_gb_s(self, parallelism: Parallelism) -> float | None:
-        """Return the bus bandwidth between GPUs of a host, as calibrated or in the catalogue."""
+        """Return the bus bandwidth between a host's GPUs, from the calibration or the catalogue."""
         return self.calibrated_link_gb_s(parallelism) or self.device.link_gb_s
 
     def calibrated_link_gb_s(self, parallelism: Parallelism) -> float | None:
@@ -136,8 +136,9 @@ class Task:
     ) -> ProbeRequest:
         """Return the request for a probe of the whole model.
 
-        The probe may use `memory_gib`, but the share `headroom` of this memory must stay free. A
-        simulated rank has no NCCL buffers, so their memory is subtracted from `memory_gib`.
+        The probe may use `memory_gib`, but must leave the share `headroom` of this memory free. A
+        simulated rank has no NCCL buffers, so the memory of these buffers is subtracted from
+        `memory_gib`.
         """
         workload = self.workload
         if self.is_simulated(config) and self.device.kind != "cpu":
@@ -153,16 +154,16 @@ class Task:
             vision=workload.vision,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=workload.micro_batches(config),
-            # The share is rounded, so that studies of similar datasets can reuse the probe's
-            # result.
+            # The share is rounded, so that studies of similar datasets can reuse the result of the
+            # probe.
             trained_share=max(0.01, round(workload.lengths.trained_share, 2)),
             memory_gib=memory_gib,
             headroom=headroom,
             seed=seed,
             profile=self.measured_on is not None,  # a projection to another card needs a profile
             flash=self.device.has_flash,
-            # For one GPU, `world` is always REAL, so that studies with simulated ranks can reuse
-            # the result too.
+            # For one GPU, `world` is always REAL, so that studies with and without simulated ranks
+            # can reuse each other's results.
             world=self.world if self.is_simulated(config) else World.REAL,
         )
 
@@ -170,8 +171,8 @@ class Task:
     def model_key(self) -> str:
         """A key of the model, the trainer and the objective.
 
-        Memory results of probes, and all results of truncated probes (with few layers), are valid
-        for all studies with the same key.
+        The memory that a probe measured is valid for all studies with the same key. So are all
+        results of a probe with only a few of the model's layers.
         """
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
@@ -188,8 +189,8 @@ class Task:
     def baselines(self) -> tuple[TrainConfig, ...]:
         """The configurations to try as the baseline: the nearest to BASELINE, then smaller ones.
 
-        The smaller ones have smaller micro batches. The smallest GPU count comes first. On several
-        GPUs, DDP comes before FSDP2, if the space has both.
+        The later configurations have smaller micro batches. The smallest GPU count comes first. On
+        several GPUs, DDP comes before FSDP2, if the space has both.
         """
         return tuple(itertools.chain.from_iterable(map(self._baselines, self.numbers_of_gpus)))
 

@@ -1,7 +1,7 @@
 """Workload: the examples of the full run, and the rows that padding or packing makes of them.
 
-RunShape has all rules about steps: the global batch, the number of steps, and the micro batches in
-a probe's step.
+RunShape computes everything about steps: the global batch, the number of steps, and how many micro
+batches a probe's step has.
 """
 
 import bisect
@@ -30,12 +30,13 @@ from autotune.problem.padding import (
 )
 
 PROBED_ROWS = 8  # the number of different packed rows that a probe trains on in turn
-# Indices into eight rows that are sorted by length. In this order, consecutive rows differ much.
+# Indices into eight rows that are sorted by length. In the order of these indices, consecutive rows
+# have very different lengths.
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)
 # A probe's step has two micro batches if the run accumulates gradients: the second micro batch has
 # a higher peak, because the gradients of the first are still allocated.
 PROBED_MICRO_BATCHES = 2
-# A confirming probe times longer steps, which are more like the run's steps.
+# A probe that confirms a result times longer steps, which are more similar to the run's steps.
 CONFIRMED_MICRO_BATCHES = 4
 
 
@@ -43,10 +44,10 @@ CONFIRMED_MICRO_BATCHES = 4
 class RunShape:
     """The steps of a run that makes `epochs` passes over `examples` examples.
 
-    The mean row has `tokens_per_row` tokens with padding, and `examples_per_row` examples.
-    `useful_tokens_per_row` excludes padding and truncated tokens. A forward pass of one device
-    takes `micro_batch_size` rows. An optimizer step takes `accumulation` such micro batches on each
-    of `world_size` devices.
+    On average, a row has `tokens_per_row` tokens including padding, and `examples_per_row`
+    examples. `useful_tokens_per_row` excludes padding and truncated tokens. A forward pass of one
+    device takes `micro_batch_size` rows. An optimizer step takes `accumulation` such micro batches
+    on each of `world_size` devices.
     """
 
     micro_batch_size: int
@@ -80,7 +81,7 @@ class RunShape:
 
     @property
     def num_steps(self) -> int:
-        """The number of optimizer steps in the run. A smaller last batch also is a step."""
+        """The number of optimizer steps in the run, including the step of a smaller last batch."""
         steps_per_epoch = math.ceil(round(self.examples / self.examples_per_step, 6))
         return math.ceil(steps_per_epoch * self.epochs)
 
@@ -105,18 +106,18 @@ class Workload:
         lengths: the lengths of the examples. If the objective needs pairs of answers, a pair's
             length is the length of the prompt with the longer answer.
         global_batch: the number of examples in an optimizer step, which the user chooses. Every
-            candidate has the same global batch, or with packed rows nearly the same.
+            candidate of a study has the same global batch or, with packed rows, nearly the same.
         eval_share: the share of the examples that is held out: used for evaluation, but not for
             training.
         loss_on: the tokens to train on: completion, assistant or all. With None, each row of the
             dataset decides.
         form: the form of the dataset's first row (`dataset.form_of`).
-        dealt: whether the trainer sorts the padded rows of each step by length and deals them out
+        dealt: whether the trainer sorts the padded rows of each step by length and distributes them
             to micro batches, as train.py does.
         pictured: representative examples with images (`problem.images`). The lengths of these
             examples include the images' tokens.
         images_end: the largest position, in tokens, of an image's end in a row; 0 if unknown.
-        vision: whether a vision tower is also trained.
+        vision: whether a vision tower is trained, too.
     """
 
     JSON: ClassVar = "facts()"
@@ -143,8 +144,8 @@ class Workload:
     def held_out(self, examples: int | None = None) -> int:
         """Return the number of held-out examples, rounded up as all trainers do.
 
-        `examples` is used instead of the workload's number of examples. At least one example is not
-        held out.
+        If `examples` is given, it replaces the workload's number of examples. At least one example
+        is not held out.
         """
         total = self.examples if examples is None else examples
         return min(math.ceil(self.eval_share * total), total - 1)
@@ -174,7 +175,7 @@ class Workload:
         return examples / sum(group.number for group in rows)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """Pack all trained examples into rows; if some lengths are unknown, the others repeat."""
+        """Pack all trained examples into rows; if only some lengths are known, repeat them."""
         return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
     def run_shape(
@@ -200,7 +201,7 @@ class Workload:
         )
 
     def divides(self, config: TrainConfig) -> bool:
-        """Return whether micro batches divide the global batch.
+        """Return whether the micro batches of all GPUs together divide the global batch.
 
         The result is always true for packed rows.
         """
@@ -208,7 +209,10 @@ class Workload:
         return config.packing or self.global_batch % rows_at_once == 0
 
     def accumulation(self, config: TrainConfig, world_size: int | None = None) -> int:
-        """Return the number of micro batches in a step. Raises ValueError like `run_shape`."""
+        """Return the number of micro batches in a step.
+
+        Raises ValueError in the same case as `run_shape`.
+        """
         devices = world_size or config.num_gpus
         rows_at_once = config.micro_batch_size * devices
         if config.packing:
@@ -243,12 +247,13 @@ class Workload:
     ) -> float:
         """Return the wait for the GPU with the longest rows, as a share of a micro batch's time.
 
-        Times are assumed to be proportional to tokens. GPUs with shards gather layers in each micro
-        batch, so they wait in each micro batch. Under DDP, GPUs wait only once a step, and their
-        numbers of tokens in a whole step differ less. If groups of GPUs hold copies of a sharded
-        model, the copies wait for each other only once a step. This function still counts them as
-        if they waited in each micro batch. `parallelism` replaces the configuration's parallelism,
-        and `accumulation` replaces the number that follows from the global batch.
+        Times are assumed to be proportional to tokens. GPUs with shards of a model gather layers in
+        each micro batch, so they wait for each other in each micro batch. Under DDP, GPUs wait only
+        once a step, and the tokens of a complete step differ less from GPU to GPU than the tokens
+        of a micro batch. If groups of GPUs hold copies of a sharded model, the copies wait for each
+        other only once a step. This function still assumes that they wait in each micro batch.
+        `parallelism` replaces the configuration's parallelism, and `accumulation` replaces the
+        number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -271,19 +276,20 @@ class Workload:
     def longest_row_config(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the length of the longest possible row as its seq_len.
 
-        The formula of memory needs this length, because the longest row sets the peak.
+        The memory formula needs this length, because the peak occurs with the longest row.
         """
         return _with_length(self.with_mask(config), self.longest_row(config))
 
     def mean_row_config(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the mean padded length of a row as its seq_len.
 
-        The formula of step time needs this length, because it predicts a mean step.
+        The step time formula needs this length, because the formula predicts the time of a mean
+        step.
         """
         return _with_length(self.with_mask(config), max(1, round(self.tokens_per_row(config))))
 
     def with_mask(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with masked padding if TRL trains and rows have padding."""
+        """Return the configuration, with masked padding if TRL trains and rows have padding."""
         uses_trl = self.objective is not Objective.SFT and self.objective.trainers[0] == "trl"
         has_padding = len(self.lengths.counts) > 1 or config.padding == "max_length"
         if uses_trl and has_padding and config.padding != "masked":
@@ -291,10 +297,10 @@ class Workload:
         return config
 
     def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
-        """Return the fixed lengths that rows are padded to, or () if rows have any length.
+        """Return the fixed lengths to which rows are padded, or () if there are no fixed lengths.
 
-        A row is padded to the next of these lengths. If the result is (), a row is padded to the
-        longest row of its micro batch.
+        A row is padded to the next longer of these lengths. If the result is (), a row is padded to
+        the length of the longest row in its micro batch.
         """
         if config.has_any_length:
             return ()
@@ -303,8 +309,8 @@ class Workload:
     def new_length_share(self, config: TrainConfig, micro_batches: int | None = None) -> float:
         """Return the share of micro batches with a padded length that has not occurred before.
 
-        The share is over the run's first `micro_batches` micro batches, by default the whole run.
-        If rows are padded to fixed lengths, the share is 0.
+        Only the run's first `micro_batches` micro batches are considered, by default all micro
+        batches of the run. If rows are padded to fixed lengths, the share is 0.
         """
         if not config.has_any_length:
             return 0.0
@@ -314,7 +320,7 @@ class Workload:
         )
 
     def deals(self, config: TrainConfig) -> bool:
-        """Return whether the trainer sorts a step's rows by length to give each GPU equal work.
+        """Return whether the trainer sorts a step's rows by length, to give all GPUs equal work.
 
         The result is false if sorting would change nothing, or if rows are grouped by length
         instead. The result is also false for the padding `masked`, because trainers that use it do
@@ -360,7 +366,7 @@ class Workload:
 
     @cache  # noqa: B019 (a study has only one Workload)
     def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the kinds of micro batches that represent the run, or () if all rows are full."""
+        """Return a few micro batches that represent all of the run, or () if all rows are full."""
         if config.packing:
             return self._packed_micro_batches(config)
         kinds = self._padded_micro_batches(config)
@@ -371,9 +377,10 @@ class Workload:
         return () if full else kinds
 
     def _with_images(self, kind: MicroBatch, *, peaks: bool) -> MicroBatch:
-        """Return a kind of micro batch with images in its rows.
+        """Return the micro batch `kind` with images in its rows.
 
-        If `peaks`, this kind sets the memory peak, and its first row has the largest images.
+        If `peaks` is true, this micro batch determines the memory peak, and its first row has the
+        largest images.
         """
         images = tuple(
             images_of(self.pictured, row[0], largest=peaks and place == 0)
@@ -387,11 +394,12 @@ class Workload:
         return max((num_image_tokens(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the kinds of micro batches to time, and the longest, which causes the memory peak.
+        """Return the micro batches to time, and the longest one, which determines the memory peak.
 
-        Short and long kinds alternate. If rows may have any length, only odd lengths are chosen.
-        Odd lengths share one alignment (`trainer.patches`), and half of all lengths are odd. cuDNN
-        takes seconds to build a kernel for each alignment.
+        Short and long micro batches alternate. If rows may have any length, only odd lengths are
+        chosen. The reason is that cuDNN takes seconds to build a kernel for each alignment of the
+        length (`trainer.patches`). All odd lengths have the same alignment, and half of all lengths
+        are odd.
         """
         draw = self._draw(config)
         if config.padding == "max_length":
@@ -417,7 +425,7 @@ class Workload:
         return (*alternating, _kind(draw, draw.longest, 0.0))
 
     def _packed_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return micro batches of equal share, with PROBED_ROWS packed rows in total."""
+        """Return micro batches with equal shares, and with PROBED_ROWS packed rows in total."""
         size = config.micro_batch_size
         number = math.ceil(PROBED_ROWS / size)
         endless = itertools.cycle(self._packed_rows(config.seq_len))
@@ -473,7 +481,7 @@ def _with_length(config: TrainConfig, seq_len: int) -> TrainConfig:
 
 
 def _kind(draw: Draw, longest: int, share: float) -> MicroBatch:
-    """Return a kind of micro batch with a row of `longest` tokens, and typical shorter rows."""
+    """Return a micro batch with a row of `longest` tokens and shorter rows of typical lengths."""
     not_longer = 1 - draw.lengths.longer(longest) if longest < draw.seq_len else 1.0
     spacing = 1 / draw.sorted_together if draw.sorted_together else not_longer / draw.size
     others = (draw.lengths.quantile(not_longer - index * spacing) for index in range(1, draw.size))
