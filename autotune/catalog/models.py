@@ -32,6 +32,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 _LAYER_LISTS = ("layers_block_type", "layer_types")  # keys of lists with an entry for each layer
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _VOCAB = ("vocab_size",)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_SIZE = 2**31  # a larger size in a config is an error
 
@@ -170,6 +171,11 @@ class ModelSpec:
     def sees_images(self) -> bool:
         """Whether the model takes images in addition to text."""
         return sees_images(self.config)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return any((self.size(key) or 0) > 1 for key in _EXPERTS)
 
     @property
     def text_type(self) -> str:

@@ -66,6 +66,7 @@ class TrainConfig:
     tiling: str = KNOBS["tiling"].default
     cuda_graphs: str = KNOBS["cuda_graphs"].default
     lora_kernels: str = KNOBS["lora_kernels"].default
+    quantize_experts: bool = KNOBS["quantize_experts"].default
     sharding: str = KNOBS["sharding"].default
     copies: int = KNOBS["copies"].default
     sync_each_batch: bool = KNOBS["sync_each_batch"].default

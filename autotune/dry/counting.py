@@ -429,6 +429,12 @@ def _unpack_workspace(
     return blocks(inputs.element_size() * math.prod(shape))
 
 
+def _unpack_experts_workspace(rows: torch.Tensor, *arguments: Any) -> int:
+    """The bytes of the weights of all experts, unpacked to the dtype of the rows."""
+    shape = arguments[-2]
+    return blocks(rows.element_size() * math.prod(shape))
+
+
 def _quantize_workspace(inputs: torch.Tensor, *_: Any) -> int:
     """The bytes of the inputs' absolute values, and of one outlier flag for each input value.
 
@@ -455,6 +461,7 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "gemm_4bit": _unpack_workspace,
+    "packed_product": _unpack_experts_workspace,
     "int8_vectorwise_quant": _quantize_workspace,
     "int8_scaled_mm": _scaled_product,
 }

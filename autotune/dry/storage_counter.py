@@ -59,6 +59,8 @@ WIDEST_IN_REGISTERS = 128
 UNPACKED_PRODUCT = "gemm_4bit"
 PRODUCT_IN_8_BITS = "int8_scaled_mm"
 GROUPED_PRODUCT = "_grouped_mm"
+# The product with packed experts (`trainer.packed_experts`), which has a FLOP formula
+PACKED_PRODUCT = "packed_product"
 # The number of matrix products in each of transformers' operators for experts that are not in bf16.
 # The backward operator computes two gradients, so it has two products.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
@@ -245,6 +247,12 @@ class StorageCounter(TorchDispatchMode):
         if name in ("addmm", "baddbmm") and args[0].dim() > 1:
             # The addend is first copied to the memory of the sum.
             self.moved[OTHER] += num_bytes((args[0], out))
+        if name == PACKED_PRODUCT:
+            # The kernel first unpacks the weights to the type of the rows.
+            rows, *packed, shape, _ = args
+            unpacked = rows.element_size() * math.prod(shape)
+            self.moved[OTHER] += num_bytes(packed) + unpacked
+            moved = num_bytes((rows, out)) + unpacked
         if name in PRODUCTS and not _is_aligned((args, out)):
             name += f" {UNALIGNED}"
         self._count_product(name, flops, moved)

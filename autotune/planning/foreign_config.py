@@ -37,6 +37,7 @@ OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
 # compute the run's loss in chunks. The memory then includes the logits of all tokens, and the table
 # `lessens` in foreign_keys.yaml says that the run may need less.
 FUSED_LOSS = "the fused loss"
+PACKED_EXPERTS = "packed_experts"  # the note about Axolotl's experts in 4 bits
 EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters with adapters
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
@@ -61,6 +62,9 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
 
     targets, note = _known_targets(config, model)
     notes = (*run.notes, note) if note and note not in run.notes else run.notes
+    if config.quantize_experts and not model.has_experts:
+        config = replace(config, quantize_experts=False)
+        notes = tuple(one for one in notes if one != table("notes")[PACKED_EXPERTS])
     undropped = without_dropout(config, kind)
     if undropped != config:
         config = undropped
@@ -605,7 +609,8 @@ def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     for name, keys in table("noted").items():
         for key in keys:
             file.note(file.has(key), name, key=key)
-    for key in table("lessens").keys() - {"activation_offloading", "liger_cross_entropy"}:
+    noted_apart = {"activation_offloading", "liger_cross_entropy", "quantize_moe_experts"}
+    for key in table("lessens").keys() - noted_apart:
         file.note(file.has(key), "less_memory", key=key)
     split = table("parallel") + table("split")
     file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
@@ -864,6 +869,11 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
         "cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True)
     )
 
+    in_4_bits = four_bit and adapter == "qlora"
+    packs = file.flag("quantize_moe_experts")
+    file.note(packs and in_4_bits, PACKED_EXPERTS)
+    file.note(packs and not in_4_bits, "less_memory", key="quantize_moe_experts")
+
     kernel_keys = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
     automatic = not (
         eight_bit
@@ -884,6 +894,7 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
         "method": "lora" if adapter else "full",
         "precision": _axolotl_precision(file, adapter),
         "quantization": _quantization(four_bit and adapter != "lora", eight_bit),
+        "quantize_experts": packs and in_4_bits,
         "checkpointing": checkpointing,
         "loss": "chunked" if fused else "full",
         "kernels": "liger" if liger and any(layers) else "torch",

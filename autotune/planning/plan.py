@@ -295,9 +295,12 @@ def count_leanest(
         # 0 % for Qwen3-30B-A3B, and 4 % for OLMoE.
         space = space.pin("lora_kernels", "peft")
     spaces = [space]
+    if space.choices("quantize_experts") == (False, True):
+        # Only a process that builds the model knows whether its experts can be quantised.
+        spaces.append(space.pin("quantize_experts", False))
     if "full" in space.choices("loss"):
         # For some models, the logits cannot be computed in chunks. So try the loss `full`, too.
-        spaces.append(space.pin("loss", "full"))
+        spaces += [one.pin("loss", "full") for one in spaces]
     configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
     estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)
     return next((estimated for estimated in estimates if estimated is not None), None)

@@ -67,6 +67,7 @@ SHARED = (
     "seq_len",
     "quantization",
     "double_quant",
+    "quantize_experts",
     "kbit_preparation",
     "precision",
     "optimizer",

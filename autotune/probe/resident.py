@@ -86,6 +86,7 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
         config.quantization,
         config.double_quant,
         config.kbit_preparation,
+        config.quantize_experts,
         config.attention_implementation,
     )
 

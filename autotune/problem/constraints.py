@@ -39,6 +39,7 @@ WORTH_PACKING = 1.05
 # have to be packed once for each value.
 MOST_LENGTHS = 16
 MIN_RANK = 16
+OTHER_EXPERTS = "the model's experts do not use transformers' interface for experts"
 MAX_TRUNCATED = 0.01
 # For each of these knobs: the option that allows all its values, a test that is true for the values
 # that are allowed without this option, and a description of the values that need the option.
@@ -132,6 +133,17 @@ class Narrowing:
         self.space = self.space.offer(name, values)
         self.reserve = self.reserve.offer(name, values)
 
+    def leave_out(self, name: str, value: Any, reason: str) -> None:
+        """Remove a value without telling the user, and its knob if only the default is left.
+
+        Raises UsageError if no value is left.
+        """
+        self.space, removed = self.space.narrow(name, lambda other: other != value, reason)
+        self.reserve, _ = self.reserve.narrow(name, lambda other: other != value, reason)
+        if removed and self.space.choices(name) == (KNOBS[name].default,):
+            self.space = self.space.without(name)
+            self.reserve = self.reserve.without(name)
+
     def pin(self, name: str, value: Any) -> None:
         """Fix a knob to one value, even if the space does not have the knob."""
         self.space = self.space.pin(name, value)
@@ -161,6 +173,9 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         )
 
     _narrow_to_checkpoint(narrowing, model.stored_as)
+    if not model.has_experts:
+        narrowing.leave_out("quantize_experts", True, "the model has no experts")
+        narrowing.leave_out("lora_kernels", "grouped", "there are no adapters on experts")
     kind = model.text_type
     narrowing.keep(
         "lora_targets",
@@ -429,6 +444,7 @@ def narrow_to_trl(
         "TRL's step reads values on the host, which no CUDA graph can",
     )
     narrowing.remove("lora_kernels", {"joined", "grouped"}, "TRL computes adapters as PEFT does")
+    narrowing.remove("quantize_experts", {True}, "TRL leaves the experts in 16 bits")
     narrowing.remove(
         "checkpointing", SELECTIVE, "TRL's file has no key for the compiler's activation budget"
     )
@@ -597,12 +613,11 @@ def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape
     with_experts = set(filter(on_experts, named))
     if not with_experts or with_experts != named:
         # Most models have no experts, so this removal is not reported.
-        reason = "there are no adapters on experts"
-        narrowing.space, _ = narrowing.space.narrow("lora_kernels", _is_not_grouped, reason)
-        narrowing.reserve, _ = narrowing.reserve.narrow("lora_kernels", _is_not_grouped, reason)
+        narrowing.leave_out("lora_kernels", "grouped", "there are no adapters on experts")
     elif shape is None or not shape.experts:
-        reason = "the model's experts do not use transformers' interface for experts"
-        narrowing.remove("lora_kernels", {"grouped"}, reason)
+        narrowing.remove("lora_kernels", {"grouped"}, OTHER_EXPERTS)
+    if shape is None or not shape.experts:
+        narrowing.remove("quantize_experts", {True}, OTHER_EXPERTS)
     if not with_experts or "lora" not in narrowing.space.choices("method"):
         return
     _remove_without_effect(narrowing, "lora_kernels", "grouped")
@@ -618,10 +633,6 @@ def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape
     elif kernels != ("grouped",) or narrowing.space.choices("num_gpus") != (1,):
         narrowing.only_with("compile", "lora_kernels", ("grouped",))
         narrow_checkpointing(narrowing)
-
-
-def _is_not_grouped(kernels: str) -> bool:
-    return kernels != "grouped"
 
 
 def _narrow_to_named_layers(

@@ -244,6 +244,10 @@ class SearchSpace:
             ) from None
         return self._with(Knob(name=name, values=(value,)))
 
+    def without(self, name: str) -> "SearchSpace":
+        """Return the space without a knob, which then has its default."""
+        return replace(self, knobs=tuple(knob for knob in self.knobs if knob.name != name))
+
     def offer(self, name: str, values: tuple[Any, ...]) -> "SearchSpace":
         """Return the space with `values` as the values of a knob."""
         return self._with(Knob(name=name, values=values))

@@ -484,9 +484,11 @@ def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[st
         experts = f"{shape.untrained:.0%} of the parameters are fused experts of a mixture"
         warnings.append(f"{experts}: adapters on linear layers do not train them")
     if shape.unquantized > OUT_OF_REACH and space.choices("quantization") != ("none",):
-        warnings.append(
-            f"{shape.unquantized:.0%} of the parameters are fused experts: they are never quantised"
-        )
+        share = f"{shape.unquantized:.0%} of the parameters are fused experts"
+        if shape.experts and True in space.choices("quantize_experts"):
+            warnings.append(f"{share}: only quantize_experts stores them in fewer bits (nf4)")
+        else:
+            warnings.append(f"{share}: they are never quantised")
     return warnings
 
 

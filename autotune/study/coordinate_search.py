@@ -39,6 +39,7 @@ ORDER = (
     "compile",
     "lora_kernels",
     "cuda_graphs",
+    "quantize_experts",
     "quantization",
 )
 # A move (a change of one knob) of one of these knobs frees memory and leaves the arithmetic

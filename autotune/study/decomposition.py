@@ -15,7 +15,7 @@ from autotune.core.train_config import TrainConfig
 # Groups that save memory come first, so that most intermediate configurations fit.
 GROUPS: dict[str, tuple[str, ...]] = {
     "loss in chunks": ("loss",),
-    "precision": ("precision", "quantization", "double_quant"),
+    "precision": ("precision", "quantization", "double_quant", "quantize_experts"),
     "optimizer": ("optimizer",),
     "kernels": ("attention", "kernels"),
     "padding or packing": ("padding", "packing", "packed_attention", "group_by_length"),

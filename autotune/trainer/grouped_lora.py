@@ -44,8 +44,7 @@ def group_experts(model: nn.Module) -> None:
     Raises ValueError if the model has no adapters on experts, or if its experts do not use
     transformers' interface.
     """
-    wrappers = list(_outermost(model))
-    experts = [one.get_base_layer() for one in wrappers if one.num_experts > 1]
+    experts = adapted_experts(model)
     if not experts:
         raise ValueError(f"{type(model).__name__} has no adapters on experts to group")
     for one in experts:
@@ -53,15 +52,24 @@ def group_experts(model: nn.Module) -> None:
             raise ValueError(f"{type(one).__name__} does not use transformers' experts interface")
 
     grouped, summed = _classes()
-    for wrapper in wrappers:
+    for wrapper in _outermost(model):
         wrapper.__class__ = grouped if wrapper.num_experts > 1 else summed
 
 
 def restore_experts(model: nn.Module) -> None:
-    """Let PEFT compute the adapters of experts again."""
+    """Let PEFT compute the adapters of experts again, except of experts in 4 bits.
+
+    PEFT cannot add to packed weights.
+    """
     for module in model.modules():
-        if replaced := getattr(type(module), "replaced", None):
+        replaced = getattr(type(module), "replaced", None)
+        if replaced and not hasattr(module.get_base_layer(), "multiply_packed"):
             module.__class__ = replaced
+
+
+def adapted_experts(model: nn.Module) -> list[Any]:
+    """Return the modules of experts that have adapters."""
+    return [one.get_base_layer() for one in _outermost(model) if one.num_experts > 1]
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -97,7 +105,7 @@ def _classes() -> tuple[Any, Any]:
         ) -> torch.Tensor:
             if self.disable_adapters or self.merged:
                 return super().forward(hidden_states, top_k_index, top_k_weights)
-            return _compute(self, hidden_states, top_k_index, top_k_weights)
+            return compute_experts(self, hidden_states, top_k_index, top_k_weights)
 
     class Summed(ParamWrapper):
         """A module whose small weight gets the adapter's product added, without parametrization."""
@@ -114,12 +122,13 @@ def _classes() -> tuple[Any, Any]:
     return Grouped, Summed
 
 
-def _compute(
+def compute_experts(
     wrapper: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """Return the experts' weighted sums (T x H) for the states (T x H) of T tokens.
 
-    `top_k_index` (T x k) names the experts of each token, and `weights` (T x k) weighs them.
+    `wrapper` is a module of experts, or PEFT's wrapper of one. `top_k_index` (T x k) names the
+    experts of each token, and `weights` (T x k) weighs them.
     """
     adapters = {}
     while hasattr(wrapper, "lora_A"):
@@ -161,15 +170,18 @@ def _project(
     experts: Any, name: str, adapter: Any, rows: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """Return the product of rows (S x in) with a projection of their experts and its adapter."""
-    weight = getattr(experts, name)
-    weight = weight if experts.is_transposed else weight.transpose(1, 2)
-    # The interface computes in the dtype of the weights too.
-    rows = rows.to(weight.dtype)
-    outputs = torch.ops.lora.grouped_product(rows, weight, ends)
+    if hasattr(experts, "multiply_packed"):  # its weights are in 4 bits (see packed_experts)
+        outputs = experts.multiply_packed(rows, name, ends)
+    else:
+        weight = getattr(experts, name)
+        weight = weight if experts.is_transposed else weight.transpose(1, 2)
+        # The interface computes in the dtype of the weights too.
+        outputs = torch.ops.lora.grouped_product(rows.to(weight.dtype), weight, ends)
     if adapter is None:
         return outputs
 
-    down, up = _matrices(adapter, weight.dtype)
+    rows = rows.to(outputs.dtype)
+    down, up = _matrices(adapter, outputs.dtype)
     hidden = torch.ops.lora.grouped_product(rows, down, ends)
     return outputs + torch.ops.lora.grouped_product(hidden, up, ends)
 

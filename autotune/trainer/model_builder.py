@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
-from .grouped_lora import group_experts
+from .grouped_lora import adapted_experts, group_experts
 from .joined_lora import JoinedLayers
+from .packed_experts import (
+    PROJECTIONS,
+    compute_packed,
+    pack_random_experts,
+    pack_while_loading,
+    unpacked_shapes,
+)
 from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
 from .settings import DEQUANTISED, ModelSettings, quantization_of
 from .tiles import tile_layers
@@ -84,18 +91,23 @@ def load(
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
 
     in_fp8 = settings.quantization == "fp8"
-    model: PreTrainedModel = _model_class(settings, config).from_pretrained(
-        source,
-        dtype=base_dtype(settings),
-        attn_implementation=_attention(settings, config),
-        # For fp8, there is no device map, so that weights stay in their files until they are cast.
-        device_map=None if in_fp8 else {"": device},
-        use_safetensors=True,
-        trust_remote_code=False,
-        **arguments,
-    )
+    packs = settings.quantize_experts
+    with pack_while_loading(double_quant=settings.double_quant) if packs else nullcontext():
+        model: PreTrainedModel = _model_class(settings, config).from_pretrained(
+            source,
+            dtype=base_dtype(settings),
+            attn_implementation=_attention(settings, config),
+            # For fp8, there is no device map, so that weights stay in their files until they are
+            # cast.
+            device_map=None if in_fp8 else {"": device},
+            use_safetensors=True,
+            trust_remote_code=False,
+            **arguments,
+        )
     if in_fp8:
         multiply_in_fp8(model, device)
+    if packs:
+        compute_packed(model)
     return _finish(model, settings)
 
 
@@ -191,6 +203,7 @@ def build(
         torch.device(device),
         no_init_weights(),
         _linear_layers_on_meta() if is_quantized else nullcontext(),
+        _matrices_on_meta(PROJECTIONS) if settings.quantize_experts else nullcontext(),
     ):
         model = from_config(config, settings)
 
@@ -198,6 +211,8 @@ def build(
         multiply_in_fp8(model, device)
     elif is_quantized:
         _quantize(model, settings, device, quantized_linear or _cached_linear(device))
+    if settings.quantize_experts:
+        pack_random_experts(model, base_dtype(settings), device, double_quant=settings.double_quant)
     _fill(model)
     return _finish(model, settings)
 
@@ -308,7 +323,7 @@ def trainable_model(
 
     if towers:
         arguments["exclude_modules"] = _modules_without_adapters(base, frozen)
-    with torch.device(device):
+    with torch.device(device), unpacked_shapes(base):
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
         )
@@ -364,9 +379,10 @@ def _exclude_from_ddp(model: nn.Module) -> None:
 def set_lora_kernels(base: PreTrainedModel, settings: ModelSettings) -> JoinedLayers | None:
     """Let the adapters compute as `settings` require, and return the joined layers, if any.
 
-    JoinedLayers.undo and `restore_experts` undo the change.
+    JoinedLayers.undo and `restore_experts` undo the change. Adapters on experts in 4 bits are
+    always grouped products, because PEFT cannot add adapters to packed weights.
     """
-    if settings.grouped:
+    if settings.grouped or (settings.quantize_experts and adapted_experts(base)):
         group_experts(base)
     return JoinedLayers(base, decoder_layers(base)) if settings.joined else None
 
@@ -523,15 +539,17 @@ def _fill(model: nn.Module) -> None:
 
 
 @contextmanager
-def _matrices_on_meta() -> Iterator[None]:
+def _matrices_on_meta(names: Sequence[str] = ()) -> Iterator[None]:
     """In this block, move each matrix to the meta device when a module registers it.
 
-    Vectors and buffers keep their initial values.
+    If there are `names`, move only the parameters with these names. Vectors and buffers keep their
+    initial values.
     """
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.ndim > 1:
+        is_moved = name in names if names else parameter is not None and parameter.ndim > 1
+        if parameter is not None and is_moved:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         original(self, name, parameter)
 

@@ -70,6 +70,7 @@ class ModelSettings:
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
     joined: bool = False  # join the products of adapters with the products of the base
     grouped: bool = False  # compute the adapters of experts as grouped products
+    quantize_experts: bool = False  # store the routed experts of a mixture in nf4, too
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary
     num_labels: int | None = None

@@ -75,12 +75,13 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
             "kbit_preparation",
         ),
         "optimizer_in_backward",
+        "quantize_experts",
     }
 
 
 def test_effects_select_knobs():
     of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
-    of_rank = ("num_gpus", "lora_kernels", "sharding", "copies", "offload")
+    of_rank = ("num_gpus", "lora_kernels", "quantize_experts", "sharding", "copies", "offload")
     assert knobs_affecting("weights") == (
         "method",
         "lora_targets",

@@ -77,6 +77,7 @@ CONFIGS = [
     TrainConfig(cuda_graphs="micro_batch", checkpointing="none", padding="bucket"),
     TrainConfig(lora_kernels="joined", compile="per_layer", padding="bucket"),
     TrainConfig(lora_kernels="grouped", lora_targets="attention_experts"),
+    TrainConfig(quantization="nf4", quantize_experts=True, lora_targets="attention"),
     TrainConfig(packing=True, packed_attention="varlen", micro_batch_size=4),
     TrainConfig(padding="max_length", seq_len=1000),
     TrainConfig(group_by_length=True),

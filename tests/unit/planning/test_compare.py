@@ -668,10 +668,28 @@ def test_the_leanest_is_counted_where_adapters_cannot_be_grouped(
     """Without adapters on experts, a count refuses `grouped`, the leanest of `lora_kernels`."""
     answer = counted([], lambda config: 15.0, lambda config: config.lora_kernels == "grouped")
     monkeypatch.setattr(counted_memory, "dry_count", answer)
-    of_lora = setup("a10", model="olmo-2-1124-7b", space="lora", pins={}).task
+    of_lora = setup("a10", model="mixtral-8x7b", space="lora", pins={}).task
     assert set(of_lora.space.choices("lora_kernels")) >= {"peft", "grouped"}
     least = least_memory(of_lora, 20.0)
     assert least is not None and least.state == FITS and least.config.lora_kernels == "peft"
+
+
+def test_the_leanest_of_a_mixture_has_experts_in_4_bits_where_they_can_be_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts of some families are not on the interface that quantises them."""
+    asked: list[TrainConfig] = []
+    task = setup("a10", model="mixtral-8x7b", space="qlora", pins={}).task
+    for refused in (False, True):
+        answer = counted(
+            asked,
+            lambda config: 15.0 if config.quantize_experts else 18.0,
+            lambda config, refused=refused: refused and config.quantize_experts,
+        )
+        monkeypatch.setattr(counted_memory, "dry_count", answer)
+        least = least_memory(task, 22.0)
+        assert least is not None and least.config.quantize_experts is not refused
+        assert least.state == FITS and least.config.quantization == "nf4"
 
 
 @pytest.mark.usefixtures("not_counted")

@@ -547,6 +547,28 @@ def test_adapters_on_experts_are_read(tool, modules, parameters, targets, read):
 
 
 @pytest.mark.parametrize(
+    ("lines", "packed", "notes"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\nquantize_moe_experts: true", True, ["Axolotl keeps"]),
+        ("adapter: qlora\nload_in_4bit: true\nquantize_moe_experts: false", False, []),
+        ("load_in_8bit: true\nquantize_moe_experts: true", False, ["less memory than estimated"]),
+    ],
+)
+def test_axolotls_experts_in_4_bits_are_read(lines, packed, notes, read):
+    plain = read(with_lines(LORA["axolotl"], lines.rpartition("\n")[0]))
+    run = read(with_lines(LORA["axolotl"], lines))
+    assert run.config.quantize_experts is packed
+    assert run.needs_more is packed and not plain.needs_more
+    more = [note for note in run.notes if note not in plain.notes]
+    assert len(more) == len(notes) and all(map(str.__contains__, more, notes))
+
+    mixture = adapt_to_model(run, resolve_model("qwen3-30b-a3b"))
+    dense = adapt_to_model(run, resolve_model("qwen3-8b"))
+    assert mixture.config.quantize_experts is packed and not dense.config.quantize_experts
+    assert not any("Axolotl keeps" in note for note in dense.notes)
+
+
+@pytest.mark.parametrize(
     ("tool", "line", "saved"),
     [
         ("trl", "lora_modules_to_save: [lm_head]", "head"),

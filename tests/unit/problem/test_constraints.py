@@ -64,6 +64,7 @@ def test_the_default_floors():
         "method": ("lora",),
         "quantization": ("none",),
         "double_quant": (True, False),
+        "quantize_experts": (False, True),
         "seq_len": (1024,),
         "lora_rank": (16, 32, 64),
         "precision": ("bf16_mixed", "fp16_mixed"),
@@ -938,6 +939,46 @@ def test_grouped_products_are_for_adapters_on_experts(
         if shape == {"parametrized": True}
         else []
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "targets", "left"),
+    [
+        (EXPERTS, "all-linear", (False, True)),
+        (EXPERTS, "attention", (False, True)),
+        (EXPERTS, "attention_experts", (False, True)),
+        ({"parametrized": True}, "all-linear", (False,)),
+        ({}, "all-linear", (False,)),
+    ],
+)
+def test_experts_in_4_bits_need_transformers_interface(
+    shape: dict[str, Any], targets: str, left: tuple[bool, ...]
+) -> None:
+    narrowing = layered(shape, quantize_experts=(False, True), lora_targets=(targets,))
+    assert both(narrowing, "quantize_experts") == left
+    news = [str(one) for one in narrowing.removals if one.knob == "quantize_experts"]
+    assert len(news) == (left == (False,)) and all("transformers' interface" in one for one in news)
+
+
+@pytest.mark.parametrize(("model", "left"), [("mixtral-8x7b", (False, True)), ("mistral-7b", None)])
+def test_only_mixtures_have_the_knobs_of_experts(model: str, left: tuple[bool, ...] | None) -> None:
+    """Studies of other models are continued with the same space as before."""
+    space = SearchSpace.load("qlora")
+    narrowing = Narrowing(space=space, reserve=space)
+    narrow_to_model(narrowing, resolve_model(model), WORKLOAD)
+    for one in (narrowing.space, narrowing.reserve):
+        assert (knob := one.knob("quantize_experts")) is None or knob.choices() == left
+        assert (one.knob("quantize_experts") is None) is (one.knob("lora_kernels") is None)
+        assert (knob is None) is (left is None)
+    assert not any("experts" in str(removal) for removal in narrowing.removals)
+
+    pinned = space.pin("quantize_experts", True)
+    narrowing = Narrowing(space=pinned, reserve=pinned)
+    if left is None:
+        with pytest.raises(UsageError, match="the model has no experts"):
+            narrow_to_model(narrowing, resolve_model(model), WORKLOAD)
+    else:
+        narrow_to_model(narrowing, resolve_model(model), WORKLOAD)
 
 
 def test_adapters_on_experts_compile_only_as_grouped_products() -> None:

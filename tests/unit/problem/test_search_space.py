@@ -54,13 +54,14 @@ def test_every_shipped_space_loads_and_makes_configurations():
         # All with grouped adapters too, and the compiled ones in bf16, of two precisions, with
         # joined ones.
         ("lora", ((4 * 8 + 1 * 3) * 3 * 2 + 5 * 3 * 2) * 6 * 4 * 4 * 3 * 2),
-        ("qlora", (4 * 8 + 1 * 3) * 2 * 6 * 4 * 4 * 3 * 3 * 2),
+        # with grouped adapters, and with experts in 4 bits
+        ("qlora", (4 * 8 + 1 * 3) * 2 * 2 * 2 * 6 * 4 * 4 * 3 * 3 * 2),
         ("full", (4 * 8 + 1 * 3) * 6 * 4 * 3 * 5 * 2),
-        # none, fp8, int8, nf4 with and without double_quant; flash_attention_2 packs with a mask
-        # alone
+        # none, fp8, int8, nf4 with and without double_quant and experts in 4 bits;
+        # flash_attention_2 packs with a mask alone
         (
             "default",
-            ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 5 * 3 * 2 + 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2,
+            ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 7 * 3 * 2 + 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2,
         ),
     ],
 )
@@ -404,6 +405,7 @@ def test_the_leanest_choice():
         "checkpointing": "full",
         "compile": "none",
         "lora_kernels": "grouped",
+        "quantize_experts": True,
         "attention": "flash_attention_2",
         "loss": "chunked",
         "packing": False,

@@ -454,6 +454,11 @@ def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
         ({}, MIXTURE, []),
         ({}, replace(MIXTURE, untrained=0.9), ["do not train them"]),
         ({"allow_quantized": True}, MIXTURE, ["never quantised"]),
+        (
+            {"allow_quantized": True},
+            replace(MIXTURE, experts=("mlp.experts.down_proj",)),
+            ["only quantize_experts stores them in fewer bits"],
+        ),
         ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
     ],
 )

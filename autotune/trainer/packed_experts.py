@@ -1,0 +1,318 @@
+"""Stores the experts of a mixture in nf4, for models on transformers' interface for experts.
+
+bitsandbytes replaces only linear layers, so the experts' three-dimensional weights would stay in 16
+bits. In this module, each weight becomes bitsandbytes' packed parameter (`Params4bit`). An
+operation unpacks the weights of one projection, multiplies by them, and frees them. The backward
+pass unpacks them again, so autograd keeps only packed weights. The values are the ones that
+bitsandbytes would compute itself.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import register_flop_formula
+
+from .grouped_lora import compute_experts, uses_interface
+
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+BLOCK = 64  # the number of weights that share a scale
+NESTED_BLOCK = 256  # the number of scales that share a scale, if scales are quantised too
+# The kernels of bitsandbytes count elements with 31 bits, so larger weights are cut into pieces.
+PIECE = 2**30
+
+
+def pack(weight: torch.Tensor, *, double_quant: bool) -> nn.Parameter:
+    """Return a weight in nf4, with its scales in the attribute `quant_state`."""
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+    from bitsandbytes.nn import Params4bit
+
+    pieces = [quantize_4bit(piece, quant_type="nf4") for piece in weight.reshape(-1).split(PIECE)]
+    packed = torch.cat([piece for piece, _ in pieces])
+    scales = torch.cat([state.absmax for _, state in pieces])
+
+    nested: dict[str, Any] = {}
+    if double_quant:
+        offset = scales.mean()
+        scales, state = quantize_blockwise(scales - offset, blocksize=NESTED_BLOCK)
+        nested = {"offset": offset, "state2": state}
+
+    state = QuantState(
+        scales,
+        shape=weight.shape,
+        code=pieces[0][1].code,
+        blocksize=BLOCK,
+        quant_type="nf4",
+        dtype=weight.dtype,
+        **nested,
+    )
+    parameter: nn.Parameter = Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=state,
+        quant_type="nf4",
+        compress_statistics=double_quant,
+        bnb_quantized=True,
+    )
+    return parameter
+
+
+def unpack(parameter: Any) -> torch.Tensor:
+    """Return a packed weight in its own shape and dtype."""
+    state = parameter.quant_state
+    return _unpack(parameter, *_scales(state), state.shape, state.dtype)
+
+
+def is_packed(experts: nn.Module) -> bool:
+    """Return whether a module holds experts in nf4."""
+    return hasattr(experts, "multiply_packed")
+
+
+def is_expert_weight(module: nn.Module, name: str) -> bool:
+    """Return whether this parameter of a module holds a projection of experts."""
+    return name in PROJECTIONS and uses_interface(module)
+
+
+def pack_random_experts(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, *, double_quant: bool
+) -> None:
+    """Replace the experts' weights, which have no memory, with packed random values.
+
+    The first weight of each shape is quantised, and copied afterwards, because copying is faster.
+    """
+    made: dict[tuple[int, ...], nn.Parameter] = {}
+    for module, name in list(_weights(model)):
+        shape = tuple(getattr(module, name).shape)
+        if shape not in made:
+            weight = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+            made[shape] = pack(weight, double_quant=double_quant)
+            setattr(module, name, made[shape])
+        else:
+            setattr(module, name, copy.deepcopy(made[shape]))
+    compute_packed(model)
+
+
+@contextmanager
+def pack_while_loading(*, double_quant: bool) -> Iterator[None]:
+    """In this block, transformers also packs experts when it loads a model in 4 bits.
+
+    transformers quantises each weight as soon as it has been read, so the device never holds all
+    experts in 16 bits.
+    """
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    original = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
+
+    class Operation(Bnb4bitQuantize):
+        """Quantises a weight that has been read, and merged if its experts were separate."""
+
+        def convert(
+            self, input_dict: dict[str, Any], *arguments: Any, model: Any = None, **more: Any
+        ) -> dict[str, Any]:
+            ((path, value),) = input_dict.items()
+            module, _, name = path.rpartition(".")
+            experts = model.get_submodule(module)
+            if not is_expert_weight(experts, name):
+                return dict(super().convert(input_dict, *arguments, model=model, **more))
+            experts._is_hf_initialized = True
+            weight = value[0] if isinstance(value, list) else value
+            return {path: pack(weight, double_quant=double_quant)}
+
+    class Quantizer(original):  # type: ignore[misc, valid-type]
+        """bitsandbytes' quantiser, for experts too."""
+
+        def param_needs_quantization(self, model: Any, param_name: str, **more: Any) -> bool:
+            module, _, name = param_name.rpartition(".")
+            is_linear: bool = super().param_needs_quantization(model, param_name, **more)
+            return is_linear or is_expert_weight(model.get_submodule(module), name)
+
+        def get_quantize_ops(self) -> Bnb4bitQuantize:
+            return Operation(self)
+
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Quantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = original
+
+
+def compute_packed(model: nn.Module) -> None:
+    """Let experts with packed weights multiply by them.
+
+    Raises ValueError if the model has no such experts.
+    """
+    modules = list(dict.fromkeys(module for module, _ in _weights(model)))
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no experts on transformers' interface, so"
+            " quantize_experts is impossible"
+        )
+    for module in modules:
+        module.__class__ = _packed_class(type(module))
+
+
+@contextmanager
+def unpacked_shapes(model: nn.Module) -> Iterator[None]:
+    """In this block, packed weights are replaced by parameters of their unpacked shape and dtype.
+
+    PEFT derives the shapes of adapters from these parameters. They share one value, so they take no
+    memory.
+    """
+    packed = [
+        (module, name, getattr(module, name))
+        for module, name in _weights(model)
+        if is_packed(module)
+    ]
+    for module, name, weight in packed:
+        state = weight.quant_state
+        value = torch.empty((), dtype=state.dtype, device=weight.device)
+        setattr(module, name, nn.Parameter(value.expand(state.shape), requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, weight in packed:
+            setattr(module, name, weight)
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the module and the name of each projection of experts."""
+    for module in model.modules():
+        for name, _ in module.named_parameters(recurse=False):
+            if is_expert_weight(module, name):
+                yield module, name
+
+
+@functools.cache
+def _packed_class(kind: Any) -> Any:
+    """Return the class of packed experts for a class of experts.
+
+    Each class of experts has one such class, so that compiled code of one layer serves all layers.
+    """
+
+    class Packed(kind):  # type: ignore[misc]
+        """Experts in nf4."""
+
+        def forward(
+            self, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
+        ) -> torch.Tensor:
+            return compute_experts(self, hidden_states, top_k_index, top_k_weights)
+
+        def multiply_packed(
+            self, rows: torch.Tensor, name: str, ends: torch.Tensor
+        ) -> torch.Tensor:
+            """Return the product of rows (S x in) with a projection of their experts."""
+            weight = getattr(self, name)
+            state = weight.quant_state
+            rows = rows.to(state.dtype)
+            shape, swapped = list(state.shape), not self.is_transposed
+            product: torch.Tensor = torch.ops.lora.packed_product(
+                rows, weight, *_scales(state), ends, shape, swapped
+            )
+            return product
+
+    return Packed
+
+
+def _scales(state: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the scales and, if they are quantised, their offset, their scales and their code."""
+    if state.state2 is None:
+        return state.absmax, None, None, None
+    return state.absmax, state.offset, state.state2.absmax, state.state2.code
+
+
+def _unpack(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    offset: torch.Tensor | None,
+    nested: torch.Tensor | None,
+    code: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    bnb = torch.ops.bitsandbytes
+    if offset is not None:
+        scales = bnb.dequantize_blockwise(scales, nested, code, NESTED_BLOCK, torch.float32)
+        scales += offset
+    if math.prod(shape) <= PIECE:
+        whole: torch.Tensor = bnb.dequantize_4bit(packed, scales, BLOCK, "nf4", shape, dtype)
+        return whole
+
+    weight = torch.empty(shape, dtype=dtype, device=packed.device)
+    pieces = weight.view(-1).split(PIECE)
+    parts = zip(packed.view(-1).split(PIECE // 2), scales.split(PIECE // BLOCK), strict=True)
+    for piece, (part, own) in zip(pieces, parts, strict=True):
+        piece.copy_(bnb.dequantize_4bit(part, own, BLOCK, "nf4", piece.shape, dtype))
+    return weight
+
+
+# Unpacking and multiplying are one operation. If unpacking were an operation of its own, compiled
+# code would unpack once for both passes, and keep the result. Compiled code on disk refers to the
+# operation by name. If its shape or its FLOP formula changes, the name must change too.
+
+
+@torch.library.custom_op("lora::packed_product", mutates_args=())  # type: ignore[untyped-decorator]
+def _packed_product(
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    offset: torch.Tensor | None,
+    nested: torch.Tensor | None,
+    code: torch.Tensor | None,
+    ends: torch.Tensor,
+    shape: Sequence[int],
+    swapped: bool,
+) -> torch.Tensor:
+    """Return rows (S x K) times the packed matrices of their experts, as S x N.
+
+    `shape` is the shape of the weights: E x K x N, or E x N x K if `swapped`. The rows of expert e
+    end before row `ends[e]`, and the next expert's rows begin there.
+    """
+    weights = _unpack(packed, scales, offset, nested, code, shape, rows.dtype)
+    matrices = weights.transpose(1, 2) if swapped else weights
+    product: torch.Tensor = torch.ops.lora.grouped_product(rows, matrices, ends)
+    return product
+
+
+@_packed_product.register_fake  # type: ignore[untyped-decorator]
+def _packed_product_shape(
+    rows: torch.Tensor,
+    packed: Any,
+    scales: Any,
+    offset: Any,
+    nested: Any,
+    code: Any,
+    ends: Any,
+    shape: Sequence[int],
+    swapped: bool,
+) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], shape[1] if swapped else shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.shape, ctx.swapped = inputs
+    ctx.save_for_backward(*tensors[1:])
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    # The fused kernel cannot read an expanded gradient.
+    of_rows = torch.ops.lora.packed_product(
+        gradient.contiguous(), *tensors, ctx.shape, not ctx.swapped
+    )
+    return of_rows, *[None] * 8
+
+
+_packed_product.register_autograd(_gradients, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.lora.packed_product)  # type: ignore[untyped-decorator]
+def _packed_product_flops(rows: Any, *arguments: Any, **_: Any) -> int:
+    """Return the FLOPs of a product (two for each multiply-add) from the arguments' shapes."""
+    shape = arguments[-2]
+    return int(2 * rows[0] * shape[1] * shape[2])
