@@ -30,7 +30,6 @@ PIECE = 2**30
 def pack(weight: torch.Tensor, *, double_quant: bool) -> nn.Parameter:
     """Return a weight in nf4, with its scales in the attribute `quant_state`."""
     from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
-    from bitsandbytes.nn import Params4bit
 
     pieces = [quantize_4bit(piece, quant_type="nf4") for piece in weight.reshape(-1).split(PIECE)]
     packed = torch.cat([piece for piece, _ in pieces])
@@ -51,12 +50,18 @@ def pack(weight: torch.Tensor, *, double_quant: bool) -> nn.Parameter:
         dtype=weight.dtype,
         **nested,
     )
+    return _parameter(packed, state)
+
+
+def _parameter(packed: torch.Tensor, state: Any) -> nn.Parameter:
+    from bitsandbytes.nn import Params4bit
+
     parameter: nn.Parameter = Params4bit(
         packed,
         requires_grad=False,
         quant_state=state,
         quant_type="nf4",
-        compress_statistics=double_quant,
+        compress_statistics=state.nested,
         bnb_quantized=True,
     )
     return parameter
@@ -85,15 +90,16 @@ def pack_random_experts(
 
     The first weight of each shape is quantised, and copied afterwards, because copying is faster.
     """
-    made: dict[tuple[int, ...], nn.Parameter] = {}
+    made: dict[tuple[int, ...], Any] = {}
     for module, name in list(_weights(model)):
         shape = tuple(getattr(module, name).shape)
-        if shape not in made:
-            weight = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02)
-            made[shape] = pack(weight, double_quant=double_quant)
-            setattr(module, name, made[shape])
-        else:
-            setattr(module, name, copy.deepcopy(made[shape]))
+        if (first := made.get(shape)) is not None:
+            copied = _parameter(first.data.clone(), copy.deepcopy(first.quant_state))
+            setattr(module, name, copied)
+            continue
+        weight = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+        made[shape] = pack(weight, double_quant=double_quant)
+        setattr(module, name, made[shape])
     compute_packed(model)
 
 
@@ -239,16 +245,19 @@ def _unpack(
     if offset is not None:
         scales = bnb.dequantize_blockwise(scales, nested, code, NESTED_BLOCK, torch.float32)
         scales += offset
-    if math.prod(shape) <= PIECE:
-        whole: torch.Tensor = bnb.dequantize_4bit(packed, scales, BLOCK, "nf4", shape, dtype)
-        return whole
 
-    weight = torch.empty(shape, dtype=dtype, device=packed.device)
-    pieces = weight.view(-1).split(PIECE)
+    # The weight is one row, because bitsandbytes' kernel for CPUs is wrong for rows whose length is
+    # no multiple of BLOCK (version 0.50).
+    size = math.prod(shape)
+    if size <= PIECE:
+        whole: torch.Tensor = bnb.dequantize_4bit(packed, scales, BLOCK, "nf4", (size,), dtype)
+        return whole.view(shape)
+
+    weight = torch.empty(size, dtype=dtype, device=packed.device)
     parts = zip(packed.view(-1).split(PIECE // 2), scales.split(PIECE // BLOCK), strict=True)
-    for piece, (part, own) in zip(pieces, parts, strict=True):
-        piece.copy_(bnb.dequantize_4bit(part, own, BLOCK, "nf4", piece.shape, dtype))
-    return weight
+    for piece, (part, own) in zip(weight.split(PIECE), parts, strict=True):
+        piece.copy_(bnb.dequantize_4bit(part, own, BLOCK, "nf4", piece.shape, dtype).view(-1))
+    return weight.view(shape)
 
 
 # Unpacking and multiplying are one operation. If unpacking were an operation of its own, compiled

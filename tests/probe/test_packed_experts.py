@@ -100,7 +100,7 @@ def test_the_values_are_those_of_bitsandbytes(
     """Also if the weight is cut into pieces, as weights of more than 2**31 elements are."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    weight = torch.randn(6, 96, 80, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(6, 120, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole, state = quantize_4bit(weight, compress_statistics=double_quant, quant_type="nf4")
     expected = dequantize_4bit(whole, state)
 
@@ -109,6 +109,12 @@ def test_the_values_are_those_of_bitsandbytes(
     assert torch.equal(packed, whole) and packed.quant_state.nested is double_quant
     assert packed.quant_state.shape == weight.shape and not packed.requires_grad
     assert torch.equal(unpack(packed), expected) and expected.dtype is torch.bfloat16
+    error = (expected - weight).float().abs().mean()
+
+    # Rows of any length
+    weight = weight.view(6, 96, 80)
+    other = unpack(pack(weight, double_quant=double_quant))
+    assert (other - weight).float().abs().mean() == pytest.approx(error)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -236,7 +242,7 @@ def test_a_probe_leaves_a_base_with_packed_experts_to_the_next() -> None:
     resident = build_resident(requests[0], CPU)
     losses = []
     for request in requests:
-        model = attach(resident, request.config, CPU, seed=0)
+        model = attach(resident, request.config, CPU, seed=0).train()
         set_lora_kernels(resident.base, model_settings(request.config, "qwen3_moe"))
         losses.append(float(results(model)[0].sum()))
         clean(resident)

@@ -124,7 +124,9 @@ def narrowed(
 ) -> list[str]:
     """The reasons for which a space of the value and another loses the value."""
     other = next(
-        choice for choice in KNOBS[pair.setting].choices or ("none",) if choice not in pair.values
+        choice
+        for choice in (KNOBS[pair.setting].default, *KNOBS[pair.setting].choices)
+        if choice not in pair.values
     )
     space = SearchSpace.of(**{pair.setting: [other, value]}, **others)
     narrowing = Narrowing(space=space, reserve=space)

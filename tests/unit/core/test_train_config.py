@@ -32,6 +32,7 @@ def test_only_what_has_an_effect_is_in_the_digest():
         "tiling",
         "cuda_graphs",
         "lora_kernels",
+        "quantize_experts",
         "sharding",
         "copies",
         "sync_each_batch",
@@ -70,6 +71,7 @@ def test_only_what_has_an_effect_is_in_the_digest():
         "tiling",
         "cuda_graphs",
         "lora_kernels",
+        "quantize_experts",
     }
     assert set(KNOBS) - set(of_ddp) == inactive - {"sharding"}
     # listed where it is not the default
@@ -109,6 +111,7 @@ def test_every_knob_changes_the_digest():
         "allocator": "fixed",
         "num_gpus": 2,
         "tiling": "tokens",
+        "quantize_experts": True,
     }
     few = TrainConfig(checkpointing="none", padding="bucket")
     # not a knob of layers that are recomputed

@@ -144,6 +144,27 @@ def test_every_key_and_value_is_known_to_axolotl(config: TrainConfig) -> None:
     assert data["attn_implementation"] in known["attentions"]
 
 
+def test_experts_in_4_bits_come_back_for_a_mixture(tmp_path: Path) -> None:
+    config = TrainConfig(quantization="nf4", quantize_experts=True, lora_targets="attention")
+    made = recipe(config, model=resolve_model("qwen3-30b-a3b"))
+    text, data = exported(made)
+    assert data["quantize_moe_experts"] is True
+    (tmp_path / "axolotl.yaml").write_text(text, encoding="utf-8")
+    run = adapt_to_model(read_file(tmp_path / "axolotl.yaml"), made.model)
+    assert run.config.quantize_experts and "quantize_moe_experts" in KEYS["axolotl"]["keys"].split()
+    assert not any("experts" in item for item in keys.inexpressible_knobs("axolotl", made))
+    for tool in ("trl", "llamafactory"):
+        (gap,) = (one for one in keys.inexpressible_knobs(tool, made) if "experts" in one)
+        assert gap.startswith("quantize_experts: the tool leaves the experts in 16 bits")
+
+    on_experts = replace(config, lora_targets="attention_experts", lora_kernels="grouped")
+    gaps = keys.inexpressible_knobs("axolotl", recipe(on_experts, model=made.model))
+    assert [gap.partition(":")[0] for gap in gaps if "experts" in gap] == [
+        "lora_kernels grouped",
+        "quantize_experts",
+    ]
+
+
 @each_config
 def test_what_is_exported_comes_back_but_for_what_the_head_names(
     config: TrainConfig, tmp_path: Path
@@ -153,7 +174,8 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(
     (tmp_path / "axolotl.yaml").write_text(text, encoding="utf-8")
     run = adapt_to_model(read_file(tmp_path / "axolotl.yaml"), made.model)
     changed = {knob for knob in KNOBS if getattr(run.config, knob) != getattr(config, knob)}
-    changed -= {"allocator"}  # the command's environment says it
+    # The command's environment says the one; the model, which has no experts, decides the other.
+    changed -= {"allocator", "quantize_experts"}
     assert changed <= named(keys.inexpressible_knobs("axolotl", made))
     assert all(
         f"# not expressed: {item}\n" in text for item in keys.inexpressible_knobs("axolotl", made)
