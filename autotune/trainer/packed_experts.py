@@ -160,7 +160,8 @@ def compute_packed(model: nn.Module) -> None:
             " quantize_experts is impossible"
         )
     for module in modules:
-        module.__class__ = _packed_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = _packed_class(kind)
 
 
 @contextmanager
@@ -201,7 +202,7 @@ def _packed_class(kind: Any) -> Any:
     Each class of experts has one such class, so that compiled code of one layer serves all layers.
     """
 
-    class Packed(kind):  # type: ignore[misc]
+    class Packed(kind):
         """Experts in nf4."""
 
         def forward(
@@ -225,7 +226,7 @@ def _packed_class(kind: Any) -> Any:
     return Packed
 
 
-def _scales(state: Any) -> tuple[torch.Tensor | None, ...]:
+def _scales(state: Any) -> tuple[Any, Any, Any, Any]:
     """Return the scales and, if they are quantised, their offset, their scales and their code."""
     if state.state2 is None:
         return state.absmax, None, None, None
