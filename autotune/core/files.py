@@ -66,7 +66,7 @@ def shipped_files(inside: str, beside: str) -> dict[str, Path]:
 
 
 def document(name: str) -> Path:
-    """Return the path of a page of docs/ that messages name: in a wheel, or in a checkout."""
+    """Return the path of a page of docs/, in a wheel or in a checkout. Messages name this path."""
     package = Path(str(files("autotune")))
     inside = package / "docs" / name
     return inside if inside.is_file() else package.parent / "docs" / name

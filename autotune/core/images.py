@@ -26,10 +26,10 @@ TEXT_TAG = 7
 class Picture:
     """An image in the form that a model gets.
 
-    In a row of tokens, the image takes `tokens` placeholders, and `beside` other tokens such as
-    markers. `pixels` is the shape of the pixel values: (images or tiles, channels, height, width).
-    For a model that cuts images into patches, `pixels` is (patches, values per patch), and `grid`
-    is the number of patches: (frames, rows, columns).
+    In a row of tokens, the image takes `tokens` placeholder tokens, and `beside` other tokens such
+    as markers. `pixels` is the shape of the pixel values: (images or tiles, channels, height,
+    width). For a model that cuts images into patches, `pixels` is (patches, values per patch), and
+    `grid` is the number of patches: (frames, rows, columns).
     """
 
     tokens: int

@@ -43,7 +43,8 @@ class KnobSpec:
             first choice, or false for a boolean. If the default is not among the choices, a knob
             that has an effect takes the first choice instead.
         affects: The quantities that the knob changes. `weights` is the size of the base model, or
-            of adapters of one rank. `micro_time` is the time of a micro batch, and `rest_of_step`
+        of the adapters if their LoRA rank stays the same. `micro_time` is the time of a micro
+        batch, and `rest_of_step`
             the time of the optimizer step after the micro batches. `depth_error` is the error of a
             time extrapolated from few layers. `learning` is the training result.
         active_when: Other knobs, each with the value, or list of values, that it must have for this

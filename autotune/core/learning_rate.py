@@ -11,8 +11,9 @@ from autotune.core.objective import Objective
 # halves the learning rate for 33B and 65B, at every rank.
 LARGE = 20e9  # parameters
 _USUAL = {"lora": 2e-4, "full": 1e-5}
-# The rates of demo-3m with its weights. At the usual rate, its adapters changed no answer in 50
-# steps of 4 short examples; at this rate, they learned the answer.
+# The learning rates for the demo model (demo-3m) with its trained weights. In 50 steps of 4 short
+# examples, adapters with the usual learning rate changed no answer; with this learning rate, they
+# learned the answer.
 OF_DEMO = {"lora": 5e-3, "full": 1e-3}
 # From the example commands in TRL 1.16's scripts. The script for KTO uses one rate for both
 # methods.

@@ -12,7 +12,8 @@ NCCL_GIB = 1.0
 def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: float = 0.0) -> float:
     """Return the memory for tensors: `cap_gib` minus its reserved fraction and `taken_gib`.
 
-    `taken_gib` is the CUDA context and managed memory. The result may be negative.
+    `taken_gib` is the memory that the CUDA context and managed memory take. The result may be
+    negative.
     """
     return cap_gib * (1 - reserve_fraction) - taken_gib
 

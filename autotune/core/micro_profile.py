@@ -49,7 +49,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledWork:
-    """The total seconds and number of kernels of one class, in one part and one stage.
+    """The total seconds and number of kernels of one class, part of the model and stage.
 
     `part` is None if compiled code hides the part of the model.
     """

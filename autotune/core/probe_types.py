@@ -17,8 +17,8 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-# The version of the probe. The version is increased if probes measure something differently, so
-# that stored results of earlier versions are not used.
+# The version of the probe. Increase the version if probes measure something differently, so that
+# stored results of earlier versions are not used.
 PROBE_VERSION = 9
 
 
@@ -431,11 +431,11 @@ class CollectiveRates:
 class KernelTimes:
     """The times of a GPU's kernels in one profiled micro batch, by kind of work.
 
-    `fp8_s` is the total time of matrix products in 8 bits, and `products_s` of matrix products in
-    more bits. `attention_s` is the total time of fused attention, and `bytes_s` of all kernels that
-    only move bytes. `busy_s` is the time while at least one kernel ran. `micro_s` is the time of
-    the same micro batch without profiling. During the rest of `micro_s`, the device waits: for the
-    host, or between two kernels.
+    `fp8_s` is the total time of matrix products in 8 bits, and `products_s` is the total time of
+    matrix products in more bits. `attention_s` is the total time of fused attention, and `bytes_s`
+    is the total time of all kernels that only move bytes. `busy_s` is the time while at least one
+    kernel ran. `micro_s` is the time of the same micro batch without profiling. During the rest of
+    `micro_s`, the device waits: for the host, or between two kernels.
     """
 
     products_s: float
@@ -462,10 +462,9 @@ class Measurement:
         micro_step_s: The time of each micro batch; if a step has only one, the time of the whole
             step. With several kinds, the values are means over all kinds, weighted by their shares.
         rest_s: The time of each step outside its micro batches: clipping, optimizer, logging.
-        micro_steps: The number of micro batches in a step.
-        phase_s: The time of a step in each phase.
-        phase_peak_gib: The peak memory in each phase.
-        segment_peak_gib: The peak memory in each segment of a step. The head and the layers are
+        micro_steps: The number of micro batches in a step. phase_s: The time that a step spends in
+        each phase. phase_peak_gib: The peak memory in each phase. segment_peak_gib: The peak memory
+        in each segment of a step. The head and the layers are
             separate segments of the forward and the backward pass, because the peak of a deeper
             model may be in another segment.
         kind_s: The (share, seconds) of each kind of micro batch, in the order of the request.
@@ -545,12 +544,12 @@ class Measurement:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the step is known to be CPU-bound, so its speed depends on the host's load."""
+        """Whether the step is known to be CPU-bound: its speed then depends on the host's load."""
         return (self.host_share or 0.0) >= HOST_SHARE
 
     @property
     def step_range(self) -> float | None:
-        """The 90th minus the 10th percentile of the timed steps, relative to the median.
+        """The 90th minus the 10th percentile of the timed steps, as a fraction of their median.
 
         With a single timed step, the times of its micro batches are used. Different kinds of micro
         batch do not widen the range, because each step's time is converted to average micro
@@ -576,9 +575,9 @@ class Measurement:
         )
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
-        """Return a peak's parts by name: weights, adapters, gradients, optimizer and activations.
+        """Divide a memory peak by use: weights, adapters, gradients, optimizer and activations.
 
-        Activations are the part of the peak that the other parts do not explain.
+        Activations are the rest of the peak, which the other uses do not explain.
         """
         terms = {
             "weights": self.model_gib,
@@ -598,16 +597,16 @@ WIDE = "wide"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryCount:
-    """A training step's memory and work, counted on the meta device, for one number of layers.
+    """The result of a dry probe: the memory and work of a step, for one number of layers.
 
-    `segment_peak_gib` has the same keys as the field of this name in `Measurement`. The memory
-    excludes the CUDA context. `flops` has the floating-point operations of one micro batch in
-    matrix products and attention, by operation name. A name ends in UNALIGNED or WIDE if the
-    operation needs a slower kernel, because of unaligned rows or wide attention heads.
-    `moved_bytes` has the bytes that operations read and write, by kind: matrix products, products
-    with so few FLOPs per byte that memory bandwidth limits them, strided tensors, gathered or
-    scattered rows, and all others. `operations` is the number of torch operations; each launches a
-    kernel.
+    `segment_peak_gib` has the same keys as the field of this name in `Measurement`. The tensors of
+    the step are on the meta device, so no memory is measured. The memory excludes the CUDA context.
+    `flops` has the floating-point operations of one micro batch in matrix products and attention,
+    by operation name. A name ends in UNALIGNED or WIDE if the operation needs a slower kernel,
+    because of unaligned rows or wide attention heads. `moved_bytes` has the bytes that operations
+    read and write, by kind: matrix products, products with so few FLOPs per byte that memory
+    bandwidth limits them, strided tensors, gathered or scattered rows, and all others. `operations`
+    is the number of torch operations; each launches a kernel.
     """
 
     model_gib: float
@@ -636,12 +635,12 @@ class OomDetail:
 
     @property
     def need_gib(self) -> float:
-        """The least memory that is needed: the memory in use plus the request that failed."""
+        """The least memory that the step needs: memory in use plus the failed allocation."""
         return max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
 
     @property
     def margin(self) -> float:
-        """The excess of `need_gib` over `limit_gib`, relative to the limit, and at least 0.001."""
+        """`need_gib` minus `limit_gib`, as a fraction of the limit; at least 0.001."""
         if self.limit_gib <= 0:  # the CUDA context alone exceeds the allowed memory
             return 1.0
         return max(self.need_gib / self.limit_gib - 1.0, 1e-3)
@@ -679,6 +678,6 @@ class ProbeResult:
 
     @property
     def is_prediction(self) -> bool:
-        """Whether the result is a prediction from truncated models, not a timed whole model."""
+        """Whether the result is predicted from truncated models, and no whole model was timed."""
         is_decision = self.depth is None and self.rung is Rung.SHALLOW
         return is_decision or self.evidence is Evidence.EXTRAPOLATED

@@ -38,7 +38,7 @@ def slug(study: str) -> str:
 
 
 def operands(*texts: str) -> list[str]:
-    """Return the texts as arguments of a command; "--" comes first if one begins with a dash."""
+    """Return the texts as arguments of a command, after "--" if any text begins with a dash."""
     return ["--", *texts] if any(text.startswith("-") for text in texts) else [*texts]
 
 

@@ -12,7 +12,7 @@ from .forms import Chat, Plain, parse_row, texts_of
 from .reading import read_rows
 
 TOKENS = 48  # the largest number of tokens in an answer
-PLAIN_WORDS = 8  # for a text without a prompt, the prompt is this number of its first words
+PLAIN_WORDS = 8  # an example without a prompt gives this number of first words as the prompt
 
 
 def first_example(path: Path, split: str | None, *, has_template: bool = True) -> Plain | Chat:
@@ -51,7 +51,7 @@ class Prompt:
             self._tokens = tokenizer(text)["input_ids"]
 
     def answer(self, model: Any, computing: AbstractContextManager[Any]) -> str:
-        """Return the most likely answer, at most TOKENS tokens. `computing` sets the precision."""
+        """Return the most likely answer, at most TOKENS tokens; `computing` sets the precision."""
         import torch
 
         tokens = torch.tensor([self._tokens], device=next(model.parameters()).device)

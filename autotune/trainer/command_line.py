@@ -135,7 +135,7 @@ def _add_study_dataset(given: argparse.Namespace, settings: RunSettings) -> None
 
 
 def ask_obstacle(settings: RunSettings, given: argparse.Namespace) -> str | None:
-    """Return the missing condition of --ask, or None if it is not given or misses none."""
+    """Return which condition of --ask is not met, or None if all are met or --ask is not given."""
     if given.ask is None:
         return None
     if given.dataset is None:

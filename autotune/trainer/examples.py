@@ -47,7 +47,8 @@ DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
 EMPTY = "an answer is empty, so the model learns to end its turn without an answer"
 UNREAD = "{} is not read, so the model never sees it: if it should, rename it to a known name"
-# The most different notes; without this limit, keys with random names would each add a note.
+# The largest number of different notes for the user. Without this limit, keys with random names
+# would each add a note.
 MOST_NOTES = 20
 
 # The note for each kind of text that a template leaves out.

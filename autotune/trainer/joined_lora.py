@@ -249,7 +249,7 @@ class _GroupInput:
 
 
 # Each kind of module has one subclass, so that compiled code of one layer serves all layers. If
-# each module got its own `forward`, each would be compiled again.
+# each module got its own `forward`, each module would be compiled again.
 
 
 @functools.cache

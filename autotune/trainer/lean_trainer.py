@@ -95,7 +95,7 @@ def sharing_arguments(
 
 
 def _copies(settings: Any) -> dict[str, Any]:
-    """Return the argument that splits the ranks into groups.
+    """Return the argument of TrainingArguments that splits the ranks into groups.
 
     The ranks of a group together hold all shards of the model. A single group needs no argument.
     """

@@ -179,7 +179,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 tensor.copy_(known[name])
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            # B is zero in new adapters, so that they do not change the model's output.
+            # LoRA's matrix B is zero in new adapters, so that new adapters do not change the
+            # model's output.
             if ".lora_B." in name:
                 local.zero_()
             else:
@@ -600,8 +601,8 @@ def _quantize(
 
     attribute = "is_loaded_in_4bit" if settings.quantization == "nf4" else "is_loaded_in_8bit"
     setattr(model, attribute, True)
-    # transformers sets this attribute too. Without it, Jamba multiplies by the packed bytes of a
-    # weight.
+    # transformers sets this attribute too. Without this attribute, Jamba multiplies by the packed
+    # bytes of a weight.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = True

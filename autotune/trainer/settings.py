@@ -19,9 +19,9 @@ DEQUANTISED = ("fp8", "mxfp4")
 # The parameters of a mixture's experts, by the ends of their paths. Each parameter holds one
 # projection of all experts. Experts without a gate have `up_proj`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
-# A model of up to this fraction of a GPU's memory limit is built unsharded on the GPU, and then
-# sharded. A larger model is built as shards. The rest of the memory is for the shards, which exist
-# beside the unsharded model for a while.
+# A model whose size is at most this fraction of a GPU's memory limit is built unsharded on the GPU,
+# and then sharded. A larger model is built as shards from the beginning. The other 10 % of the
+# limit is for the shards, which exist beside the unsharded model for a while.
 UNSHARDED_SHARE = 0.9
 
 

@@ -57,7 +57,7 @@ from .varlen import VARLEN
 CLASSIFICATION = "classification"  # a value of `RunSettings.objective`
 SEED = 0
 # torch compiles a layer for at most this number of input shapes. Further shapes would run without
-# compilation. The limit is above the number of shapes that the measurement compiled.
+# compilation. The limit is above the number of shapes that the study's probe compiled.
 RECOMPILE_LIMIT = 64
 # The number of rows with images whose tokens are counted, as a sample of all rows.
 COUNTED_ROWS = 64
@@ -300,7 +300,7 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 
 
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """Load the base with its weights. If the device is too small, load it into host memory."""
+    """Load the base with its weights. If it exceeds the device, load it into host memory."""
     if loads_in_first_rank(settings, options):
         return model_builder.load_in_first_rank(options.model, settings.model_settings)
     if settings.objective == CLASSIFICATION:

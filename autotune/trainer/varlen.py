@@ -211,7 +211,7 @@ def _differentiate_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
-    # The state of a random generator, which only dropout would read.
+    # The state of a random number generator. Only dropout would read it, and there is no dropout.
     state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
