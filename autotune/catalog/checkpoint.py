@@ -1,4 +1,4 @@
-"""The sizes of a checkpoint's weights, from the headers of its safetensors files.
+"""Reads the sizes of a checkpoint's weights from the headers of its safetensors files.
 
 A header has the dtype and shape of each tensor. Only headers are read, which takes milliseconds for
 a checkpoint of any size, and needs no torch. Tensors are recognised by the names that published
@@ -18,20 +18,21 @@ from typing import Any
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # in bytes; the safetensors library refuses a longer header
 
-# Scales and other tensors that belong to a quantised weight, and are no parameters themselves
+# Scales and other tensors that come with a quantised weight, and that do not count as parameters
 _COMPANION = re.compile(
     r"[._](absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.\w+|SCB|weight_format"
     r"|scales|scale_inv|qzeros|g_idx|(weight|input|output|k|v)_scale|(weight|input)_zero_point"
     r"|weight_shape|weight_g_idx)$"
 )
-_PACKED = re.compile(r"(_blocks|\.qweight|\.weight_packed)$")  # several parameters in each value
+_PACKED = re.compile(r"(_blocks|\.qweight|\.weight_packed)$")  # each value packs several parameters
 _BITS = {"U8": 8, "I8": 8, "I32": 32, "I64": 64}
 _TOWER = re.compile(r"vision|visual|audio|speech|talker|image")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 
-# The keys that hold the number of layers that predict further tokens (multi-token prediction)
+# The config's keys for the number of extra layers that predict further tokens (multi-token
+# prediction)
 _MTP_LAYERS = (
     *("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
     "num_mtp_modules",
@@ -46,7 +47,7 @@ class Checkpoint:
     parameters that transformers loads; a byte of 4-bit weights holds two parameters. `params` is
     None if the files are damaged or do not match the config. `mtp_params` are parameters of layers
     for multi-token prediction, which transformers does not load for training. `fault` says what is
-    wrong with the files.
+    wrong with damaged or mismatched files.
     """
 
     stored: tuple[tuple[str, int], ...] = ()
@@ -74,7 +75,7 @@ def num_mtp_layers(config: Mapping[str, Any]) -> int:
 def read_checkpoint(
     folder: Path, config: Mapping[str, Any], num_layers: int, embedding: tuple[int, int], bits: int
 ) -> Checkpoint | None:
-    """Return what a model's safetensors files hold, or None if the folder has no such files.
+    """Read a model's safetensors files. Return None if the folder has no such files.
 
     `num_layers` and `embedding` (the sizes of vocabulary and hidden state) come from the config.
     `bits` is the number of bits of a packed weight.
@@ -147,7 +148,8 @@ def _read_header(path: Path) -> Iterator[_Tensor]:
 def _is_mtp(name: str, num_layers: int, mtp_layers: int) -> bool:
     """Return whether a tensor belongs to a layer for multi-token prediction.
 
-    Some checkpoints store these layers after the model's own layers, with the next numbers.
+    Some checkpoints number these layers after the model's own layers: a model with layers 0 to 27
+    has the extra layer 28.
     """
     if _MTP.search(name):
         return True
@@ -160,7 +162,7 @@ def _is_mtp(name: str, num_layers: int, mtp_layers: int) -> bool:
 
 
 def _count_parameters(tensors: list[_Tensor], bits: int) -> dict[str, int]:
-    """Return the number of parameters of each tensor, without the companions of packed tensors."""
+    """Return the number of parameters of each tensor, without the scales of packed tensors."""
     names = {tensor.name for tensor in tensors}
     counts = {}
     for tensor in tensors:
@@ -173,7 +175,7 @@ def _count_parameters(tensors: list[_Tensor], bits: int) -> dict[str, int]:
 
 
 def _mismatch(tensors: list[_Tensor], num_layers: int, embedding: tuple[int, int]) -> str | None:
-    """Return how the tensors differ from the sizes in the config, or None if they agree."""
+    """Return how the tensors differ from the sizes in the config, or None if they match."""
     text = [tensor for tensor in tensors if not _TOWER.search(tensor.name)]
     layers = {int(found[1]) for tensor in text if (found := _LAYER.search(tensor.name))}
     shapes = [tensor.shape for tensor in text if _EMBEDDING.search(tensor.name)]

@@ -1,4 +1,4 @@
-"""DeviceSpec, the data sheet of a GPU product, and the search for a product by name.
+"""Defines DeviceSpec, the data sheet of a GPU product, and finds a product by its name.
 
 `core.nvml` reads the state of this machine's cards; this module only matches their names.
 """
@@ -14,9 +14,9 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
 from autotune.core.machine import multiplies_bf16
 
-# The memory in GiB divided by the marketed GB, assumed for a card whose total in nvidia-smi is
-# unknown. Known ratios are 0.995 to 1.0 (H100 0.9956, H200 0.9957, A100 1.0). On these three cards,
-# ECC takes no memory.
+# The memory in GiB that nvidia-smi shows, divided by the GB in the product's name. This ratio is
+# assumed for cards whose total in nvidia-smi is unknown. Known ratios are 0.995 to 1.0 (H100
+# 0.9956, H200 0.9957, A100 1.0). On these three cards, ECC takes no memory.
 GIB_PER_MARKETED_GB = 0.99
 
 # The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an
@@ -34,9 +34,9 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 class DeviceSpec:
     """A GPU product or a CPU. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
-    A rate is None if the rate is unknown or the hardware lacks the number format. `link_gb_s` is
-    the bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if
-    the user described the card, or None for a card of the catalogue.
+    A rate is None if it is unknown or if the hardware lacks the number format. `link_gb_s` is the
+    bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if the
+    user described the card, or None for a card of the catalogue.
     """
 
     name: str
@@ -75,19 +75,19 @@ class DeviceSpec:
 
     @property
     def usable_gib(self) -> float | None:
-        """The GiB for tensors, CUDA context and headroom together, or None if unknown."""
+        """The GiB that tensors, CUDA context and headroom share, or None for unknown memory."""
         return None if self.memory_gib is None else self.memory_gib * USABLE
 
     @property
     def has_rates(self) -> bool:
-        """Whether the card's peak and memory bandwidth are known; a speed estimate needs both."""
+        """Whether peak FLOP/s and memory bandwidth are known; a speed estimate needs both."""
         return bool((self.bf16_tflops or self.fp16_tflops) and self.bandwidth_gb_s)
 
     @property
     def supports_bf16(self) -> bool:
-        """Whether the device has fast bf16 products: NVIDIA from compute capability 8.0 on.
+        """Whether the device multiplies bf16 fast: NVIDIA cards do from compute capability 8.0 on.
 
-        For the device `cpu`, this machine's CPU decides.
+        For the device `cpu`, the answer is for this machine's CPU.
         """
         if self.kind == "cpu":
             return multiplies_bf16()
@@ -97,8 +97,7 @@ class DeviceSpec:
     def has_flash(self) -> bool:
         """Whether torch's built-in attention (SDPA) has fast kernels for the device.
 
-        NVIDIA cards have these kernels from compute capability 8.0 on, like bf16. CPUs have other
-        fast kernels.
+        NVIDIA cards with fast bf16 products also have these kernels. CPUs have other fast kernels.
         """
         return self.kind == "cpu" or self.supports_bf16
 
@@ -111,17 +110,17 @@ class DeviceSpec:
 
     @property
     def supports_fp8(self) -> bool:
-        """Whether the device multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
+        """Whether the device multiplies 8-bit floats (NVIDIA: from compute capability 8.9 on)."""
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
 
     def has_memory(self, memory_gib: float | None) -> bool:
-        """Return whether the product may have this much memory; true if one amount is unknown."""
+        """Return whether the product may have this much memory; true if an amount is unknown."""
         if memory_gib is None or self.memory_gib is None:
             return True
         return abs(memory_gib - self.memory_gib) <= MEMORY_TOLERANCE * self.memory_gib
 
     def _at_least(self, *wanted: int) -> bool:
-        """Return whether NVIDIA's compute capability is at least `wanted`; false if unknown."""
+        """Return whether the compute capability is at least `wanted`; false if it is unknown."""
         major, _, minor = (self.compute_capability or "").partition(".")
         return major.isdigit() and (int(major), int(minor or 0)) >= wanted
 
@@ -154,11 +153,11 @@ def resolve_device(name: str) -> DeviceSpec:
 
 
 def catalogued_device(name: str) -> DeviceSpec:
-    """Return the catalogue's product for a name: catalogue name, alias or NVML name.
+    """Return the catalogue's product with this catalogue name, alias or NVML name.
 
-    Upper and lower case are equal. Dashes, underscores, spaces and the vendor may be left out, and
-    the memory size may follow: rtx4090, NVIDIA H100, A100 80GB, rtx-4090-24gb. Raises UsageError
-    for an unknown name.
+    Case is ignored. Dashes, underscores, spaces and the vendor may be left out, and the memory size
+    may be added: rtx4090, NVIDIA H100, A100 80GB, rtx-4090-24gb. Raises UsageError for an unknown
+    name.
     """
     device = named_device(name) or _respelled_device(name)
     if device is None:
@@ -175,13 +174,13 @@ def catalogued_device(name: str) -> DeviceSpec:
 def named_device(name: str) -> DeviceSpec | None:
     """Return the product with exactly this name, alias or NVML name, or None.
 
-    Upper and lower case are equal, and so are dashes, underscores and spaces.
+    Case is ignored, and dashes, underscores and spaces count as the same character.
     """
     return _devices_by_name().get(_normalize(name))
 
 
 def _respelled_device(name: str) -> DeviceSpec | None:
-    """Return the product whose name differs only in spelling, or None."""
+    """Return the product whose name differs from this name only in spelling, or None."""
     known = _devices_by_spelling()
     if (device := known.get(_spelling(name))) is not None:
         return device
@@ -199,9 +198,9 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
     """Return the product that NVML or the driver calls `nvml_name`.
 
     The result is None if the product is not in the catalogue or the name is ambiguous. Every word
-    of the name must match. An A10G, a MIG slice, a laptop or a SUPER variant is never taken for the
-    card whose name it contains. `memory_gib` selects the product with this amount of memory,
-    because the driver uses one name for an RTX 3060 with 8 GB or 12 GB.
+    of the name must match. The names of an A10G, a MIG slice, a laptop or a SUPER variant contain
+    the name of another card, but never match that card. `memory_gib` selects the product with this
+    amount of memory, because the driver uses one name for an RTX 3060 with 8 GB or 12 GB.
     """
     for device in list_devices():
         names = (known.casefold() for known in device.nvml_names)
@@ -238,7 +237,7 @@ def _normalize(name: str) -> str:
 
 
 def _spelling(name: str) -> str:
-    """Return the name without the vendor, and without dashes unless both sides are digits.
+    """Return the name without the vendor, and without dashes except those between two digits.
 
     'NVIDIA GeForce RTX 4090' -> 'rtx4090', 'a100-80gb' -> 'a100-80gb'.
     """

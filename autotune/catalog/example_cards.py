@@ -1,4 +1,4 @@
-"""A made-up card for demo-3m on a CPU: it gives a demonstration a memory limit and a price.
+"""A made-up card, which gives a demonstration with demo-3m on a CPU a memory limit and a price.
 
 No such card is sold, so every place that shows its memory or price calls it an example.
 """
@@ -14,8 +14,8 @@ from autotune.catalog.prices import EXAMPLE, Price
 class ExampleCard:
     """The memory and the price of the card.
 
-    `memory_gib` limits tensors and headroom. The memory of torch and other libraries does not
-    count.
+    `memory_gib` limits the tensors and the headroom together. The memory that torch and other
+    libraries take does not count.
     """
 
     memory_gib: float

@@ -1,7 +1,7 @@
-"""The packages that layers other than attention need for their fast kernels.
+"""Lists the packages that layers other than attention need for their fast kernels.
 
-Without these packages, transformers computes a gated delta net, a short convolution or a state
-space with operations of torch, which are much slower and hold more memory.
+Such layers are gated delta nets, short convolutions and state spaces. Without these packages,
+transformers computes them with operations of torch, which are much slower and take more memory.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ _USUAL_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_at
     "moe",
 }
 
-# Packages whose kernels dry probes count (`dry/fast_kernels`).
+# Packages whose kernels dry probes imitate on the meta device (`dry/fast_kernels`).
 _COUNTED = ("fla",)
 
 
 def kernel_packages(config: dict[str, Any], text_type: str) -> dict[str, str]:
     """Return the packages with fast kernels for a model's layers.
 
-    A key is the name in an import, and its value is the package's name on PyPI.
+    Each key is the name in an import statement, and its value the package's name on PyPI.
     """
     data = load_data("autotune.catalog", "data/fast_kernels")
     text = config.get("text_config")
@@ -40,8 +40,9 @@ def is_installed(package: str) -> bool:
 
 
 def counted_packages(packages: Iterable[str] = _COUNTED) -> tuple[str, ...]:
-    """Return the installed packages whose kernels dry probes count.
+    """Return the installed packages whose kernels dry probes imitate on the meta device.
 
-    For all other packages, dry probes count the operations of torch that replace the kernels.
+    In place of the kernels of all other packages, dry probes run the operations of torch that
+    transformers uses without the package.
     """
     return tuple(name for name in packages if name in _COUNTED and is_installed(name))

@@ -1,4 +1,4 @@
-"""Today's cloud prices from gpuhunt (`pip install gpuhunt`), which is imported on first use.
+"""Reads today's cloud prices with gpuhunt (`pip install gpuhunt`), which is imported on first use.
 
 Only gpuhunt's published catalogues are read, not marketplaces. The catalogues need no account and
 no key.
@@ -19,19 +19,19 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.core.text import printable
 
 TIMEOUT_S = 20.0  # without a timeout, gpuhunt waits for its server forever
-# Flags of offers with conditions that a study cannot meet: at least two machines, or days of
+# gpuhunt's flags of offers that a study cannot use: they need at least two machines, or days of
 # notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# Names that clouds use for another card than the catalogue does, each with the catalogue's name of
-# the card that clouds rent. In the catalogue, rtx-pro-6000 is the workstation card; clouds rent the
-# server edition under this name.
+# Names that mean one card in the catalogue and another card at clouds. The value is the catalogue's
+# name of the clouds' card. In the catalogue, rtx-pro-6000 is the workstation card; clouds rent out
+# the server edition under this name.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 
 def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
     """Return today's cloud prices for `device`, the best first.
 
-    Of all regions of a provider, only the cheapest price for each instance size is returned. Raises
+    For each provider and instance size, only the price of the cheapest region is returned. Raises
     EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
     """
     return tuple(best_first(device.name, _all(today or date.today())))
@@ -84,10 +84,10 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
 def match_product(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
     """Return the product for gpuhunt's GPU name (A100, RTX6000Ada, H100NVL), memory and instance.
 
-    gpuhunt does not give the form factor (PCIe or SXM). Some instance names contain the form
-    factor: RunPod's have the driver's name of the card, and Lambda's have pcie or sxm. For other
-    instances, the product is the one that the catalogue finds under gpuhunt's name. The result is
-    None if no product matches.
+    gpuhunt does not state the form factor (PCIe or SXM), but some instance names contain it:
+    RunPod's names contain the driver's name of the card, and Lambda's contain pcie or sxm. For
+    other instances, the catalogue is searched for gpuhunt's name. The result is None if no product
+    matches.
     """
     if found := match_device(instance, memory_gb):
         return found
@@ -126,8 +126,8 @@ def _fetch() -> tuple[list[Any], str]:
 
     try:
         with _quick_and_quiet():
-            # `gpuhunt.query` would also query marketplaces, with any keys in the environment, and
-            # fail if one of the marketplaces fails.
+            # `gpuhunt.query` would also query marketplaces, with any API keys in the environment,
+            # and would fail if one of the marketplaces failed.
             items = gpuhunt.Catalog().query(min_gpu_count=1)
     except Exception as error:
         raise EnvironmentProblem(
@@ -139,7 +139,7 @@ def _fetch() -> tuple[list[Any], str]:
 
 @contextmanager
 def _quick_and_quiet() -> Iterator[None]:
-    """Limit gpuhunt's waits, and silence its traceback for each unreachable catalogue."""
+    """Limit the time that gpuhunt waits, and silence its tracebacks for unreachable catalogues."""
     logger = logging.getLogger("gpuhunt")
     level = logger.level
     timeout = socket.getdefaulttimeout()

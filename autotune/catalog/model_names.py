@@ -1,8 +1,9 @@
-"""Finds the catalogue row with the shape of a published model, from the model's name alone.
+"""Finds the catalogue row that has the shape of a published model, by the model's name alone.
 
-Models tuned for chats, dated versions and mirrors have the shape of their base model, and their
-names say so. Other words of a name (Vision, Guard, Reward, GGUF, AWQ, a context length) are never
-ignored. A model with another word in its name may have another shape, so it matches no row.
+Models tuned for chat, dated versions and mirrors have the shape of their base model. Words that
+only say this, such as Instruct or 2507, are ignored. All other words of a name (Vision, Guard,
+Reward, GGUF, AWQ, a context length) must match, because a model with such a word may have another
+shape.
 """
 
 import re
@@ -14,18 +15,18 @@ from typing import Any
 MIRRORS = frozenset(
     {"ai-modelscope", "llm-research", "mistral-community", "nousresearch", "unsloth"}
 )
-# Organisations that publish only quantised copies. A run loads the original model instead of such a
+# Organisations that publish only quantised copies. A run loads the original model instead of the
 # copy.
 QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
-# Each set has the old and the new name of one organisation, or two organisations that publish the
-# same models.
+# Each set holds the old and the new name of one organisation, or the names of two organisations
+# that publish the same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
-# The name of an nf4 copy is the original's name with this ending. The knob `quantization` quantises
+# The ending that is added to a model's name for a copy in nf4. The knob `quantization` quantises
 # the original in the same way.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-(?:4bit|nf4(?:-bf16)?)$", re.IGNORECASE)
 _QUANTISED_FOR_MLX = re.compile(r"-[2-8]bit$", re.IGNORECASE)
-# The ending of the name of a copy in another quantised format, which no knob expresses exactly
+# The ending for a copy in another quantised format, which no value of a knob matches exactly
 _STORED = re.compile(
     r"-(?P<format>gptq|awq|nvfp4|aqlm)(?:-(?P<int8>int8|8bit)|-[\w.]+)*$", re.IGNORECASE
 )
@@ -36,10 +37,10 @@ _LAST_TUNED = re.compile(_WORDS + "$")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The position of the catalogue row that matches a name.
+    """A catalogue row that matches a name: `row` is its position.
 
-    `published` is the name on the Hub to load the weights from. If `published` is None, the weights
-    come from the row's own name.
+    `published` is the Hub name to load the weights from. If `published` is None, the weights are
+    loaded under the row's own name.
     """
 
     row: int
@@ -59,7 +60,7 @@ def quantised_copy(name: str) -> tuple[str, str]:
 
 
 class ModelNames:
-    """The names of the catalogue's rows, and the rule that matches other names."""
+    """The names of the catalogue's rows, with the rule that matches other names to them."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self.exact: dict[str, int] = {}
@@ -83,10 +84,10 @@ class ModelNames:
             self._organisations.append(organisations)
 
     def find(self, name: str, *, any_organisation: bool = False) -> Match | None:
-        """Return the row with the shape of the model that has this name.
+        """Return the row that has the shape of the model with this name.
 
-        Returns None if no row or several rows match. If the name has an organisation, this
-        organisation must have published the row's model or be a mirror. `any_organisation` accepts
+        Returns None if no row or several rows match. If `name` contains an organisation, the
+        organisation must be a publisher of the row's model or a mirror. `any_organisation` accepts
         every organisation.
         """
         if name.lower() in self.exact:
@@ -114,7 +115,7 @@ class ModelNames:
         return None
 
     def find_respelled(self, name: str) -> int | None:
-        """Return the row whose name is `name` in another spelling; `name` has no organisation.
+        """Return the row whose name is `name`, spelled differently; `name` has no organisation.
 
         For example, gemma3-27b-it, Llama 3.1 8B and qwen3:8b are found. The result is None if no
         row or several rows match.
@@ -139,9 +140,9 @@ def _without_maker(last: str) -> str:
 
 
 def _name_variants(last: str) -> Iterator[str]:
-    """Yield the name, then the name with fewer and fewer tuning words at its end.
+    """Yield the name, then remove words such as "instruct" from its end, one at a time.
 
-    The last yielded name has no tuning words at all. So a tuned version that has its own row gets
+    The caller takes the first name that matches a row. So a tuned version with its own row gets
     this row, not the row of its base model: Qwen3-4B-Instruct-2507 has another context length than
     Qwen3-4B.
     """

@@ -1,4 +1,4 @@
-"""The sizes of a model's layers and their matrices, for the model families with known layers."""
+"""Computes the sizes of a model's layers and matrices, for families whose layers are known."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class Sizes:
 
     `tied` means that the head uses the embedding's weights. `capped` means that the logits are
     soft-capped after the head. `params` counts all parameters. `packed_bytes` is the size of the
-    weight files of a checkpoint that stays quantised, or 0 if it is unknown.
+    weight files of a checkpoint that stays quantised in training; 0 means that the size is unknown.
     """
 
     family: str
@@ -86,7 +86,7 @@ class Sizes:
 
     @functools.cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The numbers of inputs and outputs of each matrix in a layer, by the matrix's name."""
+        """The number of inputs and the number of outputs of each matrix in a layer, by its name."""
         hidden = self.hidden
         inner = self.intermediate
         queries = self.queries
@@ -119,8 +119,9 @@ class Sizes:
     def with_objective(self, objective: Objective) -> "Sizes":
         """Return the sizes of the same model with the head for an objective.
 
-        If the objective has labels, a head over the labels replaces the head over the vocabulary.
-        The new head's size is negligible, and it shares no weights with the embedding.
+        If the objective trains on labels (such as classification), a head over the labels replaces
+        the head over the vocabulary. The new head is negligibly small, and shares no weights with
+        the embedding.
         """
         if objective.num_labels is None:
             return self
@@ -132,7 +133,7 @@ class Sizes:
         if config.method == "full":
             return set()
         names = target_modules(self.family, config.lora_targets)
-        # These sizes are of models without experts.
+        # All families with these sizes are models without experts.
         return set(self.matrices) if names is None else set(names) - set(EXPERT_PARAMETERS)
 
     def adapter_params(self, config: TrainConfig) -> int:

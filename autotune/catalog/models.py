@@ -1,7 +1,7 @@
-"""ModelSpec: the shape of a model, by catalogue name, local directory or Hub id.
+"""Finds a model by catalogue name, local directory or Hub id, and returns it as a ModelSpec.
 
-Only the config is read, and a model's own code is never run. An unknown `model_type` becomes an
-error only when a probe builds the model with transformers.
+Only the config is read, and a model's own code is never run. A `model_type` that transformers does
+not know causes an error only later, when a probe builds the model.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from autotune.core.model_types import text_type
 from autotune.core.train_config import digest_of
 from autotune.trainer.settings import DEQUANTISED, quantization_of
 
-# For each size of a model, the keys that hold it in the configs of different model families.
+# The keys for each size of a model. Model families use different keys in their configs.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_LAYER_LISTS = ("layers_block_type", "layer_types")  # keys of lists with an entry for each layer
+_LAYER_LISTS = ("layers_block_type", "layer_types")  # lists with one entry per layer
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _VOCAB = ("vocab_size",)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_SIZE = 2**31  # a larger size in a config is an error
 
-# Keys of a config.json that say how the model was saved or is to be run, not which shape it has. An
+# Keys of a config.json that say how the model was saved or how to run it, but not its shape. An
 # attention implementation may name a Hub repository, and transformers would download and run its
 # kernels.
 _NOT_SHAPE = frozenset(
@@ -44,7 +44,7 @@ _NOT_SHAPE = frozenset(
     | {"attn_implementation", "experts_implementation", "quantization_config"}
 )
 
-# Matches the ends of class names of models whose head has a loss of its own.
+# The end of the class name of a model whose head computes a loss of its own.
 _OTHER_HEADS = re.compile(
     r"(For\w*Classification|ForQuestionAnswering|ForMultipleChoice|ForMaskedLM|RewardModel)$"
 )
@@ -55,14 +55,15 @@ class ModelSpec:
     """The shape of a model, and the files to load for it.
 
     `config` has the keyword arguments of the transformers config, including `model_type`. `params`
-    is the exact total, with tied weights counted once; outside the catalogue, it comes from the
-    headers of the weight files, and is unknown without files. `weights` is a directory with
-    safetensors, or None for random weights. `tokenizer` is a directory with the model's tokenizer.
-    `processor` is the content of a preprocessor_config.json, which determines the scale of images.
-    `stored_as` is the format of a quantised checkpoint. Weights in 'fp8' or 'mxfp4' become 16-bit
-    weights before the training. Weights in 'int8', 'nf4' or 'nf4-double' stay quantised, and only
-    adapters are trained. `checkpoint` describes the weight files on this machine. `mtp_layers` is
-    the number of the checkpoint's layers for multi-token prediction.
+    is the exact number of parameters, with tied weights counted once. For a model outside the
+    catalogue, the number comes from the headers of the weight files, and is None without these
+    files. `weights` is a directory with safetensors files, or None for random weights. `tokenizer`
+    is a directory with the model's tokenizer. `processor` is the content of the model's
+    preprocessor_config.json, which sets the size of images. `stored_as` is the format of a
+    quantised checkpoint. Weights in 'fp8' or 'mxfp4' become 16-bit weights before the training.
+    Weights in 'int8', 'nf4' or 'nf4-double' stay quantised, and only adapters are trained.
+    `checkpoint` describes the weight files on this machine. `mtp_layers` is the number of the
+    checkpoint's layers for multi-token prediction.
     """
 
     JSON: ClassVar = keys(
@@ -137,7 +138,7 @@ class ModelSpec:
     def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
         """Return the model with other values for these keys of its config, and random weights.
 
-        Keys that say how to run a model, such as `dtype`, are ignored in `overrides`, as they are
+        `overrides` may hold keys that say how to run a model, such as `dtype`; they are ignored, as
         in a config.json. Raises UsageError if the new config cannot be trained, or if a key is
         neither in the model's config nor in any config of the catalogue. An unknown key would have
         no effect.
@@ -179,7 +180,7 @@ class ModelSpec:
 
     @property
     def text_type(self) -> str:
-        """The `model_type` of the language model, even if the config is of a wrapper for images."""
+        """The `model_type` of the language model, even if a config for images and text wraps it."""
         return text_type(self.config)
 
     def lacks(self, attention: str) -> bool:
@@ -209,11 +210,11 @@ class ModelSpec:
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest sequence in tokens that the positions allow, or None if it is unknown."""
+        """The longest sequence, in tokens, that the positions allow, or None if it is unknown."""
         return self.size(*_CONTEXT)
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
-        """Return the FLOPs that training on one token needs, or None if `params` is unknown."""
+        """Return the FLOPs of training on one token, or None for unknown `params` or family."""
         if self.params is None:
             return None
         return flops_per_token(self.config, self.params, method, seq_len)
@@ -230,7 +231,7 @@ def list_models() -> tuple[ModelSpec, ...]:
 def resolve_model(name: str) -> ModelSpec:
     """Return the model for a catalogue name or alias, a local directory, or a Hub id.
 
-    Upper and lower case are equal, and a name without an organisation may be spelled in other ways
+    Case is ignored, and a name without an organisation may be spelled in several ways
     (`ModelNames.find_respelled`). A directory needs a config.json. If the name in a Hub id matches
     a row of the catalogue (`model_names`), no request is sent to the Hub. The result then has the
     row's shape, and the Hub id as its name. A run loads the weights from the Hub under this id.
@@ -265,7 +266,7 @@ def resolve_model(name: str) -> ModelSpec:
 
 
 def find_model_shape(name: str) -> ModelSpec | None:
-    """Return the row with the shape of a named model, or None if no row's name matches.
+    """Return the row that has the shape of a named model, or None if the name matches no row.
 
     `name` may be a path, or a name with any organisation.
     """
@@ -350,10 +351,10 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
 
 
 def reach_hub(name: str, *files: str) -> None:
-    """Fail at once if the Hub cannot be reached, unless one of a model's files is in the cache.
+    """Raise an error at once if the Hub is unreachable and none of `files` is in the cache.
 
-    Without this check, each download of huggingface_hub retries for 23 s. A file that the Hub lacks
-    causes no error here.
+    Without this check, each download of huggingface_hub retries for 23 s. A file that is not on the
+    Hub causes no error here.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -426,7 +427,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
 def _read_object(path: Path, shown: str | None = None) -> dict[str, Any]:
     shown = shown or str(path)
     try:
-        # transformers writes infinity into JSON as {"__float__": "Infinity"}, and reads this form.
+        # transformers writes and reads infinity in JSON as {"__float__": "Infinity"}.
         config = json.loads(read_regular(path), parse_constant=lambda name: {"__float__": name})
     except OSError as error:
         raise UsageError(
@@ -481,7 +482,7 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
 
 
 def _paths(config: dict[str, Any], within: str = "") -> Iterator[str]:
-    """Yield each key at every depth: 'rope_parameters', 'rope_parameters.rope_theta'."""
+    """Yield the path of each key, such as 'rope_parameters' and 'rope_parameters.rope_theta'."""
     for key, value in config.items():
         yield f"{within}{key}"
         if isinstance(value, dict):
@@ -489,7 +490,7 @@ def _paths(config: dict[str, Any], within: str = "") -> Iterator[str]:
 
 
 def _shape_of(value: Any) -> Any:
-    """Return `value` without private keys and the keys in `_NOT_SHAPE`, at every depth."""
+    """Return `value` without private keys and without the keys in `_NOT_SHAPE`, at every depth."""
     if not isinstance(value, dict):
         return value
     return {
@@ -506,19 +507,19 @@ def _shape_of(value: Any) -> Any:
 # own.
 FLOPS_PER_PARAMETER = {"lora": 4, "full": 6}
 
-# The families with known matrix products. Head and embedding share their weights by default in the
-# tied families, but not in the untied families.
+# The model families whose matrix products are known. By default, the tied families use the same
+# weights for head and embedding, and the untied families do not.
 _TIED = ("gemma", "gemma2", "gpt2")
 _UNTIED = ("gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
 def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: int) -> float | None:
-    """Return the FLOPs per token of a training step at `seq_len`, or None for an unknown family.
+    """Return the FLOPs per token of a training step on rows of `seq_len`, or None if unknown.
 
-    As in appendix B of the PaLM paper, only operations that the mathematics needs are counted, so
-    recomputation by checkpointing is left out. LoRA's own matrices are left out (0.9 % of the step
-    at rank 16 on all linear layers of a 7B model). Norms and biases are counted like matrices,
-    since they have far fewer parameters.
+    As in appendix B of the PaLM paper, only operations that the mathematics needs are counted. So
+    recomputation for activation checkpointing is left out. LoRA's own matrices are left out (0.9 %
+    of the step at rank 16 on all linear layers of a 7B model). Norms and biases are counted like
+    matrices, because their number of parameters is negligible.
 
     Causal attention: each token attends to c tokens on average. Each of the c tokens costs 2 FLOPs
     per head dimension in QK^T and 2 in PV. The backward pass costs twice the forward pass, under
@@ -566,13 +567,13 @@ def _multiplied_params(config: dict[str, Any], params: int) -> int:
 
 
 def _idle_params(config: dict[str, Any], layers: int, experts: str, width: str) -> int:
-    """Return the number of parameters in experts that a token skips; each has three matrices."""
+    """Return the number of parameters in experts that a token skips; an expert has 3 matrices."""
     idle = config[experts] - config["num_experts_per_tok"]
     return int(layers * idle * 3 * config["hidden_size"] * config[width])
 
 
 def _mean_context(seq_len: int, window: int | None) -> float:
-    """Return the mean number of tokens that a token attends to, within the window if any."""
+    """Return the mean number of tokens that a token attends to, at most `window` tokens."""
     reach = seq_len if window is None else min(window, seq_len)
     return reach * (1 - reach / (2 * seq_len))
 

@@ -1,6 +1,6 @@
-"""Names that people give for a GPU and that name something else: cloud instances, Apple, CUDA.
+"""Refuses names that users give as a GPU but that name a cloud instance, an Apple chip or CUDA.
 
-`data/instances.yaml` has the GPU of each cloud instance.
+`data/instances.yaml` says which GPU each cloud instance has.
 """
 
 import re

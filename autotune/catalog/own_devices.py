@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 EXAMPLE = "memory=24,bf16_tflops=165,bandwidth_gb_s=1008,tdp_w=450"
-MAX_SIZE = 1e6  # the maximum of any rate or size; a larger number is a typing error
+MAX_SIZE = 1e6  # the largest accepted rate or size; a larger number must be a typing error
 
 
 def split_names(text: str) -> list[str]:
     """Split a text into cards at its commas: 'a10,memory=24,tdp_w=450,h100' has three cards.
 
-    Consecutive parts with an equals sign describe one card; a repeated key begins the next card.
+    Consecutive items with an equals sign describe one card. If a key repeats, the next card begins.
     """
     cards: list[str] = []
-    keys: set[str] = set()  # the keys read so far in the description of the last card
+    keys: set[str] = set()  # the keys that the description of the current card has so far
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, _ = part.partition("=")
         if equals and keys and key.strip() not in keys:

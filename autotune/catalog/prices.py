@@ -1,4 +1,4 @@
-"""Prices of a GPU hour, from the user's list or the catalogue, and purchase prices of cards."""
+"""Finds prices of GPU hours, in the user's list and the catalogue, and prices of new cards."""
 
 import functools
 import re
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 NO_PRICE = "no price is known"
-EXAMPLE = "example"  # the provider of the example card's price
-MAX_COUNT = 1024  # the most GPUs of one offer
-MAX_USD = 1e6  # the maximum for one hour of one offer; a larger number is a typing error
+EXAMPLE = "example"  # the provider's name in the price of the example card
+MAX_COUNT = 1024  # the most GPUs in one offer
+MAX_USD = 1e6  # the highest accepted USD per hour of an offer; more must be a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
     """USD for one hour of one GPU, rented on demand in an instance of `count` GPUs.
 
-    `quotable` is False for a price that is no provider's quote, such as the price of one host of a
-    marketplace on one day. Such a price is used only if no other is known. `as_of` is the date of
+    `quotable` is False for a price that no provider quotes, such as what one host of a marketplace
+    asked on one day. Such a price is used only if no other price is known. `as_of` is the date of
     the price, or None if the date is unknown.
     """
 
@@ -89,9 +89,10 @@ def load_prices(path: Path) -> tuple[Price, ...]:
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
     """Return every price of `device`, a catalogue name, the best first.
 
-    The user's own prices come before the catalogue's. Each of the two lists is ordered by three
-    keys: quotable prices come first, then smaller instances, because one GPU of an eight-GPU
-    instance cannot be rented alone, then cheaper on-demand prices.
+    The user's own prices come before the catalogue's. Each of the two lists is sorted by three
+    keys: first, quotable prices precede other prices; second, smaller instances precede larger
+    ones, because one GPU of an eight-GPU instance cannot be rented alone; third, lower on-demand
+    prices precede higher ones.
     """
     return [*best_first(device, own), *best_first(device, list_prices())]
 
@@ -108,7 +109,7 @@ def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
 
 
 def find_spot(device: str, own: Sequence[Price] = ()) -> Price | None:
-    """Return the row with the cheapest spot price of `device`, or None without a spot price.
+    """Return the price of `device` with the lowest spot price, or None without a spot price.
 
     If the user's own rows have a spot price, the catalogue's rows do not count.
     """
@@ -143,7 +144,7 @@ def age(as_of: str | None, today: date) -> str:
 
     months = 12 * (today.year - year) + (today.month - month if month else 0)
     if day and today.day < day:
-        months -= 1  # the last of these months is not complete
+        months -= 1  # the last month is incomplete
     if months < 0:
         return f"dated in the future ({as_of})"
 
@@ -242,7 +243,7 @@ def _file_model() -> "type[BaseModel]":
         def _check_device(cls, name: str) -> str:
             try:
                 return catalogued_device(name).name
-            except UsageError as error:  # only for a ValueError does the message get its line
+            except UsageError as error:  # only a ValueError's message gets the line number
                 raise ValueError(str(error)) from None
 
         @field_validator("as_of")

@@ -1,1 +1,1 @@
-"""Writes the winner in other tools' formats. An exporter is a pure function of a Recipe."""
+"""Writes a study's winner in other tools' formats. Each exporter is a pure function of a Recipe."""

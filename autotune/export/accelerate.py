@@ -1,4 +1,4 @@
-"""Writes accelerate.yaml, for a launch of the user's own training script on one or several GPUs."""
+"""Writes accelerate.yaml, which launches the user's own training script on one or several GPUs."""
 
 import json
 
@@ -10,8 +10,8 @@ from autotune.prediction.sharded_memory import Shares
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import deepspeed_settings
 
-SIZES = "parallelism_config_"  # accelerate's prefix for keys of parallel sizes
-# Accelerate's names of precisions; all other precisions are "no".
+SIZES = "parallelism_config_"  # the prefix of accelerate's keys for the sizes of its parallelism
+# Accelerate's names for mixed precision. For all other precisions, its value is "no".
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}
 
 
@@ -45,7 +45,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 
 def deepspeed_file(recipe: Recipe) -> dict[str, str]:
-    """Return deepspeed.json with the measured settings or, for one GPU, with stage 2's settings."""
+    """Return deepspeed.json with the measured settings or, for one GPU, with ZeRO's stage 2."""
     config = recipe.config
     mixed = MIXED.get(config.precision)
     precisions = {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}

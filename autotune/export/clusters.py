@@ -1,4 +1,4 @@
-"""Files that start the full training run or a study's workers on Kubernetes, SkyPilot or Slurm.
+"""Writes files that start a full training or a study's workers on Kubernetes, SkyPilot or Slurm.
 
 A JobSpec describes the job, and each system has a renderer for it. The user provides the container
 image and the dataset. Names that other people chose, such as a study's name, are untrusted. A file
@@ -39,10 +39,12 @@ STARTING_S = 1800.0
 # The seconds between the termination signal and the kill. This time is enough to finish a step and
 # to save the checkpoint that the next attempt continues from.
 GRACE_S = 120
-# The number of further attempts after a preemption; other failures get no further attempt
+# After a preemption, the job is started again at most this many times. After other failures, the
+# job is not started again.
 RETRIES = 3
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
-# The parts of a card's name that other catalogues omit: the form factor, and some memory sizes
+# The parts of the catalogue's card names that SkyPilot and Slurm omit: the form factor, and some
+# memory sizes
 _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")
 
 
@@ -53,11 +55,11 @@ class JobSpec:
     `use` is a key of `clusters.yaml`: `train` or `worker`. The comment at the top of a YAML file
     has `about`, then the steps that start the job on the system, then `notes`. The comment of a
     script omits `about`, because it contains untrusted names. After an exit code in `hopeless`, the
-    job is not tried again.
+    job is not started again.
 
-    `command`, `env` and `volumes` are for a Kubernetes container. `task` has further keys of a
-    SkyPilot task, and SkyPilot runs `run` in a shell. On Slurm, the script runs the lines `before`
-    and then `srun`.
+    `command`, `env` and `volumes` describe a Kubernetes container. `task` holds further keys of a
+    SkyPilot task, and `run` is the shell code that SkyPilot runs. The Slurm script runs the lines
+    in `before`, then `srun`.
     """
 
     use: str  # a key of clusters.yaml
@@ -193,7 +195,7 @@ def workers_job(
         limit_s=math.ceil((budget_s + STARTING_S) / 60) * 60,
         hopeless=[2, 3, 4, 6],  # after exit code 1 or 5, another node may succeed
         annotations={"autotune-study": study},
-        # Kubernetes replaces $(NAME) in this list by a variable. $$ stands for a dollar sign.
+        # Kubernetes replaces $(NAME) in this list by the value of the variable NAME, and $$ by a $.
         command=["autotune", "worker", argument.replace("$", "$$"), "--out=/tmp/worker"],
         env=[{"name": URL, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
         task={"secrets": {URL: None}},
@@ -206,7 +208,7 @@ def workers_job(
 
 
 def _kubernetes(job: JobSpec) -> str:
-    """Return a Kubernetes Job (batch/v1); with several pods, it is an Indexed Job.
+    """Return a Kubernetes Job (batch/v1), which is an Indexed Job if it has several pods.
 
     The job's pod failure policy needs Kubernetes 1.31.
     """
@@ -214,7 +216,8 @@ def _kubernetes(job: JobSpec) -> str:
     gpu = {"limits": {f"{job.device.vendor}.com/gpu": job.gpus}}
     mounts = [{"name": volume["name"], "mountPath": f"/{volume['name']}"} for volume in job.volumes]
     volumes = list(job.volumes)
-    # NCCL connects the GPUs of a node through shared memory, and containers have only 64 MB of it.
+    # NCCL connects the GPUs of a node through shared memory, but containers get only 64 MB by
+    # default.
     if job.gpus > 1:
         shared = "/dev/shm"  # noqa: S108 (the path is inside the container)
         mounts.append({"name": "shared-memory", "mountPath": shared})
@@ -281,7 +284,8 @@ def _skypilot(job: JobSpec) -> str:
         **workdir,
         "resources": {**gpu, "job_recovery": recovery},
         **job.task,
-        # pip installs the probed versions, and the package index selects the build of torch.
+        # pip installs the probed versions. The build of torch, such as +cu130, is the one that
+        # pip's package index offers.
         "setup": f"pip install -- {shlex.join(job.packages)}",
         "run": job.run,
     }
@@ -289,7 +293,7 @@ def _skypilot(job: JobSpec) -> str:
 
 
 def _slurm(job: JobSpec) -> str:
-    """Return a Slurm batch script, for submission from its folder. Several jobs are a job array."""
+    """Return a Slurm batch script, to be submitted from its folder. Copies form a job array."""
     hours, minutes = divmod(job.limit_s // 60, 60)
     options = [
         f"--job-name={job.name}",
@@ -336,8 +340,7 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """
     if device.vendor != "nvidia":
         return None
-    # For a card outside the catalogue, the study's fingerprint has the name that the driver gives
-    # it.
+    # If the card is not in the catalogue, its driver's name is in the study's fingerprint.
     name = device.nvml_names[0] if device.nvml_names else fingerprint.device
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 
@@ -362,7 +365,7 @@ def slurm_gpu(device: DeviceSpec) -> str:
 
 
 def _config_maps(name: str) -> list[dict[str, Any]]:
-    """Return two config maps: one with the exported folder's files, one with its subfolder's."""
+    """Return two config maps: one for the files of the exported folder, one for its subfolder."""
     files = [path.rpartition("/")[2] for path in runtime_files()]
     runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
     return [
@@ -372,7 +375,7 @@ def _config_maps(name: str) -> list[dict[str, Any]]:
 
 
 def _packages(fingerprint: Fingerprint) -> list[str]:
-    """Return pip's arguments for the probed packages, without a version's build such as +cu130."""
+    """Return pip's arguments for the probed packages, without builds such as +cu130 in versions."""
     return [
         f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()
     ]

@@ -1,4 +1,4 @@
-"""The export formats by name, and the functions that return exported texts."""
+"""Lists the export formats by name, and returns the texts of the exported files."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,8 +23,8 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "slurm": partial(clusters.export, system="slurm"),
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats that every study writes
-# The formats that need accelerate.yaml for several GPUs. Axolotl's own file has keys for several
-# GPUs.
+# The formats that need accelerate.yaml to train on several GPUs. Axolotl does not, because its own
+# file has keys for them.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 

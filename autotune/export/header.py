@@ -1,4 +1,4 @@
-"""Shared parts of the exporters: the comment at a file's top, and values derived from a recipe."""
+"""Makes what the exporters share: the comment at the top of a file, and values from a recipe."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,16 +12,16 @@ WARMUP_SHARE = 0.03
 
 
 def on_cpu(recipe: Recipe) -> bool:
-    """Return whether the study was run on a CPU, so that its exports also run on a CPU."""
+    """Return whether the study ran on a CPU; its exported scripts then run on a CPU, too."""
     return recipe.device.kind == "cpu"
 
 
 def environment(recipe: Recipe) -> str:
     """Return the environment variables for a command line.
 
-    The variables make exactly the study's number of GPUs visible, numbered as in nvidia-smi. If a
-    single process saw more than one GPU, Trainer would split its batches among them, and TRL would
-    refuse to run.
+    The variables make exactly as many GPUs visible as the study used, numbered as in nvidia-smi. If
+    a single process saw more than one GPU, Trainer would split its batches among them, and TRL
+    would refuse to run.
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
@@ -63,7 +63,7 @@ def yaml_sections(head: Iterable[str], sections: Iterable[tuple[str, dict[str, A
 
 
 def summary_lines(recipe: Recipe) -> list[str]:
-    """Return two lines about the file's content, two about results, two about the measurement."""
+    """Return six lines: two on the file's content, two on results, two on the measurement."""
     winner = recipe.winner
     cost = winner.cost
     workload = recipe.workload
@@ -135,6 +135,6 @@ def model_source(recipe: Recipe) -> str:
 def has_published_weights(recipe: Recipe) -> bool:
     """Return whether the model has weights, on the Hub (org/name) or in a directory.
 
-    An invented shape such as demo-3m has no weights.
+    A model that autotune made up, such as demo-3m, has no weights.
     """
     return recipe.model.weights is not None or "/" in recipe.model.name

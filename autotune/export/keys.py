@@ -1,10 +1,10 @@
-"""The key table: TRL's, Axolotl's and LLaMA-Factory's keys for each knob and run setting.
+"""Maps each knob and run setting to the keys of TRL, Axolotl and LLaMA-Factory.
 
 The table is `keys.yaml`. The exporters write their files from this table, and
-`planning.foreign_config` reads other people's files with it. A new knob needs a row for the tools
-that can express it. The comment at the top of a tool's file lists the knobs that the tool cannot
-express. For each of these knobs, the comment gives the reason in the table, or says that the tool
-has no key for it.
+`planning.foreign_config` reads other people's files with it. A new knob needs a row with the keys
+of the tools that can express it. The comment at the top of a tool's file lists the knobs that the
+tool cannot express. For each of these knobs, the comment gives the reason in the table, or says
+that the tool has no key for it.
 """
 
 import functools
@@ -32,23 +32,24 @@ from autotune.trainer.settings import is_expert_parameter
 # The names in `keys.yaml` and `tools.yaml` that stand for the study's dataset
 PLACEHOLDER = "your/dataset"
 PLACEHOLDER_FILE = "data.jsonl"
-# The builder of the library `datasets` for each kind of file
+# The builder in the library `datasets` that reads each type of file
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILDERS |= {".arrow": "arrow"}
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
-# A tool's keys with their values. The key a.b is the key b in the mapping a.
+# A tool's keys with their values. The name a.b stands for the key b in the mapping a.
 Entries = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Each tool's entries for the knob or setting `of`; if `of` is None, the entries are constant.
+    """A row of the table: what each tool's file contains for the knob or setting `of`.
 
-    If `of` is set, a tool's entry is a key or a mapping. A key takes autotune's value unchanged. In
-    a mapping, each of the tool's keys has its own mapping from autotune's values to the tool's.
-    `defaults` has the value that each tool assumes if a file omits the key.
+    If `of` is None, each tool's field has constant keys and values. Otherwise the field is a key,
+    which takes autotune's value unchanged, or a mapping. The mapping has, for each of the tool's
+    keys, the tool's value for each of autotune's values. `defaults` has the value that each tool
+    assumes if its file omits the key.
     """
 
     of: str | None = None
@@ -59,7 +60,7 @@ class Row:
     defaults: Entries = field(default_factory=dict)
 
     def entries(self, tool: str, values: Mapping[str, Any]) -> Entries:
-        """Return the tool's entries, given autotune's values; empty for a knob without effect."""
+        """Return the tool's keys and values for autotune's values; {} for a knob without effect."""
         cell = getattr(self, tool)
         if cell is None or not meets(values, self.when):
             return {}
@@ -78,18 +79,18 @@ class Row:
 
 @functools.cache
 def sections() -> dict[str, tuple[Row, ...]]:
-    """Return the table's rows by section of a tool's file, in the file's order."""
+    """Return the rows for each section of a tool's file, in the order of the file."""
     data = load_data("autotune.export", "keys")["sections"]
     return {section: tuple(Row(**row) for row in rows) for section, rows in data.items()}
 
 
 def gaps() -> dict[str, list[Entries]]:
-    """Return, for each knob, entries that say which tools cannot express it, when and why."""
+    """Return, for each knob, which tools cannot express it, under which condition, and why."""
     return dict(load_data("autotune.export", "keys")["gaps"])
 
 
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
-    """Return the values that rows and gaps refer to: knobs with an effect, and run settings."""
+    """Return the values that rows and gaps use: the knobs that have an effect, and run settings."""
     config = recipe.config
     report_to = recipe.run_options.report_to
     evaluates = recipe.workload.held_out() > 0
@@ -99,11 +100,11 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     parameters = list(filter(is_expert_parameter, modules or []))
     if modules:
         modules = [name for name in modules if name not in parameters]
-    # The tools would find all linear layers themselves, including layers that PEFT refuses.
+    # If told to adapt all linear layers, the tools would include layers that PEFT refuses.
     if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
-    # TRL takes a single name for a pattern of whole module paths, and the name would match none. So
-    # a single name is given twice.
+    # TRL would take a single name as a pattern for the whole path of a module, which matches no
+    # module. So a single name is written twice.
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2
     saved = saved_modules(recipe.model.text_type, config.modules_to_save)
@@ -141,8 +142,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "report_to": report_to,
         # LLaMA-Factory reads its file with OmegaConf, which would replace ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
-        # A seq_len is unusual if it is not a multiple of 64, because Axolotl pads rows to such
-        # multiples by default.
+        # By default, Axolotl pads rows to a multiple of 64 tokens. A seq_len that is no multiple of
+        # 64 is unusual and needs another key.
         "unusual_seq_len": config.seq_len
         if config.padding == "max_length" and config.seq_len % 64
         else None,
@@ -161,7 +162,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def eval_batch(tool: str, recipe: Recipe) -> int:
-    """Return the batch size of an evaluation: the micro batch size of the training, if it fits.
+    """Return the batch size of evaluations: the training's micro batch size, if its memory fits.
 
     For a chunked loss, Axolotl and LLaMA-Factory use Liger's head. In an evaluation, this head
     computes the logits of all tokens, which may not fit. The batch is then smaller, down to one
@@ -183,7 +184,7 @@ def eval_batch(tool: str, recipe: Recipe) -> int:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """Return the value of TRL's and Axolotl's key `pad_to_multiple_of`, or None without the key.
+    """Return the value of `pad_to_multiple_of` in TRL and Axolotl, or None to leave out the key.
 
     With this value, the rows of the full run have at most as many different lengths as the rows
     that were measured.
@@ -215,10 +216,10 @@ def attention_of(tool: str, config: TrainConfig) -> str:
 
 
 def finds_answers(data: TrainingData | None) -> bool | None:
-    """Return whether TRL can find the assistant's answers in this data; None if unknown.
+    """Return whether TRL can find the assistant's answers in `data`, or None if that is unknown.
 
-    The chat template must mark the answers. If it does not, TRL may know the template, and then
-    replaces it by a copy that marks them.
+    TRL finds answers if the chat template marks them. TRL replaces some known templates that do not
+    mark answers by copies that do.
     """
     if data is None or data.chat_template is None:
         return None
@@ -228,7 +229,7 @@ def finds_answers(data: TrainingData | None) -> bool | None:
 
 
 def dataset_source(tool: str, data: TrainingData) -> dict[str, Any]:
-    """Return the keys by which a tool finds the dataset: in its YAML, or in dataset_info.json."""
+    """Return the keys that tell a tool its dataset, in its YAML file or in dataset_info.json."""
     path = Path(data.path)
     if is_on_hub(path):
         name, _, config = data.path.partition(":")
@@ -241,9 +242,9 @@ def dataset_source(tool: str, data: TrainingData) -> dict[str, Any]:
     builder = next((BUILDERS.get(Path(file).suffix.lower()) for file in data.files), None)
     if builder is None:  # the dataset is not on this machine
         return {"path": data.path}
-    # These tools read files with the library `datasets`. The library names the only split of a file
-    # "train". A folder's files may have names of splits instead; for TRL, the files of the study's
-    # split are listed.
+    # These tools read files with the library `datasets`, which names the only split of a file
+    # "train". The names of a folder's files may contain names of splits. For TRL, the files of the
+    # study's split are listed.
     if tool == "trl":
         files = data.files[0] if len(data.files) == 1 else list(data.files)
         return {"path": builder, "data_files": files}
@@ -282,7 +283,7 @@ def write(tool: str, section: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def inexpressible_knobs(tool: str, recipe: Recipe) -> list[str]:
-    """Return a text for each knob that the tool's file cannot express: reason and substitute."""
+    """Return the reason and the substitute for each knob that the tool's file cannot express."""
     values = settings(tool, recipe)
     gaps_of_tool = []
     for knob, value in recipe.config.as_dict().items():
@@ -317,7 +318,7 @@ def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
 
 
 def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
-    """Return whether `values` meets each condition: one wanted value, or a list of them."""
+    """Return whether each value in `values` equals the wanted value, or is in the wanted list."""
     return all(
         values.get(name) in (wanted if isinstance(wanted, list) else [wanted])
         for name, wanted in conditions.items()
@@ -325,9 +326,9 @@ def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
 
 
 def key_of(tool: str, what: str) -> str:
-    """Return a tool's key for a knob or a setting; if it has several keys, the first.
+    """Return a tool's key for a knob or a setting; the first key if the tool uses several.
 
-    Raises KeyError if the tool has no key for it.
+    Raises KeyError if the tool has no key for the knob or setting.
     """
     for row in _rows(what):
         if cell := getattr(row, tool):
@@ -337,7 +338,7 @@ def key_of(tool: str, what: str) -> str:
 
 
 def default_of(tool: str, what: str) -> Any:
-    """Return the value, in autotune's terms, that a tool uses if a file omits the key, or None."""
+    """Return the default of a tool's key as autotune's value, or None if the table lacks it."""
     return next((row.defaults[tool] for row in _rows(what) if tool in row.defaults), None)
 
 

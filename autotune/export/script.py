@@ -1,6 +1,6 @@
 """Writes train.py and its folder: a training script that needs only transformers and peft.
 
-The script reads all values of the configuration from train_config.json.
+The script reads the configuration from train_config.json.
 """
 
 import json
@@ -28,7 +28,7 @@ from autotune.study.summary import Recipe
 from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
 # The number of row lengths in the sample that represents the run. The longest length is always in
-# the sample, and would be too frequent in a smaller sample.
+# the sample. In a smaller sample, its share would be too large.
 SAMPLED = 1024
 # This first line sets the encoding, so Python ignores an encoding in the second line.
 ENCODING = "# -*- coding: utf-8 -*-\n"
@@ -56,10 +56,10 @@ exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """Return the texts of the script, its launcher, modules and settings, and the model's config.
+    """Return the script, its launcher, its modules, its settings and the model's config, as texts.
 
-    The config is needed for random weights. Names that users or model authors chose are only in the
-    JSON files.
+    The script needs the model's config to make random weights. Only the JSON files contain names
+    that users or model authors chose.
     """
     return {
         "train.py": ENCODING + SCRIPT,
@@ -167,9 +167,9 @@ def _images(recipe: Recipe, lengths: list[int]) -> list[list[dict[str, Any]]]:
 
 
 def _is_larger_than_gpu(recipe: Recipe) -> bool:
-    """Return whether each GPU holds only a shard, and the whole model is too large for a GPU.
+    """Return whether each GPU holds only a shard of a model that is too large for one GPU.
 
-    In full fine-tuning, the size of the model is the size of its fp32 master weights.
+    In full fine-tuning, the model's size is the size of its fp32 master weights.
     """
     config = recipe.config
     measured = recipe.winner.measurement

@@ -23,7 +23,7 @@ SECTIONS = ("model", "data", "adapters", "batch", "memory", "schedule")
 
 
 def export(recipe: Recipe, tool: str) -> dict[str, str]:
-    """Return the file for a tool in `keys.TOOLS`, and the other files that the tool reads."""
+    """Return the YAML file for a tool in `keys.TOOLS`, and the other files that the tool reads."""
     about = load_data("autotune.export", "tools")[tool]
     values = settings_of(recipe, tool)
     head = [
@@ -62,7 +62,7 @@ def training_command(recipe: Recipe, tool: str) -> str:
 
 
 def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
-    """Return the values that the texts and the conditions (`when`) in `tools.yaml` refer to."""
+    """Return the values for the texts and for the conditions (`when`) in `tools.yaml`."""
     about = load_data("autotune.export", "tools")[tool]
 
     return keys.settings(tool, recipe) | {
@@ -95,7 +95,7 @@ def texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
 
 def launch_arguments(recipe: Recipe) -> list[str]:
     """Return the arguments of `accelerate launch` for the probed configuration."""
-    # The launcher overwrites the variable ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so only the
-    # launcher's flag has an effect.
+    # The launcher overwrites the variable ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION. So set the
+    # launcher's flag instead of the variable.
     regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
     return ["--num_processes", str(recipe.config.num_gpus), *regional]

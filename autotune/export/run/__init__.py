@@ -1,1 +1,1 @@
-"""Runs exported scripts: for the full training run, for verification, and for held-out losses."""
+"""Runs exported scripts for full trainings, for verification, and to measure held-out losses."""

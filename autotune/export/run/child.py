@@ -1,6 +1,7 @@
-"""Runs a script or a module as the main program of a process that ends when its parent ends.
+"""Runs a script or a module as the main program of this process, which ends when its parent ends.
 
-`process.command` starts this file by its path, so the interpreter does not need autotune installed.
+`process.command` starts this file by its path, so autotune need not be installed for the
+interpreter.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Short real trainings of a study's winner at several learning rates, on the user's own examples.
+"""Trains a study's winner briefly at several learning rates, on the user's own examples.
 
-One process loads the weights and makes all trainings, with the modules of the exported script.
+One process loads the weights once and runs all trainings, with the modules of the exported script.
 `study.learning` chooses the learning rates and the number of steps.
 """
 
@@ -28,8 +28,8 @@ from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
 
-MAX_SHARE = 10.0  # a search takes at most this number of times the full run's steps
-SHARE = 0.1  # by default, a search takes at most this share of the full run's steps
+MAX_SHARE = 10.0  # a search takes at most this many times as many steps as the full run
+SHARE = 0.1  # by default, a search has at most this share of the full run's number of steps
 HELD_OUT = 256  # the largest number of held-out examples
 WAIT_S = 0.2  # seconds between two checks for a stop request
 
@@ -47,10 +47,10 @@ def learn(
 ) -> Learning:
     """Find the learning rate of the winner in at most `share` of the full run's optimizer steps.
 
-    After the search, the best other candidates are trained at the learning rate that was found.
-    These candidates have other ranks, lengths or number formats than the winner, and `others` is
-    their number. The steps of their trainings are not limited by `share`. No other process may use
-    the device. `out` is the study's directory, which gets a log.
+    After the search, `others` further candidates are trained at the learning rate that was found.
+    They are the best candidates whose rank, length or number format differs from the winner's.
+    `share` does not limit the steps of their trainings. No other process may use the device. `out`
+    is the study's directory, which gets a log.
 
     Raises:
         UsageError: There are no weights or examples, or the full run is too short for a search.
@@ -98,7 +98,7 @@ def learn(
 
 
 def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]]:
-    """Return the number of learning rates and of steps for each round of the search.
+    """Return, for each round of the search, the number of learning rates and of training steps.
 
     Raises UsageError if a search is impossible.
     """
@@ -139,7 +139,7 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
 def _search(
     recipe: Recipe, rounds: list[tuple[int, int]], learner: "Learner", say: Callable[[str], None]
 ) -> tuple[Attempt, ...]:
-    """Train the winner in all rounds of a search. Raises AutotuneError if all diverge."""
+    """Train the winner in all rounds of a search. Raises AutotuneError if all trainings diverge."""
     step_s = recipe.winner.performance.step_time_s
     done = 0
     total = learning.steps_of(rounds)
@@ -164,7 +164,7 @@ def _search(
 class Learner:
     """The process that trains (`probe.learner`).
 
-    The process is killed at the end of the `with` block, and if this process dies.
+    The process is killed at the end of the `with` block, and also if the current process dies.
     """
 
     def __init__(self, arguments: list[str], log: Path, should_stop: Callable[[], bool]) -> None:
@@ -200,7 +200,7 @@ class Learner:
         self._output.close()
 
     def train(self, rate: float, steps: int, seed: int, limit_s: float) -> Attempt:
-        """Train once. Raises Cancelled, and AutotuneError if the process ends or hangs."""
+        """Run one training. Raises Cancelled, or AutotuneError if the process ends or hangs."""
         began = time.monotonic()
         request = {
             "learning_rate": rate,

@@ -1,6 +1,6 @@
-"""Runs an exported script as a user would, in a process that ends when this process ends.
+"""Runs an exported script as a user would, in a child process that ends when this process ends.
 
-A process that hangs is killed.
+A child process that hangs is killed.
 """
 
 import json
@@ -39,7 +39,7 @@ def command(
 ) -> list[str]:
     """Return the command that runs a script (a path to a .py file) or a module.
 
-    The started process gets the signal `on_parents_death` if this process dies.
+    The process that runs this command gets the signal `on_parents_death` if this process dies.
     """
     return [
         sys.executable,
@@ -53,7 +53,7 @@ def command(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Create an empty folder in place of any leftover folder, and remove it at the end."""
+    """Replace any leftover folder by an empty folder, and remove that folder at the end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -102,16 +102,16 @@ def run_exported(
 ) -> dict[str, Any] | str:
     """Run a script in `folder`, or a module, and return the last JSON object that it prints.
 
-    If the script fails or prints no object, the result is the reason as text. The script gets the
-    environment variables of a probe, with all GPUs if it needs several, and the variables in
-    `environment`. The script's stderr is written to `log`. The script is killed after `limit_s`
+    If the script fails or prints no object, the result is the reason, as text. The script gets the
+    environment variables of a probe and the variables in `environment`. If it needs several GPUs,
+    it sees all GPUs. The script's stderr is written to `log`. The script is killed after `limit_s`
     seconds. `while_running` is called ten times a second. Raises Cancelled if `should_stop`
     returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
-    # The environment is for "cuda" on a CPU too: the settings for repeatable memory peaks on a CPU
-    # would slow the run down.
+    # Even on a CPU, use the environment of "cuda": the environment of a probe on a CPU makes memory
+    # peaks repeatable, which would slow the run down.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
     if num_gpus > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
@@ -144,7 +144,7 @@ def run_exported(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes that it started, because each rank has its own session."""
+    """Kill a process and all processes that it started: each rank is in a session of its own."""
     import psutil
 
     started: list[psutil.Process] = []

@@ -1,9 +1,9 @@
-"""Held-out losses of the finalists, from short real trainings on the user's examples.
+"""Measures the held-out losses of the finalists, by short real trainings on the user's examples.
 
 The exported script trains all finalists on the same examples with the same seed. The script never
 trains on the held-out examples, and measures their loss before and after the training. The speed of
-a configuration does not show how well the model learns; a few training steps with one seed give a
-weak hint.
+a configuration does not show how well the model learns. These losses are only a weak hint, because
+a training has few steps and one seed.
 """
 
 import json
@@ -33,7 +33,7 @@ HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 
 
 def measurement_obstacle(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
-    """Return the reason why held-out losses cannot be measured, or None if they can."""
+    """Return the reason why held-out losses cannot be measured, or None if they can be measured."""
     if workload.pictured:
         return "it cannot read examples with images"
     if model.weights is None:
@@ -63,7 +63,7 @@ def compare(
     """Train the winner, the baseline and the other finalists, and report their held-out losses.
 
     No other process may use the device. `out` is the study's directory, which gets a log for each
-    finalist. After a stop, the result has only the finalists whose training finished.
+    finalist. After a stop request, the result has only the finalists whose training had finished.
 
     Raises:
         UsageError: The dataset has fewer rows than when the study read it.
@@ -89,8 +89,8 @@ def compare(
 
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
-            # The exported warm-up is a share of the steps in `cost`, so `cost` must have the steps
-            # of this short run.
+            # The number of warm-up steps in an exported script is a share of the steps in `cost`.
+            # So `cost` gets the number of steps of this short run.
             short = replace(candidate, cost=replace(candidate.cost, num_steps=steps))
             folder = scratch / candidate.config.digest
             write_files(folder, script.export(replace(recipe, winner=short)))
@@ -139,7 +139,7 @@ def sample(
 def _train(
     candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]
 ) -> Learned:
-    """Train one finalist with the script in `folder`. Raises Cancelled after a stop."""
+    """Train one finalist with the script in `folder`. Raises Cancelled after a stop request."""
     arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps)]
     arguments += ["--output-dir", ""]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
@@ -158,7 +158,7 @@ def _train(
 
 
 def _losses(result: dict[str, Any] | str, steps: int) -> dict[str, Any]:
-    """Return `loss_before` and `loss_after` from the script's output, or a failure's `reason`."""
+    """Return `loss_before` and `loss_after` from the script's output, or why it has none."""
     if isinstance(result, str):
         return {"reason": result}
     try:

@@ -1,4 +1,4 @@
-"""The full run of a study's winner: runs its exported script, and reports progress and cost."""
+"""Trains a study's winner in full: runs its exported script, and reports progress and cost."""
 
 import fcntl
 import json
@@ -18,8 +18,8 @@ from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
-# The speed of a run is compared with the measured speed only after this number of steps since the
-# run was started or resumed.
+# The run's speed is compared with the study's measured speed only after this many steps of a
+# session (a start or a resumption of the run).
 SETTLED_STEPS = 20
 
 
@@ -29,8 +29,9 @@ class Progress:
 
     `trained_s` and `spent_usd` are totals of the training in all sessions. `projected_s` and
     `projected_usd` are the study's projection for the whole run. `left_s` is the remaining time at
-    the speed of this session. `slowdown` is the step time divided by the study's step time, minus
-    1; it is None on a CPU and in the first SETTLED_STEPS steps of a session.
+    the speed of this session. `slowdown` is the session's step time divided by the step time that
+    the study measured, minus 1. It is None on a CPU, and in the first SETTLED_STEPS steps of a
+    session.
     """
 
     step: int
@@ -96,7 +97,8 @@ class Run:
         self._last: dict[str, Any] = {}
         self._log_begins = 0
         self.log = output / "train.log"
-        # The prompt of the script's --ask with the answers `before` and `after`, at a run's end
+        # At a run's end: the prompt of the script's option --ask, with the model's answers `before`
+        # and `after` the training
         self.asked: dict[str, str] | None = None
 
     def train(
@@ -129,7 +131,7 @@ class Run:
         return process.returncode, last_error(self.log, self._log_begins)
 
     def _last_asked(self) -> dict[str, str] | None:
-        """Return the answers in the script's result, which is the last line of JSON in its log."""
+        """Return the model's answers to --ask from the script's result, the log's last JSON."""
         session = self.log.read_bytes()[self._log_begins :].decode(errors="replace")
         for line in reversed(session.splitlines()):
             with suppress(ValueError, AttributeError):
@@ -157,8 +159,8 @@ class Run:
                 env=self._environment,
                 # In its own session, the script does not get a Ctrl-C of the terminal.
                 start_new_session=True,
-                # The script inherits the lock, so it holds the lock until it has saved, even if
-                # this process dies.
+                # The script inherits the lock. So the lock is held until the script has saved its
+                # checkpoint, even if this process dies.
                 pass_fds=[lock.fileno()],
             )
 
@@ -188,7 +190,7 @@ class Run:
         self._last = line
 
     def _progress(self) -> Progress:
-        """Return the progress. Seconds and USD include steps that a later session repeated."""
+        """Return the progress. Its seconds and USD include steps that a later session repeated."""
         last = self._last
         first = self._first or last
         trained_s = sum(self._sessions.values())
@@ -214,7 +216,7 @@ class Run:
 
 
 def _step_seconds(line: dict[str, Any]) -> float:
-    """Return the seconds of a session's training steps until this line.
+    """Return the seconds of a session's training steps up to a line of progress.jsonl.
 
     Evaluations and saves are subtracted, except for scripts of older versions, which did not time
     them.

@@ -1,4 +1,4 @@
-"""Verification: runs a winner's exported files as a user would, and compares time and memory."""
+"""Runs a winner's exported files as a user would, and compares the run with the prediction."""
 
 import json
 import math
@@ -34,7 +34,8 @@ TOLERANCE = 0.05
 MICRO_STEPS = 200
 FORMATS = ("train", "trl")
 ROWS = 1024  # the number of random rows that are made for TRL; a longer run repeats the rows
-# In a soak test (`straining_lengths`), a short row has at most 1/SHORT of a long row's tokens.
+# In a soak test (`straining_lengths`), each short row has at most 1/SHORT of the tokens of a long
+# row.
 SHORT = 4
 HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
 
@@ -63,8 +64,8 @@ def verify(
         Cancelled: `should_stop` returned true.
         StorageError: The disk has no room for the random weights that `trl sft` reads.
     """
-    # Default run options replace the recipe's: this short run evaluates and saves once, and reports
-    # to no tracker. It trains on random rows.
+    # The default run options replace the recipe's options. So this short run evaluates and saves
+    # once, reports to no tracker, and trains on random rows.
     recipe = replace(
         recipe,
         workload=replace(recipe.workload, eval_share=0.0),
@@ -76,7 +77,7 @@ def verify(
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
     file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
-    # The additional step is a warm-up, and is not timed.
+    # The additional step is a warm-up that is not timed.
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1
     prediction = Verification(
         config=winner.config,
@@ -108,9 +109,9 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
-    # The predicted step time is for the full run, so it is corrected: this short run has another
-    # mean row length, and a larger share of its micro batches has a row length that did not occur
-    # before.
+    # The predicted step time is for the full run, so correct it. This short run has another mean
+    # row length. Also, a larger share of its micro batches has a row length that is new to the
+    # process, which takes extra time.
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
@@ -122,7 +123,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     """Return the predicted time of a step if each GPU gets `padded_tokens` tokens.
 
     A short run's mean row length differs a little from the full run's. The prediction is corrected
-    with the slope of the measured micro batch times over the length.
+    by the slope of a line through the measured times of micro batches of different lengths.
     """
     winner = recipe.winner
     step_s = winner.performance.step_time_s
@@ -132,10 +133,11 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
         return step_s
 
-    # `kinds` has the lengths of examples. An example that is a pair of answers has two rows, and
-    # counts with the length of the longer row.
+    # `kinds` has the lengths of examples. An example that is a pair of answers has two rows. Its
+    # length is the length of the longer row.
     padded_tokens /= recipe.workload.objective.rows_per_example
-    # The slope of seconds over length, by least squares; the weight of each kind is its share.
+    # The slope of a line of seconds over length, by least squares. The weight of each point is its
+    # share of the micro batches.
     mean = sum(kind.share * kind.length for kind in kinds)
     moments = [
         (kind.share * (kind.length - mean) * seconds, kind.share * (kind.length - mean) ** 2)
@@ -150,7 +152,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 
 
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """Return the extra time per step of a short run, in which new row lengths are more frequent.
+    """Return the extra seconds per step of a short run, in which new row lengths are more frequent.
 
     The micro batches from `begin` to `end`, counted from the start of the run, are timed.
     """
@@ -162,8 +164,8 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 class _StepReporter:
     """Reports progress after each tenth of a run, from a file with a line for each step.
 
-    The remaining time is computed from the mean time of the steps so far. Until two steps are
-    timed, it is computed from `step_s`, the predicted time of a step.
+    The remaining time follows from the mean time of the steps so far. Until two steps are timed, it
+    follows from `step_s`, the predicted time of a step.
     """
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
@@ -172,7 +174,7 @@ class _StepReporter:
         self._step_s = step_s
         self._say = say
         self._done = 0
-        self._first: tuple[int, float] | None = None  # the steps done at the first line, and when
+        self._first: tuple[int, float] | None = None  # steps and time at the first line
 
     def report(self) -> None:
         """Read the file's new lines, and report if another tenth of the run is complete."""
@@ -188,7 +190,7 @@ class _StepReporter:
             self._say(f"verifying: step {self._done} of {self._steps}, {then}")
 
     def _pace_s(self, now: float) -> float:
-        """Return the seconds of a step: measured, or predicted until two steps are timed."""
+        """Return the seconds of a step: measured or, until two steps are timed, predicted."""
         since, began = self._first or (self._done, now)
         steps = self._done - since
         return (now - began) / steps if steps else self._step_s
@@ -202,7 +204,8 @@ def probed_format(recipe: Recipe) -> str:
 def straining_lengths(config: TrainConfig) -> list[int]:
     """Return row lengths, in tokens, that strain the memory allocator.
 
-    About every second micro batch has a row of `seq_len` tokens; the others have only short rows.
+    About every second micro batch has a row of `seq_len` tokens. All other micro batches have only
+    short rows.
     """
     shortest = 2  # the fewest tokens of a row: a single token has no next token to predict
     short = max(config.seq_len // SHORT, shortest)
@@ -255,7 +258,7 @@ def _run_trl(
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
-        # The rows contain tokens instead of messages, so there are no assistant messages to select.
+        # The rows contain tokens instead of messages, so the loss cannot be limited to answers.
         **({"assistant_only_loss": False} if objective is Objective.SFT else {}),
         "output_dir": folder / "saved",
         "max_steps": steps,
