@@ -1,4 +1,4 @@
-"""Jinja environments for the templates of a package. This file imports jinja2 only on use."""
+"""Jinja environments for the templates of a package; jinja2 is imported only when needed."""
 
 from typing import TYPE_CHECKING
 

@@ -13,9 +13,9 @@ FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
 PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
-# The name of the precision that FSDP2 (as accelerate configures it) and DeepSpeed train in. They
-# compute in bf16 without autocast, and keep fp32 master weights of all trained parameters. In
-# contrast, bf16_mixed has larger activations, and bf16_pure has no master weights.
+# The name of the precision that FSDP2 (as accelerate configures it) and DeepSpeed train in. FSDP2
+# and DeepSpeed compute in bf16 without autocast, and keep fp32 master weights of all trained
+# parameters. In contrast, bf16_mixed has larger activations, and bf16_pure has no master weights.
 SHARDED_PRECISION = "bf16_sharded"
 OF_ONE_GPU = tuple(knob for knob in KNOBS.values() if knob.active_when.get("num_gpus") == 1)
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")

@@ -52,8 +52,8 @@ class Rung(StrEnum):
 class World(StrEnum):
     """Whether the ranks (one process for each GPU) are simulated or real in a probe."""
 
-    # One process simulates rank 0: its memory and its computation, without communication. So the
-    # losses are wrong.
+    # One process simulates rank 0: the rank's memory and its computation, without communication. So
+    # the losses are wrong.
     FAKE = "fake"
     REAL = "real"  # one process for each rank, on its own device
 
@@ -106,7 +106,8 @@ class ModelShape:
         parametrized: Whether PEFT parametrizes weights of the model if adapters are on all linear
             layers; such weights cannot be compiled.
         experts: The paths of experts' parameters inside a layer, sorted, if the experts use
-            transformers' interface for experts. Their adapters can be grouped products.
+            transformers' interface for experts. The adapters of such experts can be computed as
+            grouped products.
         plain_head: Whether the logits are neither capped nor scaled after the head.
         liger: Whether the Liger library has kernels for the model.
         sdpa: Whether transformers has SDPA attention for the model.
@@ -193,8 +194,8 @@ class ProbeRequest:
         evaluate: Whether the probe also evaluates a few micro batches and saves a checkpoint of the
             adapters, because full runs may fail in an evaluation or a save.
         seed: The seed of all random numbers.
-        micro_batches: The kinds of micro batch that represent the run on each GPU. The order of the
-            kinds makes consecutive kinds differ much. If empty, all rows are full.
+        micro_batches: The kinds of micro batch that represent the run on each GPU. The kinds are
+            ordered so that consecutive kinds differ much in length. If empty, all rows are full.
         trained_share: The share of an example's tokens that enter the loss. These tokens are at the
             end of the example.
         profile: Whether to time the kernels of one micro batch, after all other measurements. A
@@ -308,8 +309,8 @@ class ProbeRequest:
                 **({} if self.flash else {"flash": False}),
                 **({} if self.vision == "frozen" else {"vision": self.vision}),
                 **({} if self.objective is Objective.SFT else {"objective": self.objective}),
-                # Earlier versions kept fp8 weights in 16 bits. This key makes their probes' digests
-                # differ from today's.
+                # Earlier versions kept fp8 weights in 16 bits. This key makes the digests of probes
+                # by those versions differ from today's digests.
                 **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),
             }
         )
@@ -462,9 +463,10 @@ class Measurement:
         micro_step_s: The time of each micro batch; if a step has only one, the time of the whole
             step. With several kinds, the values are means over all kinds, weighted by their shares.
         rest_s: The time of each step outside its micro batches: clipping, optimizer, logging.
-        micro_steps: The number of micro batches in a step. phase_s: The time that a step spends in
-        each phase. phase_peak_gib: The peak memory in each phase. segment_peak_gib: The peak memory
-        in each segment of a step. The head and the layers are
+        micro_steps: The number of micro batches in a step.
+        phase_s: The time that a step spends in each phase.
+        phase_peak_gib: The peak memory in each phase.
+        segment_peak_gib: The peak memory in each segment of a step. The head and the layers are
             separate segments of the forward and the backward pass, because the peak of a deeper
             model may be in another segment.
         kind_s: The (share, seconds) of each kind of micro batch, in the order of the request.

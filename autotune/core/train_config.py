@@ -78,8 +78,9 @@ class TrainConfig:
         values = {name: getattr(self, name) for name in KNOBS}
 
         for name, knob, staying in _ROWS:
-            # Nearly every knob is at a default that no other knob can change. This shortcut skips
-            # such a knob, because the program makes thousands of configurations.
+            # Nearly every knob is at a default that no other knob can change. Such a knob needs no
+            # further check. This shortcut matters, because the program makes thousands of
+            # configurations.
             if values[name] is staying:
                 continue
 
@@ -109,7 +110,7 @@ class TrainConfig:
 
     @property
     def activation_budget(self) -> float:
-        """The share of activations that a compiled layer may keep; the rest is recomputed."""
+        """The share of its activations that a compiled layer may keep; it recomputes all others."""
         return SELECTIVE.get(self.checkpointing, 1.0)
 
     @property

@@ -47,8 +47,8 @@ PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()  # noqa: SIM905 (a list would take a line for each)
 
-# Trained parameters with their 16-bit copies, by the parameter's id. Keeping the parameter keeps
-# its id valid.
+# The key is the id of a trained parameter; the value is the parameter and its 16-bit copy. While
+# the parameter is kept here, no other object can get the same id.
 _casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 # Keeps each Library alive, because its registrations end when it is garbage-collected.
 _libraries: list[Any] = []

@@ -30,8 +30,8 @@ META = torch.device("meta")
 class DryTrlStep:
     """The micro batch of a request and its loss, made by TRL's trainer for the objective.
 
-    `reference` is a copy of the untrained model. It is None if the objective compares with no
-    untrained model, or if only adapters are trained.
+    `reference` is a copy of the untrained model. `reference` is None if the objective compares with
+    no untrained model, or if only adapters are trained.
     """
 
     reference: nn.Module | None = None

@@ -48,8 +48,8 @@ NARROW_DEPTHS = (2, 10)
 # The seconds of timed steps in a probe of the model NARROW. On a shared host, only the shortest of
 # many step times is reliable.
 NARROW_TIMED_S = 2.0
-# The model of the short training. It is one of the models that the formula of step time was fitted
-# on, and a few of its layers fit into any card's memory.
+# The model of the short training. The formula of step time was fitted on this model and others, and
+# a few layers of this model fit into any card's memory.
 TRAINED = "mistral-7b"
 TRAINED_DEPTHS = (2, 6)
 ROWS = (1, 2, 4, 8, 16)  # micro batch sizes to try, in rows of 1,024 tokens

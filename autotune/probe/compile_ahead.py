@@ -19,7 +19,7 @@ from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
 # The processes that compile ahead end when a probe needs their memory, and are started again later.
-# They are started at most this number of times.
+# Such processes are started at most this number of times.
 MAX_STARTS = 4
 # A host with fewer cores than LEAST_CORES compiles nothing ahead. From LEAST_CORES on, one process
 # compiles ahead; from MANY_CORES on, two do.

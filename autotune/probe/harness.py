@@ -234,7 +234,7 @@ class ProbeTrainer(RecordingMixin, LeanTrainer):
 
 
 class Probe:
-    """One running probe. It can report its memory and its phase even after a failure."""
+    """One running probe, which can report its memory and its phase even after a failure."""
 
     micro_profile: MicroBatchProfile | None = None  # the detailed profile, if `trace` is given
     trace: str | None = None  # the file for the profile's Chrome trace

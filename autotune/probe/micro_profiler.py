@@ -43,7 +43,7 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """An event of the profiler. Its times are in seconds.
+    """An event that the profiler recorded, with times in seconds.
 
     `ident` is an operator's own number. A kernel has `linked`, the number of the operator that
     issued the kernel. `sequence` is the number of an autograd node, or -1. A forward operator makes
@@ -203,8 +203,8 @@ def record_events(
 ) -> tuple[list[Event], float]:
     """Profile a micro batch and an optimizer step, after a micro batch that is not recorded.
 
-    Returns the events of both, and the seconds of the micro batch. Writes a Chrome trace to
-    `trace`.
+    Returns the events of the profiled micro batch and optimizer step, and the seconds of this micro
+    batch. Writes a Chrome trace to `trace`.
     """
     activities = [ProfilerActivity.CPU]
     if meter.torch_device.type == "cuda":

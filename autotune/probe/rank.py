@@ -36,7 +36,7 @@ def refusal(request: ProbeRequest) -> str | None:
 
 
 class Rank:
-    """This process as a rank in a request's world; a request for one GPU has no process group.
+    """This process in its role as one rank of a request's world. For one GPU, no group is made.
 
     Each process sees only its own device, so LOCAL_RANK is 0 in all processes.
     """

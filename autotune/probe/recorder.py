@@ -65,8 +65,8 @@ class Recorder:
     shows how long a step takes. The times of this round are used only if its micro batches are long
     (`Schedule.long_s`). If torch still compiles code in this round, a later round takes the place
     of the first round. Then complete rounds are timed for `min_timed_s` seconds. Timing ends
-    earlier if the rounds' times agree. If they disagree in a probe of a whole model, more rounds
-    are timed.
+    earlier if the rounds' times agree. If the rounds' times disagree in a probe of a whole model,
+    more rounds are timed.
 
     A CPU's steps are timed for CPU_SHARE of `min_timed_s`, and no rounds are added. Rounds on a CPU
     never agree, because every other process of the machine delays some of them. On a CPU, timing

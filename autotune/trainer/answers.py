@@ -1,4 +1,4 @@
-"""Answers a prompt with the model of a training, before and after the training.
+"""Answers a prompt with the model that is trained, before and after its training.
 
 The prompt is written as in the examples: in the chat template if they are conversations, otherwise
 as plain text.

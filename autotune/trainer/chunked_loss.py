@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """Replaces the output of a model's layers. It holds only the hidden states.
+    """Replaces the output of a model's layers, and holds only the hidden states.
 
     Other outputs are None.
     """

@@ -22,7 +22,7 @@ STOP = "stop after step"
 # The exit code of a run that SIGTERM stopped: a checkpoint was saved, and `--resume` continues from
 # it.
 PREEMPTED = 75
-# The signal of a closed terminal; Windows has no such signal.
+# A program gets this signal when its terminal is closed. Windows has no such signal.
 HANGUP = getattr(signal, "SIGHUP", None)
 GIB = 2**30
 
@@ -59,12 +59,12 @@ class Clock(TrainerCallback):
         self._graphs: list[int] = []
         # Seconds of evaluations and saves between this start and the next start.
         self._pauses: list[float] = []
-        # When an evaluation or a save after the step began, if there was any.
+        # The time when an evaluation or a save began after the step, or None if there was none.
         self._ends: list[Any] = []
         self._peaks_allocated: list[float] = []  # the peak in GiB during the step before this start
         self._peaks_reserved: list[float] = []
 
-        # When the last step ended, if an evaluation or a save follows.
+        # The time when the last step ended, if an evaluation or a save follows.
         self._step_ended: float | None = None
         self._loss: float | None = None
         self._signal: int | None = None

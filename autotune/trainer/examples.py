@@ -35,7 +35,7 @@ BATCH = 1000  # rows to tokenise in one call, because a tokenizer works on sever
 BATCH_BYTES = 2**24  # a batch ends once its rows take this number of bytes in memory
 # Limit of the processor time in seconds to render a row, which usually takes milliseconds.
 RENDER_S = 10.0
-# Replaces an answer's text, to find the answer in the rendered conversation.
+# This mark replaces an answer's text, to find the place of the answer in the rendered conversation.
 MARK = "[[the answer stands here]]"
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
@@ -484,7 +484,7 @@ def _refusal(error: Exception) -> str:
 def _with_marks(message: Message) -> Message:
     """Return a message with MARK in place of each of its texts.
 
-    If it has no text, MARK becomes its content.
+    If the message has no text, MARK becomes its content.
     """
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:

@@ -269,7 +269,7 @@ def _member_class(kind: Any) -> Any:
     class Member(kind):
         """A linear layer with a group's input.
 
-        Its `place` is its index in the group, or None if it has no adapter.
+        `place` is the layer's index in the group, or None if the layer has no adapter.
         """
 
         def forward(self, inputs: "_GroupInput | torch.Tensor") -> Any:
@@ -415,8 +415,8 @@ def _gradients(
     of_a = torch.empty_like(a)
     of_b = b.new_empty(fan_out, rank // len(sizes))
     at_once = rank <= ONE_PRODUCT and len(sizes) > 1
-    # `blocks` is allocated on the main stream. If it were allocated on the side stream, only that
-    # stream could reuse its memory.
+    # `blocks` is allocated on the main stream. If `blocks` were allocated on the side stream, only
+    # that stream could reuse the memory.
     blocks = torch.empty_like(b) if at_once else of_b
 
     def run_narrow() -> None:

@@ -257,7 +257,7 @@ def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
-    """Make a model on torch's default device. Its weights are tied, but have no values yet."""
+    """Make a model on torch's default device, with tied weights that have no values yet."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _model_class(settings, config).from_config(

@@ -16,7 +16,7 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
-# The parameters of a mixture's experts, by the ends of their paths. Each parameter holds one
+# The path endings of the parameters of experts, in a mixture of experts. Each parameter holds one
 # projection of all experts. Experts without a gate have `up_proj`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 # A model whose size is at most this fraction of a GPU's memory limit is built unsharded on the GPU,
@@ -52,8 +52,8 @@ class ModelSettings:
     kbit_preparation: bool  # keep in fp32 all weights of the base that are not quantised
     lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
-    # Names of the modules and the experts' parameters with adapters, or None for every linear layer
-    # but the head
+    # Names of the modules and of the experts' parameters that get adapters, or None if every linear
+    # layer but the head gets adapters
     lora_targets: list[str] | None
     # Modules whose path ends in one of these names are trained without adapters, with all their
     # weights

@@ -1,9 +1,9 @@
 """Computes a layer's norms, projections and MLP in tiles of tokens, which limits their memory.
 
 Norms, projections and MLPs compute each token independently, so only their input is kept. The
-backward pass recomputes one tile, computes its gradients, and frees the tile before the next one.
-Other memory of a layer still grows with the length of the row: a few tensors of the hidden size,
-the queries, keys and values, and the workspace of the attention kernel.
+backward pass recomputes one tile, computes its gradients, and frees the tile before it begins the
+next tile. Other memory of a layer still grows with the length of the row: a few tensors of the
+hidden size, the queries, keys and values, and the workspace of the attention kernel.
 """
 
 import itertools

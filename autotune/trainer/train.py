@@ -141,8 +141,8 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
 
     Ends the process if the checkpoint to continue from has another origin.
     """
-    # Only the first rank saves checkpoints, so only the first rank checks the origin. If it ends,
-    # the other ranks end too.
+    # Only the first rank saves checkpoints, so only the first rank checks the origin. If the first
+    # rank ends, the other ranks end too.
     is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
     if not options.saves or not is_first:
         return TrainerCallback()
@@ -300,7 +300,7 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 
 
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """Load the base with its weights. If it exceeds the device, load it into host memory."""
+    """Load the base with its weights: into host memory if the base is larger than the device."""
     if loads_in_first_rank(settings, options):
         return model_builder.load_in_first_rank(options.model, settings.model_settings)
     if settings.objective == CLASSIFICATION:
@@ -321,8 +321,8 @@ def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) ->
 def held_out_share(settings: RunSettings, options: Options) -> float:
     """Return the fraction of the examples to hold out and evaluate during the training.
 
-    The fraction is 0 for random examples. It is also 0 with --held-out, which holds out a number of
-    examples instead.
+    The fraction is 0 for random examples. With --held-out, which holds out a number of examples
+    instead, the fraction is also 0.
     """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 

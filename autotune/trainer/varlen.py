@@ -29,9 +29,9 @@ class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
     A row's padding counts as a separate example. `ends` (int32) has one entry more than the rows
-    have tokens. It begins with 0 and the end of each example. All further entries repeat the last
-    end, so the shape of `ends` does not depend on the number of examples. `counts` (2 values, on
-    the host) are the number of examples and the tokens of the longest example.
+    have tokens. The first entries of `ends` are 0 and the end of each example. All further entries
+    repeat the last end, so the shape of `ends` does not depend on the number of examples. `counts`
+    (2 values, on the host) are the number of examples and the tokens of the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
