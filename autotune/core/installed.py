@@ -30,7 +30,7 @@ class NotInstalled(UsageError):
 
 
 def missing(error: Exception, what: str) -> NotInstalled | None:
-    """Return the error to show if the import of a package of the extra `run` failed."""
+    """Return the error to show if `error` says that a package of the extra `run` is missing."""
     if not isinstance(error, ModuleNotFoundError):
         return None
     return NotInstalled(what) if (error.name or "").partition(".")[0] in OF_RUN else None

@@ -27,7 +27,7 @@ THROTTLE_REASONS = {
 }
 
 
-SAMPLING_S = 1.0  # the driver may take a sample of a process as rarely as once in these seconds
+SAMPLING_S = 1.0  # the longest time between two of the driver's samples of a process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def list_gpus() -> list[GpuInfo]:
 
 
 def visible() -> list[int | str]:
-    """Return the cards that CUDA would use, in its order, by index or UUID."""
+    """Return the cards that CUDA would use, in CUDA's order, by index or UUID."""
     named = _named_cards()
     if named is None:
         return [card.index for card in list_gpus()]

@@ -100,9 +100,9 @@ class ModelShape:
             if the layers do not repeat.
         unquantized: The share of all parameters that quantisation does not change, because they are
             in the layers but not in a linear module. The fused experts of a mixture are an example.
-        untrained: The share of all parameters that is in `unquantized` and gets no adapter, even if
-            adapters are on every linear layer. The rest of `unquantized` gets adapters by PEFT's
-            parametrized weights (`parametrized`).
+        untrained: The share of all parameters that quantisation does not change and that get no
+            adapter, even if adapters are on every linear layer. All other parameters in
+            `unquantized` get adapters through PEFT's parametrized weights (`parametrized`).
         parametrized: Whether PEFT parametrizes weights of the model if adapters are on all linear
             layers; such weights cannot be compiled.
         experts: The paths of experts' parameters inside a layer, sorted, if the experts use

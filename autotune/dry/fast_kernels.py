@@ -299,7 +299,7 @@ def _kimi_gradients(
     return dq_sum, dk_sum, dv, _sum_gates(dg_sum), dbeta
 
 
-# --- kernels that both rules use
+# --- kernels of both delta rules
 
 
 def _normalize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

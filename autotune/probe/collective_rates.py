@@ -28,7 +28,7 @@ ON_CPU = 32  # on a CPU, which is used only for trial runs, buffers are smaller 
 def measure_collectives(
     meter: Meter, address: RankAddress, num_ranks: int
 ) -> tuple[CollectiveRates, ...]:
-    """The data rates between 2, 4, ... GPUs, and between the GPUs of all ranks.
+    """The data rates in groups of 2, 4, ... GPUs, and in the group of all ranks' GPUs.
 
     The measurement takes about a second for each number of GPUs. This process joins the process
     group of all ranks, and leaves it at the end of the measurement. Raises the errors of

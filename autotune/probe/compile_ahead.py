@@ -18,11 +18,11 @@ from autotune.core.serialization import to_data
 from autotune.probe.turns import CLAIMED, HELD, WANTED, held_by_others_gib
 from autotune.probe.worker_process import WorkerProcess
 
-# The processes that compile ahead end when a probe needs their memory, and are started again later.
-# Such processes are started at most this number of times.
+# The processes that compile ahead are ended when a probe needs their memory, and started again
+# later. They are started at most MAX_STARTS times in all.
 MAX_STARTS = 4
-# A host with fewer cores than LEAST_CORES compiles nothing ahead. From LEAST_CORES on, one process
-# compiles ahead; from MANY_CORES on, two do.
+# A host with fewer cores than LEAST_CORES compiles nothing ahead. With at least LEAST_CORES, one
+# process compiles ahead; with at least MANY_CORES, two processes compile ahead.
 LEAST_CORES = 4
 MANY_CORES = 12
 
@@ -36,7 +36,7 @@ class CompileAhead:
     """The processes that compile ahead on one device. The caller must call `close`."""
 
     def __init__(self, device: str, logs: Path, number: int, cores: float) -> None:
-        """Start no process yet.
+        """Do not start a process yet.
 
         `device` is "cuda" or "cpu". `logs` is the directory of ahead-0.log, ahead-1.log and so on.
         `number` processes compile kernels, each on at most a quarter of the `cores`.

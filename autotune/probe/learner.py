@@ -157,7 +157,7 @@ class Learner:
 
 
 def _forget(trainer: Any, model: nn.Module) -> None:
-    """Undo the changes of accelerate and the Trainer to a model, for the next Trainer."""
+    """Undo the changes that accelerate and a Trainer made to a model, before the next Trainer."""
     trainer.callback_handler.callbacks.clear()
     trainer.accelerator.free_memory()
     for name in ("forward", "_original_forward", "_is_accelerate_prepared", "train"):

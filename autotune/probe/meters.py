@@ -57,9 +57,9 @@ class CudaMeter:
 
     Times come from device events, peaks from the caching allocator. `peaks_are_free` is True if
     reading a memory peak does not slow the timed steps. `aside_gib` is the memory of cached models
-    that this probe does not use. This memory is not part of measured peaks, and the limit does not
-    apply to it. `others_gib` is the memory of other processes, which compile for later probes; it
-    does not count as this process's context.
+    that this probe does not use. Measured peaks and the memory limit leave this memory out.
+    `others_gib` is the memory of other processes, which compile for later probes; it does not count
+    as this process's context.
     """
 
     peaks_are_free = True

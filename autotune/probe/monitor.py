@@ -72,7 +72,7 @@ class Monitor:
         )
 
     def deadline_s(self) -> float:
-        """The seconds that the current phase may take: its deadline, or `patience_s` if longer."""
+        """The seconds that the current phase may take: at least `patience_s`."""
         return max(DEADLINES[self.phase], self.patience_s)
 
     def is_expired(self) -> bool:

@@ -54,7 +54,7 @@ class RankPool:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start no worker yet.
+        """Do not start a worker yet.
 
         `device` is "cuda" or "cpu"; `logs` is the directory of the workers' logs. Raises
         EnvironmentProblem if fewer GPUs than ranks are visible.

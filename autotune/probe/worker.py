@@ -362,7 +362,7 @@ class Worker:
         num_gpus = request.parallelism.num_gpus
         changed = config.method == "full" or config.quantization == "int8" or num_gpus > 1
 
-        # A model that failed while it was loaded may be incomplete.
+        # If the load of a model failed, the model may be incomplete.
         if changed or not succeeded or fields.get("phase") is Phase.LOAD:
             self._drop([request.depth])
         self.meter.uncap()

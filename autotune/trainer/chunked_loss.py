@@ -74,7 +74,7 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     pending: list[tuple[torch.Tensor, torch.autocast]] = []
 
     def store_input(hidden: torch.Tensor) -> torch.Tensor:
-        """Replace the head's forward: only store its input and the autocast state.
+        """Stand in for the head's forward: store the input and the autocast state, compute nothing.
 
         The loss needs the autocast state, because the autocast context ends before the loss is
         computed.

@@ -260,7 +260,7 @@ class Encoder:
         return int(start is not None and tokens[:2] == [start, start])
 
     def _target(self, form: Plain | Chat) -> str:
-        """Return the part of this example to train on: completion, assistant or all."""
+        """Return which tokens of this example to train on: `completion`, `assistant` or `all`."""
         if isinstance(form, Plain):
             if self.loss_on in ("completion", "assistant") and form.prompt is None:
                 raise BadExample(

@@ -154,9 +154,9 @@ NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 
 
 def _check(kind: type, value: Any, name: str) -> Any:
-    """Return the value.
+    """Return the value if its type is `kind`.
 
-    If its type is not `kind`, raise ValueError with a message that begins with `name`.
+    Otherwise raise ValueError with a message that begins with `name`.
     """
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")

@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 # blocks of this number of bytes, which waste no memory. If a whole input were one allocation, up to
 # half of the memory could be wasted.
 BLOCK_BYTES = 64 * 2**20
-# Inputs of up to this number of bytes are copied back one layer before they are needed, so the
-# device holds two inputs. Larger inputs are copied back when they are needed. For an 8B model with
-# 32,000 tokens on an H100, copying an input takes only a fortieth of its layer's time, and less for
-# longer rows.
+# Inputs of up to this number of bytes are copied back one layer early, while the layer above is
+# recomputed, so the device holds the inputs of two layers. Larger inputs are copied back when they
+# are needed. For an 8B model with 32,000 tokens on an H100, copying an input takes only a fortieth
+# of its layer's time, and less for longer rows.
 PREFETCHED_BYTES = 2**28
 
 

@@ -295,7 +295,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """
 
     def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:
-        # The state is set in each step, because loading a checkpoint replaces it.
+        # The state is set in each step, because loading a checkpoint replaces `optimizer.state`.
         own.state = optimizer.state
         own.param_groups[0]["lr"] = optimizer.param_groups[group]["lr"]
         own.step()

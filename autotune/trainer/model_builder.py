@@ -84,7 +84,8 @@ def load(
 
     quantization = settings.bitsandbytes_arguments()
     if quantized := quantization_of(PreTrainedConfig.get_config_dict(source)[0]):
-        # The config must say how the files are quantised, because transformers reads it there.
+        # The config must say how the files are quantised, because transformers reads the format
+        # only there.
         config.quantization_config = _trainable(quantized, source, settings)
         arguments["config"] = config
     elif quantization is not None:
@@ -404,8 +405,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside
     ]
 
-    # Some models keep other towers inside the language model, or layers inside layers. Then the
-    # list that has the config's number of layers is returned.
+    # Some models keep other towers inside the language model, or layers inside layers. In such
+    # models, the list whose length is the config's number of layers is returned.
     base = _base_of(model)
     number = getattr(base.config.get_text_config(), "num_hidden_layers", None) if base else None
     if len(layers) != number:

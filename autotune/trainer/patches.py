@@ -1,7 +1,7 @@
 """Features that transformers cannot switch on: cuDNN's attention and checkpoints in host memory.
 
-Two other features are in modules of their own: attention within segments (`varlen`), and products
-in fp8 (`float8`).
+Two other such features have their own modules: attention within segments (`varlen`), and matrix
+products in fp8 (`float8`).
 """
 
 from collections.abc import Callable

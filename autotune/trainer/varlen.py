@@ -165,8 +165,8 @@ def _attend_segments(
     return attended.view(rows, length, heads, size)
 
 
-# --- The kernel and its gradients. Both are operators of torch, so compiled code does not depend on
-# the segments, which change with each micro batch.
+# --- The kernel and its gradients. The two functions are operators of torch, so compiled code does
+# not depend on the segments, which change with each micro batch.
 
 
 def _attend_on_gpu(
