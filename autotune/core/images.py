@@ -1,4 +1,4 @@
-"""Computes the shape of the pixel values, and the number of tokens, of an image in a model.
+"""Computes how many tokens, and pixel values of which shape, a model gets for an image.
 
 The rules follow transformers' image processors, with the settings that each model's authors
 published. Only the image's size is needed; no image is read.

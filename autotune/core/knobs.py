@@ -72,7 +72,7 @@ class KnobSpec:
             the memory of all values in its own group and in earlier groups. Values outside the
             groups are comparable only with themselves.
         separates_results: Whether reports list the best configuration for each value of the knob.
-        distance_weight: The weight of the knob in the distance of two configurations; for an
+        distance_weight: The weight of the knob in the distance between two configurations; for an
             integer, the weight of each doubling. Knobs that change the training result have larger
             weights, because users dislike their changes more.
         tag: The format of a non-default value in a configuration's label, or None to omit the knob.

@@ -64,9 +64,9 @@ PACKED_PRODUCT = "packed_product"
 # The number of matrix products in each of transformers' operators for experts that are not in bf16.
 # The backward operator computes two gradients, so it has two products.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
-# Besides its large product, an operation of joined adapters (`trainer.joined_lora`) computes one
-# narrow product of the adapter for each of these indices. The product reads the operation's
-# argument of this index.
+# An operation of joined adapters (`trainer.joined_lora`) computes a large product, and several
+# narrow products with an adapter's matrix. Each number here stands for one narrow product, and is
+# the index of the operation's argument that the narrow product reads.
 NARROW = {"joined_backward": (0, 0, 1)}
 BLOCK = 512  # the CUDA allocator rounds each request up to a multiple of this number of bytes
 

@@ -267,7 +267,8 @@ class Recorder:
         assert self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        # Real ranks never stop early: to agree on it, they would have to wait for each other.
+        # Real ranks never stop early: to agree on a stop, the ranks would have to wait for each
+        # other.
         if inside or self._must_agree:
             return
 

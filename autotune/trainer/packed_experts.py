@@ -3,8 +3,8 @@
 bitsandbytes replaces only linear layers, so the experts' three-dimensional weights would stay in 16
 bits. In this module, each weight becomes bitsandbytes' packed parameter (`Params4bit`). An
 operation unpacks the weights of one projection, multiplies by them, and frees them. The backward
-pass unpacks them again, so autograd keeps only packed weights. The values are the ones that
-bitsandbytes would compute itself.
+pass unpacks them again, so autograd keeps only packed weights. The packed values equal the values
+that bitsandbytes itself would compute.
 """
 
 import copy
@@ -116,7 +116,7 @@ def pack_while_loading(*, double_quant: bool) -> Iterator[None]:
     original = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
 
     class Operation(Bnb4bitQuantize):
-        """Quantises a weight that has been read, and merged if its experts were separate."""
+        """Quantises a weight after it was read and, if experts are stored one by one, merged."""
 
         def convert(
             self, input_dict: dict[str, Any], *arguments: Any, model: Any = None, **more: Any
@@ -131,7 +131,7 @@ def pack_while_loading(*, double_quant: bool) -> Iterator[None]:
             return {path: pack(weight, double_quant=double_quant)}
 
     class Quantizer(original):  # type: ignore[misc, valid-type]
-        """bitsandbytes' quantiser, for experts too."""
+        """transformers' quantiser for bitsandbytes, which here also quantises experts."""
 
         def param_needs_quantization(self, model: Any, param_name: str, **more: Any) -> bool:
             module, _, name = param_name.rpartition(".")
@@ -149,7 +149,7 @@ def pack_while_loading(*, double_quant: bool) -> Iterator[None]:
 
 
 def compute_packed(model: nn.Module) -> None:
-    """Let experts with packed weights multiply by them.
+    """Let modules of experts compute with their packed weights.
 
     Raises ValueError if the model has no such experts.
     """
@@ -197,13 +197,14 @@ def _weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 @functools.cache
 def _packed_class(kind: Any) -> Any:
-    """Return the class of packed experts for a class of experts.
+    """Return the subclass of a class of experts that computes with packed weights.
 
-    Each class of experts has one such class, so that compiled code of one layer serves all layers.
+    Each class of experts has one such subclass, so that compiled code of one layer serves all
+    layers.
     """
 
     class Packed(kind):
-        """Experts in nf4."""
+        """Experts whose weights are in nf4."""
 
         def forward(
             self, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
@@ -213,7 +214,7 @@ def _packed_class(kind: Any) -> Any:
         def multiply_packed(
             self, rows: torch.Tensor, name: str, ends: torch.Tensor
         ) -> torch.Tensor:
-            """Return the product of rows (S x in) with a projection of their experts."""
+            """Multiply rows (S x in) by a projection: each row by the matrix of its own expert."""
             weight = getattr(self, name)
             state = weight.quant_state
             rows = rows.to(state.dtype)

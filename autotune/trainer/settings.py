@@ -16,8 +16,8 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
-# The path endings of the parameters of experts, in a mixture of experts. Each parameter holds one
-# projection of all experts. Experts without a gate have `up_proj`.
+# The endings of the paths of experts' parameters. Each parameter holds one projection of all
+# experts of a layer. Experts without a gate have `up_proj`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 # A model whose size is at most this fraction of a GPU's memory limit is built unsharded on the GPU,
 # and then sharded. A larger model is built as shards from the beginning. The other 10 % of the
