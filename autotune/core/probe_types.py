@@ -85,7 +85,7 @@ class Evidence(StrEnum):
 
 
 def weakest(*evidence: Evidence) -> Evidence:
-    """Return the least certain of several kinds of evidence."""
+    """Return the least certain of several sources of numbers."""
     return max(evidence, key=list(Evidence).index)
 
 

@@ -148,10 +148,10 @@ class CountedStep:
     def count(self, workspace: int = 0) -> DryCount:
         """Compute the memory and work of a step on the longest micro batch.
 
-        All tensors that are alive in a real run count, also the optimizer's state and, if a step
-        has several micro batches, the gradients of an earlier micro batch. If the request has 0
-        micro steps, the micro batch is evaluated instead. `workspace` bytes are added to every
-        peak.
+        The memory includes all tensors that are alive in a real run. Among them are the optimizer's
+        state and, if a step has several micro batches, the gradients of an earlier micro batch. If
+        the request has 0 micro steps, the micro batch is evaluated instead. `workspace` bytes are
+        added to every peak.
         """
         counter = self._counter
         trained = trained_parameters(self._model)

@@ -54,7 +54,7 @@ LONGEST_S = 300.0  # the longest wait for one answer, including the start of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryAnswer:
-    """The count of a whole model, or a sentence that says why the count is missing."""
+    """The result of a dry probe for a whole model, or a sentence that says why there is none."""
 
     count: DryCount | None = None
     refused: str | None = None
@@ -186,7 +186,7 @@ def _start() -> subprocess.Popen[str]:
 
 @cache
 def library_versions() -> tuple[str, ...]:
-    """The libraries that affect the count, each with its version, and packages of fast kernels.
+    """The libraries that affect dry probes, each with its version, and packages of fast kernels.
 
     The packages of fast kernels have no version here, because the stand-ins for these kernels do
     not depend on the version.

@@ -1,10 +1,11 @@
 """Counts the bytes of all live tensors while a program runs, as CUDA's allocator counts them.
 
-Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes it
-until its last reference disappears, rounded up to the allocator's blocks. The meta device cannot
-see the memory that a CUDA kernel allocates for itself, so the function `workspace` gives this
-memory. The same pass also counts the FLOPs of matrix products (by torch's formulas), the bytes that
-operations read and write, and the number of operations.
+Each operation passes through a TorchDispatchMode. The memory of a storage counts from the operation
+that makes the storage until its last reference disappears. Its size is rounded up to the
+allocator's blocks. The meta device cannot see the memory that a CUDA kernel allocates for itself,
+so the function `workspace` gives this memory. The same pass also counts the FLOPs of matrix
+products (by torch's formulas), the bytes that operations read and write, and the number of
+operations.
 """
 
 import functools
@@ -47,8 +48,8 @@ UNMOVED = frozenset(
 LOOK_UPS = frozenset({"embedding", "index"})
 ROW_WRITES = frozenset({"index_put", "index_put_"})
 # cuBLAS's fast kernels load 16 bytes at a time, so each row must begin at a multiple of 16. An odd
-# vocabulary size breaks this alignment. Unaligned products are slower, so they are counted under
-# another name.
+# vocabulary size breaks this alignment. Unaligned products are slower, so their FLOPs are counted
+# under another name.
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 ALIGNMENT = 16  # bytes
 # Memory-efficient attention keeps its sums in registers for heads of up to this size, and in memory

@@ -1,1 +1,1 @@
-"""Probes: short real fine-tuning runs in a worker process, and the parent's side of them."""
+"""Probes, which are short, real fine-tuning runs, in the worker process and in its parent."""

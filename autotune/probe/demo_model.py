@@ -2,9 +2,9 @@
 
 `python -m autotune.probe.demo_model FOLDER` reads the keyword arguments of a transformers config
 from stdin, and writes the model to FOLDER. The model learns from the docstrings of this package, as
-questions and answers. The trained model writes words of this package in the form of an answer, and
-knows nothing. The seed and the number of threads are fixed, so the same version of the package with
-the same torch makes the same weights.
+questions and answers. The trained model writes words of this package in the form of an answer, but
+the answers make no sense. The seed and the number of threads are fixed, so the same version of the
+package with the same torch makes the same weights.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The process that trains one model repeatedly: one request per input line, one answer per line.
+"""The process that trains one model repeatedly: it answers each line of input with one line.
 
 The process loads the weights and tokenises the examples once, with the code of the exported script.
 Each training begins with the same weights, and its loss is computed on the same held-out examples.

@@ -78,7 +78,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedWork:
-    """A kernel, or an operator on a CPU without the operators that it calls, with its place."""
+    """A GPU's kernel, or a CPU's operator without the operators that it calls, with its Place."""
 
     event: Event
     place: Place
@@ -260,7 +260,7 @@ class _OpenEvent:
 
 
 def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) -> list[PlacedWork]:
-    """The host's operators and ranges in order, each with its place and its seconds.
+    """The host's operators and ranges in order, each with its Place and its seconds.
 
     A backward operator whose forward operator is unknown gets `unknown` as its part of the model.
     An operator that adds up the gradients of weights gets `trained`.

@@ -1,4 +1,4 @@
-"""The parent's side of probes: sends requests to a worker, watches deadlines, and retries probes.
+"""Controls probes in the parent process: sends requests, watches deadlines, and retries probes.
 
 This module does not use torch. `worker_process` handles one process; this module interprets the
 worker's answers, its silence and its death.

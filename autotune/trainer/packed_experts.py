@@ -23,7 +23,7 @@ from .grouped_lora import compute_experts, uses_interface
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 BLOCK = 64  # the number of weights that share a scale
 NESTED_BLOCK = 256  # the number of scales that share a scale, if scales are quantised too
-# The kernels of bitsandbytes count elements with 31 bits, so larger weights are cut into pieces.
+# bitsandbytes' kernels number elements with 31 bits, so larger weights are cut into pieces.
 PIECE = 2**30
 
 
@@ -168,8 +168,8 @@ def compute_packed(model: nn.Module) -> None:
 def unpacked_shapes(model: nn.Module) -> Iterator[None]:
     """In this block, packed weights are replaced by parameters of their unpacked shape and dtype.
 
-    PEFT derives the shapes of adapters from these parameters. They share one value, so they take no
-    memory.
+    PEFT derives the shapes of adapters from these parameters. All elements of these parameters
+    share one value, so the parameters take no memory.
     """
     packed = [
         (module, name, getattr(module, name))

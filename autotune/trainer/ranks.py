@@ -42,7 +42,7 @@ def run(count: int) -> int:
     """Run this program as `count` ranks. Return the exit code of the first failed rank, else 0.
 
     SIGINT and SIGTERM are passed on to the ranks once. A second signal or a failed rank ends all
-    ranks. The death of this process counts as SIGTERM.
+    ranks. If this process dies, the ranks end as after SIGTERM.
     """
     signals: list[tuple[float, int]] = []
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -73,7 +73,7 @@ def read_lengths(path: str, seq_len: int) -> list[int]:
 def num_targets(example: torch.Tensor) -> int:
     """Return the number of tokens to train on.
 
-    The first token does not count, because it is never predicted.
+    The first token of an example does not count, because a model never predicts it.
     """
     return int((example[1:] >= 0).sum())
 
