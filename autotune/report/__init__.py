@@ -1,6 +1,6 @@
-"""Renders the report of a study from a StudySummary: report.html, the OOM report and terminal text.
+"""Renders the results of a StudySummary: report.html, the out-of-memory report and terminal text.
 
-`describe` has the texts, and `infos` and `timeline` have the plain values. `figures` draws the
-values with plotly, and `html` renders the page. `oom` explains trials that did not fit.
-`comparison` is the page of several cards, and `dashboard` shows a study in optuna-dashboard.
+`describe` makes the texts, and `infos` and `timeline` make the plain values. `figures` draws these
+values with Plotly, and `html` renders the page. `oom` explains trials that did not fit.
+`comparison` renders a comparison of cards, and `dashboard` shows a study in optuna-dashboard.
 """

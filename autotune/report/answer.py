@@ -1,9 +1,9 @@
-"""The answer to one question, as tables for a terminal and as a page.
+"""Answers a question with sentences, tables and figures, for a terminal and as an HTML page.
 
 The questions are: Which models can a card train? Is it cheaper to rent or to buy a card? How do the
-nodes of a study differ? An answer has sentences, tables and figures, each created once for the
-terminal and the page. The result comes first, then the basis of the result. The page opens offline
-and contains plotly.js.
+nodes of a study differ? The terminal and the page show the same sentences and tables. An answer
+states the result first, and then what the result is based on. The page contains plotly.js, so it
+opens offline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ from autotune.report.values.rent_or_buy import (
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.nodes import Node
 
-PHONE = 40  # the number of characters of a table row that a phone shows
+PHONE = 40  # a phone shows this many characters of a table row
 SPOT = (
     "At a spot price, the cloud may take the GPU back at any time. "
     "The run then continues from its last checkpoint "
@@ -45,7 +45,7 @@ SPOT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of texts. `columns` has each heading with the alignment of its cells."""
+    """A table of texts. `columns` maps each heading to the alignment of the column's cells."""
 
     title: str
     columns: dict[str, str]
@@ -53,7 +53,7 @@ class Table:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the rows have more characters than a phone shows. Headings wrap at spaces."""
+        """Whether the rows are wider than a phone's screen. Headings wrap at spaces."""
         columns = zip(self.columns, *self.rows, strict=True)
         return sum(max(map(len, (*name.split(), *cells))) for name, *cells in columns) > PHONE
 
@@ -73,12 +73,12 @@ class Answer:
     drawings: dict[str, Callable[[], dict[str, Any] | None]]
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """Return the figures that have data, by their caption."""
+        """Return {caption: figure} for the figures that have data."""
         return {caption: figure for caption, draw in self.drawings.items() if (figure := draw())}
 
 
 def page(answer: Answer, today: date) -> str:
-    """Render the answer as one page of HTML that also explains the words in its tables."""
+    """Render the answer as an HTML page, which also explains the words in its tables."""
     words = [
         text
         for table in answer.tables
@@ -166,7 +166,7 @@ def _model_row(result: Trainable, model: ModelSpec, method: str) -> tuple[str, .
 
 
 def _verdict(entry: Entry) -> str:
-    """Return the verdict on an entry.
+    """Return the verdict on a model and a method.
 
     For example 'fits, sequences to 8,192', 'fits*, sequences to 2,048', 'tight', 'no: needs 63 GiB'
     or 'refused'. A star means that the model fits only with a setting that changes learning.
@@ -183,7 +183,7 @@ def _verdict(entry: Entry) -> str:
 
 
 def _speed(entry: Entry) -> str:
-    """Format the speed with its interval."""
+    """Format the speed and its interval."""
     if entry.tokens_per_s is None or entry.interval is None:
         return DASH
     low, high = map(fmt_count, entry.interval)
@@ -191,7 +191,7 @@ def _speed(entry: Entry) -> str:
 
 
 def _refusals(entries: Sequence[Entry]) -> list[str]:
-    """Say why models cannot be trained, each reason once."""
+    """Say why models cannot be trained. A reason that holds for several methods is said once."""
     return [
         f"{name}: {why}."
         for name, why in dict.fromkeys((one.model, one.problem) for one in entries)
@@ -207,8 +207,8 @@ def costs_answer(
 ) -> Answer:
     """Return the prices of the cards and the cost of the run, for each model and method.
 
-    The cost is given for each number of examples in `sizes`. With a purchase budget, the answer
-    also says which card to buy.
+    The answer has the cost for each number of examples in `sizes`. With a purchase budget, it also
+    says which card to buy.
     """
     sentences: list[str] = []
     tables: list[Table] = []
@@ -282,9 +282,9 @@ def _usd(usd: float | None, low: float | None, high: float | None) -> str:
 
 
 def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
-    """Name the cheapest card for this number of examples, on demand and at spot prices.
+    """Name the card that is cheapest for this number of examples, on demand and at spot prices.
 
-    A card whose speed is a guess counts as the cheapest only if all speeds are guesses.
+    A card whose speed is a guess is named only if the speeds of all cards are guesses.
     """
     rows = [one for one in costs if one.examples == examples]
 
@@ -379,10 +379,10 @@ def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
 def _pays(
     hours: float | None, budget: PurchaseBudget, *, known: bool, rented: str | None = None
 ) -> str:
-    """Return '3,863 h, 22.2 months', 'never', or a dash if no price is known.
+    """Format the hours of use as '3,863 h, 22.2 months', 'never', or a dash if no price is known.
 
-    `hours` are None if buying never gets cheaper than renting. If `rented` names the rented card,
-    the text ends with this name.
+    After `hours` of use, buying is cheaper than renting; None means never. If `rented` names the
+    rented card, the text ends with this name.
     """
     if not known:
         return DASH
@@ -412,7 +412,7 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
 
 
 def buying_rivals(bought: Sequence[Bought]) -> list[str]:
-    """Return the cards that may be as fast as the first card."""
+    """Return the names of the cards that may be as fast as the first card."""
     least = bought[0].tokens_per_s_low or 0.0
     return [one.card for one in bought[1:] if (one.tokens_per_s_high or 0.0) >= least]
 
@@ -426,7 +426,7 @@ def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) ->
 
 
 def _buying_basis(budget: PurchaseBudget) -> str:
-    """Return the assumptions of a purchase."""
+    """Return the assumptions about the cost of a purchased card."""
     source = "from Wikipedia's list, with the year"
     return (
         f"A card costs its launch price ({source}), "
@@ -441,7 +441,7 @@ def _buying_basis(budget: PurchaseBudget) -> str:
 
 
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
-    """Say which nodes of a study differ from the others, with three tables of all nodes."""
+    """Say which nodes of a study differ from the other nodes, with three tables of all nodes."""
     label = next((node.config.label() for node in nodes if node.config), None)
     baseline = f", {label}" if label else ""
     several = len(nodes) > 1
@@ -467,7 +467,7 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
 
 
 def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
-    """Yield a sentence for each node that is unlike the others, slowed down or not measured.
+    """Yield a sentence for each node that is unlike the other nodes, slowed down or not measured.
 
     If all nodes are alike and measured, one sentence says so.
     """

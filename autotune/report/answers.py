@@ -30,8 +30,8 @@ _METHODS = {"lora": "LoRA", "qlora": "QLoRA", "full": "full fine-tuning"}
 class Answer:
     """The answer of a command in words, in the order of a reader's questions.
 
-    `answer` is a verdict or a name with its most important numbers. `needs` is about memory.
-    `details` is the command's complete value.
+    `answer` is a verdict, or a name with its most important numbers. `needs` describes memory.
+    `details` is the complete value that the command returns.
     """
 
     answer: str
@@ -42,7 +42,7 @@ class Answer:
     details: Any
 
     def lines(self) -> dict[str, str]:
-        """Return the texts after `answer`, by label."""
+        """Return {label: text} for the texts after `answer`."""
         return {
             "needs": self.needs,
             "cost": self.cost,
@@ -55,7 +55,7 @@ class Answer:
 
 
 def shape(config: TrainConfig) -> str:
-    """Describe the method and the micro batch, such as 'LoRA r16, 1 x 1,024'."""
+    """Describe the method and the size of the micro batch, such as 'LoRA r16, 1 x 1,024'."""
     kind = "full fine-tuning"
     if config.method != "full":
         name = "QLoRA" if config.quantization == "nf4" else "LoRA"
@@ -83,7 +83,7 @@ def memory_text(estimated: Estimate, device: DeviceSpec) -> str:
 def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
     """Return the cost of the run with its interval, its price and its work.
 
-    `at` stands before the price: "each GPU at" if several GPUs do the run.
+    `at` is the text before the price. It is "each GPU at" if the run uses several GPUs.
     """
     cost = estimated.cost
     price = task.price
@@ -101,7 +101,7 @@ def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
 
 
 def certainty(estimated: Estimate, num_gpus: int = 1) -> str:
-    """Return the evidence of an estimate and the interval of its speed."""
+    """Return what kind of evidence an estimate rests on, and the interval of its speed."""
     basis = f"estimated, {estimated.calibrated or 'nothing was measured here'}"
     if estimated.interval is None:
         return basis
@@ -157,7 +157,7 @@ def _plan_verdict(plan: Plan) -> str:
 
 
 def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
-    """Return the estimates of a configuration by label: memory, speed, run and cost."""
+    """Return {label: text} for a configuration's estimates: memory, speed, run and cost."""
     need = f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)}, {estimated.state}"
     terms = memory_terms(estimated)
     cost = estimated.cost
@@ -277,7 +277,7 @@ def _gpus_reason(plan: GpuPlan, chosen: RankPlan | None) -> str:
 
 
 def card_answer(result: Trainable) -> Answer:
-    """Return an answer with the largest model that a card trains by each method."""
+    """Return an answer that names the largest model that a card trains with each method."""
     largest = [entry for method in METHODS if (entry := result.largest(method))]
     card = result.device.label
     answer = f"{card} surely trains none of {len(result.models)} models of different sizes"
@@ -353,7 +353,7 @@ def row_answer(found: LongestAnswer) -> Answer:
 
 
 def _row_certainty(found: LongestAnswer, longest: LongestRow) -> str:
-    """Return the evidence of a row, and whether the model was trained for rows of this length."""
+    """Say whether the row was measured, and whether the model was trained for such long rows."""
     basis = "a step with this sequence was measured"
     if longest.evidence is Evidence.ESTIMATED:
         basis = "estimated: memory was counted without a GPU"
@@ -387,7 +387,7 @@ def verdict(report: CheckReport) -> str:
     """Return the verdict in words.
 
     For example 'out of memory: needs 27.3 of 20.6 GiB on a10, 6.7 GiB (33 %) too much'. If the
-    needed memory is uncertain, the text has its lower bound or its range.
+    memory that the run needs is uncertain, the text has its lower bound or its range.
     """
     checked = report.checked
     bounds = checked.bounds

@@ -23,7 +23,7 @@ from autotune.report.values.comparison import (
 )
 from autotune.report.values.rent_or_buy import PurchaseBudget, purchases
 
-FEW_RIVALS = 3  # the number of cards that a sentence names
+FEW_RIVALS = 3  # a sentence names at most this many cards
 
 
 def group_answer(
@@ -82,13 +82,13 @@ def group_answer(
 
 
 def _fitting(group: Group) -> str:
-    """Return the number of cards that surely fit, and of all cards."""
+    """Return the number of cards that the run surely fits, and the number of all cards."""
     fitting = sum(card.best is not None for card in group.cards)
     return f"the {fitting} GPUs that surely fit ({len(group.cards)} compared)"
 
 
 def _no_clear_difference(rivals: Sequence[str]) -> str:
-    """Say that the intervals of other cards overlap; name few of them."""
+    """Say that the intervals of these cards overlap the best card's interval; name only a few."""
     if not rivals:
         return ""
     few = ", ".join(rivals[:FEW_RIVALS])
@@ -97,7 +97,7 @@ def _no_clear_difference(rivals: Sequence[str]) -> str:
 
 
 def _unfit_answer(group: Group, name: str) -> Answer:
-    """Return the answer if no card has a known speed: the card that comes closest."""
+    """Return the answer for a group without a known speed: it names the card that comes closest."""
     known = [(card.least, card) for card in group.cards if card.least]
     if not known:
         problem = next((card.problem for card in group.cards if card.problem), "")

@@ -1,8 +1,8 @@
 """Renders a comparison of cards as HTML, Markdown, CSV or JSON.
 
 `COLUMNS` defines a card's row once for all forms that people read; `values.compared` defines it for
-programs. Names come from users, so each form escapes them. An unknown value is a dash for people
-and empty for programs.
+programs. Names come from users, so each form escapes them. An unknown value is a dash in the forms
+for people, and empty in the forms for programs.
 """
 
 import csv
@@ -52,7 +52,7 @@ def _usd(value: float | None) -> str:
 
 
 def _memory(row: CardRow) -> str:
-    """Describe needed memory and limit; add the state if no configuration is certain to fit."""
+    """Describe needed memory and limit, and say so if no configuration is certain to fit."""
     limit = _gib(row.limit_gib)
     if row.configuration:
         return f"{_gib(row.need_gib)} of {limit}"
@@ -68,7 +68,7 @@ def _card(row: CardRow) -> str:
 
 
 def _evidence(row: CardRow) -> str:
-    """Describe the evidence, its number of measurements, and the calibrated parts."""
+    """Describe the evidence, the number of measurements behind it, and what was calibrated."""
     count = row.measurements_on_this_card
     guess = ", no measurement of this kind of card" if row.is_guess else ""
     basis = f", narrowed by measurements on this card: {count}" if count else guess
@@ -77,7 +77,7 @@ def _evidence(row: CardRow) -> str:
 
 
 def _relative_speed(row: CardRow) -> str:
-    """Format the speed divided by the speed of the fastest card."""
+    """Format the card's speed as a share of the fastest card's speed."""
     return DASH if row.relative_speed is None else f"{row.relative_speed:.2f}"
 
 
@@ -85,7 +85,8 @@ def _relative_speed(row: CardRow) -> str:
 class Column:
     """A column for people: its heading, and the function that formats a row's data.
 
-    The page divides the columns into narrow tables; `table` names the table of this column.
+    The page divides the columns into several narrow tables. `table` is the name of this column's
+    table.
     """
 
     title: str
@@ -196,8 +197,9 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these cards"
     )
 
-    # Caveats of the comparison: plans that counted few configurations, cards whose plan comes from
-    # the reserve space (values to try only if nothing else fits), and trainings that differ.
+    # Caveats of the comparison: plans that estimated only a few configurations, cards whose plan
+    # comes from the reserve space (values to try only if nothing else fits), and cards that would
+    # train with other settings.
     counted_cards = [
         card
         for card in group.cards
@@ -238,7 +240,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
 
 
 def _cheapest_cards(group: Group) -> Iterator[str]:
-    """Describe the cheapest card on demand and, if spot prices are published, at spot."""
+    """Describe the cheapest card on demand and, if spot prices are published, at spot prices."""
     cheapest = group.cheapest
     at_spot = group.cheapest_at_spot
     if cheapest is None:
@@ -321,7 +323,7 @@ def _no_formula(value: Any) -> Any:
 
 
 def _view(comparison: Comparison, today: date) -> Data:
-    """Return everything that the templates read."""
+    """Return all values that the templates read."""
     functions = {
         "heading": heading,
         "workload": workload_text,

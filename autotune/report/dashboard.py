@@ -34,8 +34,8 @@ from autotune.study.optimizer import METRIC, METRIC_OF_SEVERAL
 from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
-PAGE = "/dashboard/studies/0"  # the page of the only study in `Copy`, whose number is 0
-TITLES = {  # the figures that are readable in half a window, with titles for a phone
+PAGE = "/dashboard/studies/0"  # the page of study 0, the only study in `Copy`
+TITLES = {  # the figures that are readable at half the width of a window, with titles for a phone
     "scatter": "Speed against memory",
     "history": "Useful tokens/s of each trial",
     "importances": "Which knobs the speed varies with",
@@ -49,8 +49,8 @@ REFUSED = (  # CSS selectors of the controls that would change the study
     *(f'button:has([data-testid="{icon}Icon"])' for icon in ("AddBox", "Edit", "StopCircle")),
     '.MuiCard-root:has(> button [data-testid="UploadFileIcon"])',
 )
-# optuna-dashboard's page, narrowed to one column on a phone. Our figures have a white ground, so
-# their colours are inverted in a dark window.
+# optuna-dashboard's page, narrowed to one column on a phone. Our figures have a white background,
+# so their colours are inverted in a dark window.
 LOOK = """
 @media (max-width: 760px) {
   main { min-width: 0 }
@@ -64,7 +64,7 @@ LOOK = """
   }
 }
 """
-Record = tuple[dict[str, Any], list[FrozenTrial]]  # a study's user attributes and trials
+Record = tuple[dict[str, Any], list[FrozenTrial]]  # the user attributes and the trials of a study
 
 
 def is_loopback(host: str | None) -> bool:
@@ -104,7 +104,7 @@ def gate(app: WSGIApplication) -> WSGIApplication:
 def restyled(app: WSGIApplication) -> WSGIApplication:
     """Fit optuna-dashboard's page to phones, and hide controls whose requests `gate` refuses.
 
-    A button that always fails would only confuse.
+    A visible button whose requests always fail would only confuse.
     """
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -116,7 +116,7 @@ def restyled(app: WSGIApplication) -> WSGIApplication:
 
         def start(*answer: Any) -> Callable[[bytes], object]:
             response[:] = answer
-            return response.append  # WSGI's old function to write, which is unused here
+            return response.append  # WSGI's legacy `write` function, which is unused here
 
         page = b"".join(app(environ, start))
         status, headers, *error = response
@@ -137,7 +137,7 @@ def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable
 
 
 def _importances(summary: StudySummary, start_response: StartResponse) -> Iterable[bytes]:
-    """Answer with the report's importances of knobs; the dashboard's own measure differs."""
+    """Answer with the report's importances of knobs, since the dashboard's would differ."""
     kind = CategoricalDistribution.__name__
     shares = [
         {"name": knob, "importance": one.share, "distribution": kind}
@@ -150,7 +150,8 @@ def _importances(summary: StudySummary, start_response: StartResponse) -> Iterab
 class Copy(optuna.storages.InMemoryStorage):
     """A storage that gives the winner's trial to the dashboard as the best trial.
 
-    Optuna would take the fastest trial, which may have a less capable configuration.
+    Optuna would take the fastest trial, but its configuration may be less capable than the
+    winner's.
     """
 
     winner: int | None = None
@@ -165,7 +166,7 @@ class Copy(optuna.storages.InMemoryStorage):
 class LiveDashboard:
     """The dashboard of a study that may still run.
 
-    A request makes the dashboard read the study again, at most every REFRESH_S seconds.
+    On a request, the dashboard reads the study again if its copy is older than REFRESH_S seconds.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class ReportStore:
         return io.BytesIO(self._write[artifact_id][-1](self.summary).encode())
 
     def attributes(self) -> dict[str, str]:
-        """Return the attributes that Optuna's upload_artifact would write into a study."""
+        """Return the study attributes that Optuna's upload_artifact would write for the reports."""
         attributes = {}
         for key, (name, kind, _) in self._write.items():
             artifact = {
@@ -321,7 +322,7 @@ def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
                 margin={"t": 48, "r": 44},
                 legend={"y": -0.24, "yanchor": "top"},
                 height=450,
-                paper_bgcolor="white",  # LOOK finds our figures by this ground
+                paper_bgcolor="white",  # LOOK finds our figures by this background
                 plot_bgcolor="white",
                 modebar={"orientation": "v", "bgcolor": "white"},
             )
@@ -347,7 +348,7 @@ def _note(summary: StudySummary) -> str:
 
 
 def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
-    """Return a trial in Markdown: its outcome, numbers, reason and log."""
+    """Describe a trial in Markdown: its outcome, numbers, reason and log."""
     is_winner = row.number == _winner(summary, len(summary.trials))
     has_speed = row.tokens_per_second is not None
     numbers = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if has_speed else []

@@ -1,4 +1,4 @@
-"""The texts that describe a study's results, each defined once.
+"""Makes the texts that describe a study's results, each in one place.
 
 The texts cover outcomes, numbers, configurations, ablations and verifications. The terminal, the
 report, the dashboard, `autotune status` and notebooks use these texts. Exported files have their
@@ -49,14 +49,14 @@ SPEED = "Performance"
 MEMORY = "Memory"
 COST = "Cost of the full run"
 LARGE = 2.0  # a deviation from a prediction by this factor is given as a factor, not in percent
-SAME_GIB = 0.005  # two needs for memory that differ by less GiB are called the same
+SAME_GIB = 0.005  # two amounts of memory that differ by less than this many GiB count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Number:
     """One number in the results of a candidate, such as its tokens/s.
 
-    `value` is None if the number is unknown, or if dividing two such numbers has no meaning.
+    `value` is None if the number is unknown, or if the ratio of two such numbers has no meaning.
     """
 
     group: str
@@ -104,8 +104,8 @@ def candidate_line(candidate: Candidate) -> str:
 def speed_up(recipe: Recipe) -> str:
     """Compare the winner's speed with the baseline's speed.
 
-    If the difference is within the measurement error, the text has no ratio. If one of the two
-    speeds was extrapolated from a few layers, the ratio is labelled as extrapolated.
+    If the difference is within the measurement error, the text has no ratio. If either speed was
+    extrapolated from a few layers, the ratio is labelled as extrapolated.
     """
     if recipe.unsteady is not None:
         return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
@@ -153,7 +153,7 @@ def headline(summary: StudySummary) -> str:
 
 
 def savings(summary: StudySummary) -> str:
-    """Compare the savings of one full run with the cost of the search.
+    """Compare what one full run saves with what the search cost.
 
     For example 'saves $0.57 per run; the search cost $0.065 (the savings are $0.55 to $0.59)'. If
     the savings are less than the cost, the text says that the run is too short for a search.
@@ -166,7 +166,7 @@ def savings(summary: StudySummary) -> str:
         unknown = summary.recipe is None or summary.recipe.speedup is None
         return f"savings {'are unknown' if unknown else 'are not measurable'}; the search {spent}"
 
-    # Format the savings in USD, or in time without a price.
+    # Format the savings in USD or, if no price is known, in time.
     saved, (low, high), fmt = found.hours, found.interval_hours, fmt_hours
     if found.usd is not None and found.interval_usd is not None:
         saved, (low, high), fmt = found.usd, found.interval_usd, fmt_usd
@@ -191,7 +191,7 @@ def gpus(config: TrainConfig) -> str:
 
 
 def speed_up_range(recipe: Recipe) -> str:
-    """Describe the interval of the speed-up as '2.07 to 2.15 times the baseline's 8,003 tokens/s'.
+    """Describe the speed-up's interval as '2.07 to 2.15 times the baseline's 8,003 tokens/s'.
 
     Without a baseline, or if the baseline is the winner, the text is empty.
     """
@@ -218,7 +218,7 @@ def factors(decomposition: Decomposition | None) -> str:
 
 
 def estimate_basis(how_sure: str, calibrated: str | None) -> str:
-    """Return the basis of estimates, as a sentence without the full stop."""
+    """Say what estimates are based on, as a sentence without the full stop."""
     return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
 
@@ -262,7 +262,7 @@ def _gpu_choice(name: str, row: RankPlan | None, deadline_hours: float | None = 
 
 
 def intervals(candidate: Candidate) -> str:
-    """Return a sentence on the meaning of the candidate's intervals of time and cost."""
+    """Return a sentence that explains the intervals of the candidate's time and cost."""
     meanings = {
         Evidence.MEASURED: "cover the spread of the measured steps or, if larger, the difference "
         "between two probes; for the full run also a change in the host's speed",
@@ -274,7 +274,7 @@ def intervals(candidate: Candidate) -> str:
 
 
 def evidence(candidate: Candidate) -> str:
-    """Return the evidence of speed and memory; if the two differ, the text names both."""
+    """Return the evidence, such as 'measured' or, if it differs, 'speed ..., memory ...'."""
     if candidate.evidence is candidate.memory_evidence:
         return candidate.evidence.value
     return f"speed {candidate.evidence}, memory {candidate.memory_evidence}"
@@ -327,7 +327,7 @@ def usd_range(cost: CostProjection) -> str:
 
 
 def full_run(cost: CostProjection) -> str:
-    """Describe the intervals of time and cost, and the energy, as far as they are known."""
+    """Describe a full run: intervals of time and cost, start-up, pauses and energy, if known."""
     text = hours_range(cost)
     if cost.startup_s is not None:
         text += f" after about {fmt_seconds(cost.startup_s)} to start"
@@ -341,7 +341,7 @@ def full_run(cost: CostProjection) -> str:
 
 
 def overrun(row: TrialRecord) -> str:
-    """Describe an out-of-memory error by excess and phase: '20.5% over the limit in forward'."""
+    """Describe an out-of-memory error as '20.5% over the limit in forward' (excess and phase)."""
     return f"{row.margin:.1%} over the limit" + (f" in {row.oom.phase}" if row.oom else "")
 
 
@@ -368,7 +368,7 @@ def breakdown(summary: StudySummary) -> str:
 
 
 def configuration(recipe: Recipe) -> tuple[str, ...]:
-    """Describe the winner's configuration, with one phrase for each decision."""
+    """Describe the winner's configuration, with a phrase for each setting."""
     config = recipe.config
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     base = {
@@ -450,7 +450,7 @@ def learned_text(finalist: Learned) -> str:
 
 
 def verification(result: Verification) -> list[str]:
-    """Compare the exported run with the prediction; each number has a line."""
+    """Compare the exported run with the prediction, with a line for each number."""
     if result.tokens_per_s is None:
         return [f"the exported run failed: {result.reason}"]
 
@@ -501,7 +501,7 @@ def failed_verification(result: Verification) -> str | None:
 
 
 def _compared(predicted: float, measured: float | None, more: str, less: str) -> str:
-    """Compare as '3.2% slower than predicted' or, from LARGE on, '5.2 times slower'.
+    """Compare as '3.2% slower than predicted' or, from a factor of LARGE on, '5.2 times slower'.
 
     `more` and `less` are the words for a measured number above and below the prediction.
     """
@@ -584,7 +584,7 @@ def _batch(recipe: Recipe) -> str:
 
 
 def _memory_growth(result: Verification) -> str:
-    """Say whether memory grows in a soak test."""
+    """Say whether the memory grew in a soak test."""
     if not result.peaks_gib:
         return "it is unknown if memory grows: the run does not report its peaks"
     if result.memory_growth_gib is None:
@@ -598,12 +598,12 @@ def _memory_growth(result: Verification) -> str:
 
 
 def learning(result: Learning) -> list[str]:
-    """Describe the chosen learning rate, the loss of each rate, and the certainty of the choice."""
+    """Describe the chosen learning rate, the loss with each rate, and how certain the choice is."""
     longest = result.last_round[0].steps
     trainings = f"{len(result.attempts)} trainings of {result.steps:,} steps"
     lines = [f"learning rate {result.learning_rate:.2g}, from {trainings}"]
 
-    # The learning rates of the last round, then the rates that earlier rounds dropped.
+    # List the learning rates of the last round first, then the rates that earlier rounds dropped.
     for rate, losses in result.losses().items():
         default = " (the default)" if rate == result.default else ""
         lines.append(

@@ -1,6 +1,6 @@
-"""Figures for plotly, as data that JSON can hold.
+"""Makes figures for Plotly, as data that JSON can hold.
 
-A figure without data is None, and the report says so in a sentence.
+A figure without data is None; the report then has a sentence in its place.
 """
 
 import statistics
@@ -60,9 +60,9 @@ SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
 DASHES = ("solid", "dash")
 LONG_S = 900.0  # a time axis longer than this is in minutes, a shorter one in seconds
 FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
-NARROW = 20  # the most characters in a line of a model's name beside its figure
-WRAP = 26  # the most characters of a bar's name on one line; a phone shows a few more
-KNOB_WRAP = 14  # the most characters in a line of a knob's name below its axis
+NARROW = 20  # a line of a model's name beside the figure has at most this many characters
+WRAP = 26  # a line of a bar's name has at most this many characters
+KNOB_WRAP = 14  # a line of a knob's name below its axis has at most this many characters
 # The memory axis ends at this multiple of the limit; trials with more memory are drawn at its end.
 EDGE = 1.5
 
@@ -71,8 +71,8 @@ EDGE = 1.5
 class Bar:
     """One horizontal bar.
 
-    `interval` has the ends of the error bar. `text` stands to the right of the bar. `hover` is
-    escaped HTML.
+    `interval` has the ends of the error bar. `text` is shown to the right of the bar. `hover` is
+    the tooltip, as escaped HTML.
     """
 
     name: str
@@ -142,7 +142,7 @@ def history(
 
 
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
-    """Plot the use of time by rung (the kind of probe), or in slices for a long study.
+    """Plot how the study used its time, by rung (the type of probe) or, if it is long, in slices.
 
     Bars above the plot show the GPU's utilization in timed steps.
     """
@@ -207,8 +207,8 @@ def horizontal_bars(
 
     `x` is the title of the axis, and `ticks` is the format of its labels (d3-format).
 
-    `line_at` draws a vertical line. With `end`, the axis reaches from 0 to slightly beyond `end`,
-    so that the label of `end` fits.
+    `line_at` draws a vertical line. With `end`, the axis runs from 0 to slightly beyond `end`, so
+    that the label at `end` fits.
     """
     figure = empty()
     names = [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
@@ -236,9 +236,9 @@ def horizontal_bars(
 
 
 def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
-    """For each knob, plot the share of the variation of speed that it explains, with an interval.
+    """Plot the share of the variation in speed that each knob explains, with its interval.
 
-    The bars have the order of `shares`.
+    The bars are in the order of `shares`.
     """
     bars = [
         Bar(name=f"{knob} {one.share:.0%}", value=one.share, interval=one.interval)
@@ -251,9 +251,9 @@ def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
-    """Plot the extra cost of each learning cell compared with the winner, the cheapest on top.
+    """Plot the cost of each learning cell relative to the winner's cost, the cheapest on top.
 
-    A learning cell is a group of configurations that learn alike. Cells that learn more than the
+    A learning cell is a group of configurations that learn alike. Groups that learn more than the
     winner are highlighted.
     """
     bars = []
@@ -307,7 +307,7 @@ def cards(estimates: tuple[Estimate, ...], own: str | None = None) -> dict[str, 
 
 
 def scaling(info: Scaling) -> dict[str, Any] | None:
-    """Plot useful tokens/s of all GPUs by number of GPUs, beside perfect scaling.
+    """Plot the useful tokens/s of all GPUs together by number of GPUs, beside perfect scaling.
 
     Bars below the plot show the USD of the full run. The study's number of GPUs is highlighted.
     Return None if fewer than two numbers of GPUs have a speed.
@@ -413,7 +413,7 @@ def trainable(result: Trainable) -> dict[str, Any] | None:
         tickvals=list(range(len(names))), ticktext=names, range=[last + 0.6, -0.6], showgrid=False
     )
 
-    # The axis has labels at 1, 10, 100, or at 1, 2, 5, 10, because a phone has room for few labels.
+    # A phone has room for few labels. So the axis has labels at 1, 10, 100 or at 1, 2, 5, 10.
     speeds = [entry.tokens_per_s or 0.0 for _, entry in rows]
     dtick = 1 if max(speeds) > FAR * min(speeds) else "D2"
     figure.update_xaxes(
@@ -431,7 +431,7 @@ def _model_label(model: ModelSpec) -> str:
 
 
 def _card_line(group: Group, card: str, how: str = "") -> dict[str, Any]:
-    """Return the style of a card's line, with the colour that the card has in all figures.
+    """Return the style of a card's line, with the colour that this card has in every figure.
 
     `how` is the line's dash style, such as 'dot'. By default, cards with the same colour get
     different styles.
@@ -486,7 +486,7 @@ def sizes(costs: Sequence[SizeCost], group: Group) -> dict[str, Any] | None:
 
 
 def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
-    """Plot USD by hours of use, for the card to buy and for renting the cheapest card.
+    """Plot the USD spent over hours of use, for the card to buy and for renting the cheapest card.
 
     Renting has two lines: one for on-demand prices, one for spot prices. Return None if buying
     never gets cheaper than renting.
@@ -503,7 +503,7 @@ def buying(bought: Sequence[Bought], group: Group) -> dict[str, Any] | None:
     if best is None or own_card is None or own_card.cost is None or not pays_after:
         return None
 
-    # Each line has a name, the USD at the start, the USD per hour, the card and the dash style.
+    # For each line: its name, the USD at the start, the USD per hour, the card and the dash style.
     lines = [(f"{best.card} bought", best.usd, best.electricity_usd_per_hour, best.card, "solid")]
     if cheapest is not None and cheapest.usd is not None:
         rate = cheapest.usd / own_card.cost.full_run_hours
@@ -553,7 +553,7 @@ def nodes(rows: Sequence[Node]) -> dict[str, Any] | None:
 def _error_bars(
     values: Sequence[float], intervals: Sequence[tuple[float, float] | None]
 ) -> dict[str, Any] | None:
-    """Return error bars from the ends of intervals, or None without an interval."""
+    """Return error bars from the ends of the intervals, or None if no interval is known."""
     ends = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
     above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
     below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
@@ -573,7 +573,7 @@ def _scaling_hover(info: Scaling, row: RankPlan) -> str:
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
-    """For each knob, plot the winner's speed with only this knob set to the baseline's value.
+    """Plot, for each knob, the winner's speed with only this knob set back to the baseline's value.
 
     The slowest configuration is on top. A configuration that does not fit has no bar.
     """
@@ -782,7 +782,7 @@ def rates(result: Learning | None) -> dict[str, Any] | None:
 
 
 def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[str, Any] | None:
-    """Plot a stacked bar for each candidate, in GiB by term, with the limit as a line."""
+    """Plot a stacked bar of memory terms in GiB for each candidate, with the limit as a line."""
     if not bars or limit_gib is None:
         return None
 
@@ -813,7 +813,7 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
 def _add_limit_line(figure: Any, limit_gib: float) -> None:
     """Add the memory limit as a vertical line.
 
-    Its upright label is to the right of the line, beyond the limit.
+    The line's vertical label is to the right of the line, beyond the limit.
     """
     line = {"color": ACCENT, "width": 1.5, "dash": "dash"}
     upright = {"textangle": -90, "xanchor": "left", "yanchor": "top", "xshift": 2}
@@ -844,7 +844,7 @@ def _add_spans(figure: Any, spans: tuple[Span, ...], unit_s: float) -> None:
 
 
 def _add_slices(figure: Any, parts: tuple[Slice, ...], unit_s: float) -> None:
-    """Add each slice as a stacked bar of its shares."""
+    """Add each slice as a stacked bar of its shares of time."""
     for kind, colour in KIND_COLOURS.items():
         figure.add_bar(
             x=[(part.start_s + part.seconds / 2) / unit_s for part in parts],
@@ -857,7 +857,7 @@ def _add_slices(figure: Any, parts: tuple[Slice, ...], unit_s: float) -> None:
 
 
 def _memory_range(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
-    """Return the ends of the memory axis, with room for the names of the points and the limit."""
+    """Return the ends of the memory axis, which leave room for the labels of points and limit."""
     ends = [*peaks, *([limit_gib] if limit_gib else [])]
     low = min(ends)
     high = max(ends)

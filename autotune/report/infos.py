@@ -1,7 +1,7 @@
-"""The content of the report's figures and tables, as plain values made from a StudySummary.
+"""Makes the content of the report's figures and tables from a StudySummary, as plain values.
 
 This module needs neither plotly nor HTML. Numbers stay numbers; unknown numbers are None. `html`
-formats the values, `figures` draws them, and `describe` has the words.
+formats the values, `figures` draws them, and `describe` makes the texts.
 """
 
 import math
@@ -19,8 +19,8 @@ from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
-# In the map of micro batch sizes and row lengths, an axis with more distinct values than this
-# groups the values by powers of two.
+# The map of micro batch sizes and row lengths has two axes. If an axis has more than this many
+# distinct values, values between two powers of two are grouped.
 MAX_AXIS = 10
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the rest")
 # The lines of the parallel coordinates form three groups by speed. The fastest group begins at
@@ -28,17 +28,17 @@ TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the r
 CLOSE = 0.95
 HALF = 0.5
 SHORTEST_ROW = 128  # the shortest row length in the table of row lengths, in tokens
-# A knob's share of the variation of speed is computed from at least this number of measured
-# configurations. At least two values of the knob need MIN_OF_VALUE configurations each.
+# A knob's share of the variation in speed is computed only if at least this many configurations
+# were measured, and if at least two values of the knob have MIN_OF_VALUE of them each.
 MIN_MEASURED = 20
 MIN_OF_VALUE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapCell:
-    """The trials of one micro batch size and seq_len.
+    """The state of all trials with the same micro batch size and the same seq_len.
 
-    `state` is fits, oom, refused, mixed (other knobs decide), failed or untried.
+    `state` is fits, oom, refused, failed, untried, or mixed: some trials fit, and others do not.
     """
 
     state: str
@@ -48,11 +48,11 @@ class MapCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRow:
-    """One line of the comparison between winner and baseline, ready to print.
+    """A line of the comparison between winner and baseline, with texts that are ready to print.
 
-    `ratio` is the winner's number divided by the baseline's. The ratio is None if it has no
-    meaning. For speed, and for numbers that follow from speed, the ratio is also None if the
-    difference is within the error.
+    `ratio` is the winner's number divided by the baseline's number, or None if this ratio has no
+    meaning. For speed, and for numbers that follow from speed, `ratio` is also None if the two
+    numbers differ by less than the measurement error.
     """
 
     group: str
@@ -65,9 +65,9 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A configuration with its height on each axis, from 0 to 1. The last height is the speed.
+    """A configuration as a line, with its height on each axis, from 0 to 1. The last axis is speed.
 
-    `group` is the configuration's group by speed (see CLOSE); 0 is the fastest group.
+    `group` is the number of the configuration's speed group (see CLOSE); 0 is the fastest group.
     """
 
     label: str
@@ -80,8 +80,8 @@ class Line:
 class ParallelInfo:
     """The data of the figure of parallel coordinates.
 
-    `axes` are the knobs that vary, with their values from bottom to top. `fastest` is the highest
-    tokens/s, at the upper end of the speed axis.
+    `axes` maps each knob that varies to its values, from bottom to top. `fastest` is the highest
+    tokens/s, which is at the upper end of the speed axis.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -93,7 +93,7 @@ class ParallelInfo:
 class Importance:
     """The share of the variance of speed that the values of a knob explain.
 
-    `interval` contains the true share in 80 % of cases.
+    `interval` should contain the true share in 80 % of cases.
     """
 
     share: float
@@ -105,10 +105,10 @@ class CellRow:
     """The best candidate of one learning cell, which is a group of configurations that learn alike.
 
     `extra` is the candidate's cost per useful token divided by the winner's, minus 1. `interval` is
-    the interval of `extra`, computed from the spreads of the candidate's and the winner's speeds.
-    `changes` names the learning knobs whose values differ from the winner's; `learns_more` says
-    whether the candidate learns more. `cut` is the share of the dataset's tokens that is cut off,
-    and `padding` the share of padding tokens in the candidate's rows.
+    the interval of `extra`; it follows from the spreads of both measured speeds. `changes` names
+    the knobs that affect learning and whose values differ from the winner's values. `learns_more`
+    says whether the candidate is more capable than the winner. `cut` is the share of the dataset's
+    tokens that the candidate cuts off, and `padding` the share of padding tokens in its rows.
     """
 
     candidate: Candidate
@@ -122,12 +122,12 @@ class CellRow:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the cost clearly differs from the winner's: the interval excludes 0."""
+        """Whether the cost clearly differs from the winner's: `extra`'s interval excludes 0."""
         return not self.interval[0] <= 0.0 <= self.interval[1]
 
     @property
     def cost(self) -> str:
-        """The difference in cost, or a phrase if the difference is within the error."""
+        """The extra cost, such as '+3.1% cost', or a phrase if it is within the error."""
         return f"{self.extra:+.1%} cost" if self.is_clear else "no measurable difference in cost"
 
 
@@ -136,8 +136,8 @@ class LengthRow:
     """The effect of limiting rows to `seq_len` tokens.
 
     `examples_cut` is the share of examples that lose tokens, and `tokens_cut` the share of tokens
-    that are cut off. `fill` is the share of an unpacked row's tokens that are not padding, and
-    `packed_fill` the same share of a packed row.
+    that are cut off. `fill` is the share of tokens that are not padding if rows are not packed, and
+    `packed_fill` is this share if rows are packed.
     """
 
     seq_len: int
@@ -158,7 +158,7 @@ def candidates(summary: StudySummary) -> dict[str, Candidate]:
 
 
 def limit_gib(summary: StudySummary) -> float | None:
-    """Return the winner's memory limit or, without a winner, the median of the trials' limits."""
+    """Return the winner's memory limit or, without a winner, the median limit of the trials."""
     if summary.recipe:
         return summary.recipe.winner.measurement.limit_gib
     limits = [row.limit_gib for row in summary.trials if row.limit_gib is not None]
@@ -179,7 +179,7 @@ def best_so_far(summary: StudySummary) -> tuple[tuple[int, float], ...]:
 
 
 def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
-    """Return the state of each micro batch size (outer keys) and row length (inner keys).
+    """Return, by micro batch size and then by row length, whether such configurations fit.
 
     The labels are in ascending order.
     """
@@ -200,7 +200,7 @@ def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
 def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
     """Return the GiB of each term in TERMS, for winner and baseline.
 
-    Activations, logits and all other tensors are added up to one term.
+    Activations, logits and all other tensors are added up and form a single term.
     """
     bars = {}
     for name, candidate in candidates(summary).items():
@@ -225,20 +225,20 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
 def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
     """Compare the winners of two studies in the same way as `compare`.
 
-    In the rows, `winner` is the second study's winner, and `baseline` the first study's winner.
+    In the rows, `winner` holds the second study's winner, and `baseline` the first study's winner.
     """
     low, high = speed_ratio(first, second)
     return _compare((second, second.winner), (first, first.winner), differs=not low <= 1.0 <= high)
 
 
 def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
-    """Return the interval of the second winner's speed, divided by the first winner's speed."""
+    """Return the interval of the ratio of the second winner's speed to the first winner's speed."""
     ours = second.winner.performance
     theirs = first.winner.performance
     if second.device.name == first.device.name:
         return ours.times(theirs)
 
-    # On different devices, the interval also includes the possible errors of projected speeds.
+    # If the devices differ, the interval also includes the possible errors of projected speeds.
     ratio = ours.tokens_per_second / theirs.tokens_per_second
     low = ratio * (1 + ours.spread[0]) / (1 + theirs.spread[1])
     high = ratio * (1 + ours.spread[1]) / (1 + theirs.spread[0])
@@ -248,7 +248,7 @@ def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:
 def _compare(
     ours: tuple[Recipe, Candidate], theirs: tuple[Recipe, Candidate] | None, *, differs: bool
 ) -> tuple[CompareRow, ...]:
-    """Compare two candidates, each with the recipe that it belongs to.
+    """Compare two candidates, each given with the recipe of its study.
 
     `differs` says whether their speeds clearly differ.
     """
@@ -269,8 +269,8 @@ def _compare(
     numbers = describe.numbers(theirs[1]) if theirs else {}
     for name, number in describe.numbers(ours[1]).items():
         other = numbers.get(name)
-        # Ratios of speed, time and cost are shown only if the speeds differ; ratios of memory
-        # always.
+        # Show ratios of speed, time and cost only if the speeds differ. Always show ratios of
+        # memory.
         has_ratio = differs or number.group == describe.MEMORY
         ratio = None
         if number.value is not None and other and other.value and has_ratio:
@@ -341,7 +341,7 @@ def parallel(summary: StudySummary) -> ParallelInfo:
 
 
 def _speed_group(share: float) -> int:
-    """Return the group of a line by its share of the fastest speed; 0 is the fastest group."""
+    """Return the speed group for a speed divided by the fastest speed; 0 is the fastest group."""
     if share >= CLOSE:
         return 0
     return 1 if share >= HALF else 2
@@ -359,7 +359,7 @@ def measured_speeds(summary: StudySummary) -> dict[TrainConfig, float]:
 
 
 def importances(summary: StudySummary) -> dict[str, Importance]:
-    """Return the importance of each knob that varied enough, the largest share first.
+    """Return the importance of each knob that varied enough, the most important first.
 
     The dict is empty if too few configurations were measured.
     """
@@ -374,7 +374,7 @@ def importances(summary: StudySummary) -> dict[str, Importance]:
 
 
 def _importance(pairs: list[tuple[Any, float]]) -> Importance:
-    """Return the share of the variance that the values explain, with a jackknife interval.
+    """Return the share of the speeds' variance that a knob explains, with a jackknife interval.
 
     The block jackknife divides the pairs into MIN_MEASURED blocks, and leaves out one block in each
     round.
@@ -391,7 +391,7 @@ def _importance(pairs: list[tuple[Any, float]]) -> Importance:
 
 
 def _explained_share(pairs: list[tuple[Any, float]]) -> float:
-    """Return the share of the numbers' variance that the groups explain, corrected for chance.
+    """Return the share of the numbers' variance that their groups explain, corrected for chance.
 
     Each pair is (name of the group, number).
     """
@@ -404,7 +404,7 @@ def _explained_share(pairs: list[tuple[Any, float]]) -> float:
 
 
 def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
-    """Return the best candidate of each learning cell: the winner first, then by rising cost."""
+    """Return the best candidate of each learning cell: the winner, then others by rising cost."""
     rows = []
     winner = recipe.winner.performance
 
@@ -447,8 +447,8 @@ def trade_offs(recipe: Recipe) -> list[str]:
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     """Return a table row for each tested seq_len, and for powers of two from SHORTEST_ROW on.
 
-    The powers of two end at about the length of the longest example or the largest tested seq_len,
-    whichever is shorter. The result is empty if all examples have the same length.
+    The largest of these powers is at or just above the length of the longest example or the largest
+    tested seq_len, whichever is shorter. The result is empty if all examples have the same length.
     """
     recipe = summary.recipe
     if recipe is None or len(recipe.workload.lengths.counts) == 1:
@@ -492,7 +492,7 @@ def _settings(recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
 
 
 def _labels(values: set[int]) -> dict[int, str]:
-    """Return the label of each value in ascending order.
+    """Return {value: label} for the values in ascending order.
 
     If there are more than MAX_AXIS values, values between the same two powers of two share a label.
     """
@@ -528,5 +528,5 @@ def _cell(rows: list[TrialRecord]) -> MapCell:
 
 
 def _order(value: Any) -> tuple[bool, bool, Any]:
-    """Return a key that sorts None first, then numbers by size, then words by the alphabet."""
+    """Return a sort key: None is first, then numbers by size, then words in alphabetical order."""
     return value is not None, not isinstance(value, int), value or 0

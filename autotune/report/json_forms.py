@@ -35,8 +35,8 @@ from autotune.study.nodes import NodeRow
 from autotune.study.scaling import GpuPlan
 from autotune.study.summary import Status, SummaryFile, Verification
 
-# The type of each command's answer. If an option changes the type, a key names both the command and
-# the option.
+# The type of each command's answer. If an option changes the type, the command with this option has
+# a key of its own.
 ANSWERS: dict[str, Any] = {
     "gpus": list[Gpu],
     "models": list[ModelSpec],
@@ -71,7 +71,7 @@ ANSWERS: dict[str, Any] = {
     "import": Imported,
     "worker": Worked,
 }
-STORED = ("explain", "calibrate")  # commands whose output is the stored file
+STORED = ("explain", "calibrate")  # commands that print the content of a stored file
 
 
 @cache

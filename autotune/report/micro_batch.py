@@ -1,4 +1,4 @@
-"""A profiled micro batch as tables and figures.
+"""Shows a profiled micro batch in tables and figures.
 
 The tables show the time by class of kernel and by part of the model, the least possible time on
 this device, and what the run needs from the host.
@@ -18,7 +18,7 @@ HIDDEN = "unknown, in compiled layers"
 
 
 def profile_answer(report: ProfileReport) -> Answer:
-    """Return the tables, with the longest times first, and sentences about them."""
+    """Return the tables, which list the longest times first, and sentences about these tables."""
     profile = report.profile
     unit = "kernel" if profile.on_gpu else "operator"
     caption = f"Time of the {unit}s by part of the model and stage"
@@ -40,13 +40,13 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 
 def _findings(report: ProfileReport) -> Iterator[str]:
-    """Yield sentences on the main uses of time, the largest loss of time, and the machine.
+    """Yield sentences on what takes the most time, on the largest loss of time, and on the machine.
 
     The sentence on the machine names its parts that are too slow or too small for the run.
     """
     yield f"The configuration is {report.config.label()}."
 
-    # If layers are compiled, the parts of the model are unknown, so name the kinds of kernels.
+    # If layers are compiled, the parts of the model are unknown, so name the classes of kernels.
     work = report.profile.micro_work
     total = sum(one.seconds for one in work) or 1.0
     hidden = any(one.part is None for one in work)
@@ -75,7 +75,7 @@ def _findings(report: ProfileReport) -> Iterator[str]:
 
 
 def _whole_s(report: ProfileReport) -> float:
-    """Return the seconds of a micro batch, of which the table shows shares.
+    """Return the seconds of a micro batch; the tables show shares of these seconds.
 
     On a CPU, the seconds include the profiler's overhead.
     """

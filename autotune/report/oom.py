@@ -1,9 +1,9 @@
-"""The OOM report: why trials did not fit, the first change to make, and each trial's details.
+"""Makes the OOM report: why trials did not fit, the first change to make, and trial details.
 
-The details of a trial are its excess, its use of memory, remedies, and the nearest configurations
-that fit. A refusal is a trial that was not probed, because it was predicted not to fit; the report
-lists it, too. The functions are pure: a StudySummary becomes an OomReport, as sentences, as
-Markdown or as plain data.
+The details of a trial are its excess over the memory limit, its use of memory, remedies, and the
+most similar configurations that fit. The report also lists refusals: trials that were not probed,
+because they were predicted not to fit. The functions are pure: a StudySummary becomes an OomReport,
+as sentences, as Markdown or as plain data.
 """
 
 import heapq
@@ -23,8 +23,8 @@ from autotune.core.units import DASH, fmt_count, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
-# The largest term of memory gets advice. Any other term gets advice if it has at least this share
-# of the memory.
+# Advice is given for the largest term of memory, and for every other term that has at least this
+# share of the memory.
 WORTH_ADVICE = 0.25
 Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
@@ -40,7 +40,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Advice on one knob, or on something outside the search space if `knob` is None."""
+    """A suggested change of a knob or, if `knob` is None, of something outside the search space."""
 
     knob: str | None
     current: Any
@@ -49,7 +49,7 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """The edit as 'loss full → chunked'."""
+        """The change as 'loss full → chunked'."""
         return f"{self.knob} {self.current} → {self.suggested}"
 
     def __str__(self) -> str:
@@ -59,9 +59,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The use of memory that most configurations have too much of, and the first change to make.
+    """The use of memory that is the largest in most configurations, and the first change to make.
 
-    `shares` are the least and the largest share of the memory among these configurations.
+    `shares` are the smallest and the largest share of memory that it takes in these configurations.
     """
 
     term: str
@@ -78,7 +78,7 @@ class Cause:
 class Neighbour:
     """A configuration of the study that fits.
 
-    `differs` is {knob: [value that did not fit, value that fits]}.
+    `differs` maps each changed knob to its value in the trial that did not fit and its value here.
     """
 
     number: int
@@ -104,7 +104,7 @@ class Neighbour:
 class OomEntry:
     """One trial that did not fit.
 
-    `margin` is (needed memory / limit) - 1. For a refusal, `margin` is a prediction.
+    `margin` is the needed memory divided by the limit, minus 1. For a refusal, it is predicted.
     """
 
     number: int
@@ -174,7 +174,7 @@ class OomReport:
     def cause(self) -> Cause | None:
         """The use of memory that is the largest in most configurations, or None if none is known.
 
-        The first change is the remedy for the configuration that exceeds its limit by the least.
+        Its `change` is the remedy for the configuration that exceeds its limit by the least.
         """
         entries = [entry for entry in self.configurations if entry.terms]
         if not entries:
@@ -258,7 +258,7 @@ def oom_report(summary: StudySummary) -> OomReport:
 def distance(one: TrainConfig, other: TrainConfig) -> float:
     """Return the weighted number of knobs that differ.
 
-    An integer knob counts |log2(ratio of the two values)|, which is 1 for each doubling.
+    The difference of an integer knob is |log2(ratio of the two values)|: each doubling counts as 1.
     """
     total = 0.0
     for name, (value, other_value) in _differences(one, other).items():
@@ -266,13 +266,13 @@ def distance(one: TrainConfig, other: TrainConfig) -> float:
         if knob.form != "integer":
             total += knob.distance_weight
         elif value is not None and other_value is not None:
-            # If one value is None, the method differs too, and that difference counts already.
+            # If one value is None, the methods differ too, and that difference is counted already.
             total += knob.distance_weight * abs(math.log2(value / other_value))
     return total
 
 
 def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
-    """Return remedies, starting with the largest term of memory.
+    """Return remedies, first those for the largest term of memory.
 
     If no term is known, the remedies are for activations, optimizer and weights.
     """
@@ -337,7 +337,7 @@ def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
 
 
 def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRecord]) -> tuple[Neighbour, ...]:
-    """Return the NUM_NEAREST configurations that fit and differ least from this one."""
+    """Return the NUM_NEAREST configurations that fit and that differ least from `config`."""
     rows = heapq.nsmallest(
         NUM_NEAREST, fits.values(), key=lambda row: (distance(config, row.config), row.number)
     )

@@ -1,6 +1,6 @@
-"""Gives figures a common look, and imports plotly only when a figure needs it.
+"""Gives figures a common look. Plotly is imported only when a figure needs it.
 
-Colours that depend on the page's light or dark theme are set by the page when it draws a figure.
+The page itself sets the colours that depend on its light or dark theme, when it draws a figure.
 """
 
 import base64
@@ -39,7 +39,7 @@ MARKERS = {
 
 
 def plotly_js() -> str:
-    """Return plotly.js for a page, which unpacks it: gzip in base64, 0.5 instead of 1.2 MB."""
+    """Return plotly.js as gzip in base64 (0.5 instead of 1.2 MB), which the page unpacks."""
     return base64.b64encode(files("autotune.report").joinpath(PLOTLY_JS).read_bytes()).decode()
 
 

@@ -9,8 +9,8 @@ from autotune.core.probe_types import Outcome, ProbeResult, Rung
 from autotune.core.units import fmt_seconds
 from autotune.study.summary import StudySummary
 
-# The stages of a probe in order, each with the keys of the probe's seconds that add up to its time.
-# All other time is SET_UP.
+# The stages of a probe in order. Each stage lists keys of the probe's seconds; their sum is the
+# time of the stage. All other time is SET_UP.
 TIMED = "timed steps"
 CLOCKS = {
     "first steps": ("first_step",),
@@ -19,7 +19,7 @@ CLOCKS = {
 }
 SET_UP = "set-up and clean-up"
 KINDS = (SET_UP, *CLOCKS)
-MAX_SPANS = 200  # more spans would be narrower than three pixels and overlap
+MAX_SPANS = 200  # with more spans, each would be narrower than three pixels
 NUM_SLICES = 100
 PAUSE_S = 120.0  # a longer time between two probes means that the study was stopped and continued
 
@@ -28,8 +28,9 @@ PAUSE_S = 120.0  # a longer time between two probes means that the study was sto
 class Span:
     """A stretch of time in one probe.
 
-    `start_s` counts from the study's first probe, without pauses. `utilization` is the share of the
-    timed steps' seconds in which a kernel ran, or None if unknown.
+    `start_s` is the number of seconds since the start of the study's first probe, without pauses.
+    `utilization` is the share of the timed steps' duration in which a kernel ran, or None if it is
+    unknown.
     """
 
     rung: Rung
@@ -43,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One of the equal parts of a long study.
+    """One of NUM_SLICES equally long parts of a long study.
 
     `shares` maps each kind in KINDS to its share of the slice's time. `utilization` is the GPU's
     utilization in the slice's timed steps.
@@ -83,7 +84,7 @@ class TimelineInfo:
 
     @property
     def utilization(self) -> float | None:
-        """The mean over all timed seconds with a known utilization, or None if none is known."""
+        """The mean utilization over the timed seconds for which it is known, or None."""
         known = [
             (span.utilization, span.seconds) for span in self.spans if span.utilization is not None
         ]
@@ -128,8 +129,8 @@ def timeline(summary: StudySummary) -> TimelineInfo:
             pauses += 1
             paused_s = started_s - end_s
 
-        # Older versions stored starts in whole seconds, rounded down. Probes run one after another,
-        # so no start is earlier than the previous end.
+        # Older versions rounded starts down to whole seconds. Probes run one after another, so
+        # correct a start that is earlier than the end of the previous probe.
         start_s = max(started_s - paused_s, end_s)
         end_s = start_s
         for kind, seconds in _stretches(probe):
@@ -152,7 +153,7 @@ def timeline(summary: StudySummary) -> TimelineInfo:
 
 
 def slices(info: TimelineInfo) -> tuple[Slice, ...]:
-    """Divide a timeline into NUM_SLICES equal parts if it has too many spans to draw each.
+    """Divide a timeline into NUM_SLICES equal parts if it has too many spans to draw them all.
 
     The result is empty for a timeline with up to MAX_SPANS spans.
     """
@@ -208,7 +209,7 @@ def _starts(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
 def _stretches(probe: ProbeResult) -> list[tuple[str, float]]:
     """Return a probe's stretches of time as (kind, seconds), in order.
 
-    Seconds that are in no stage of the probe count as set-up.
+    Seconds that belong to no stage of the probe count as set-up.
     """
     clocks = probe.seconds
     stages = [

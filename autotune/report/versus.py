@@ -1,4 +1,4 @@
-"""Two studies side by side on one page: the winners, their differences and two figures."""
+"""Renders a page with two studies side by side: the winners, their differences and two figures."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def render(first: StudySummary, second: StudySummary) -> str:
 def compare_tasks(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
     """Compare the tasks of the two studies.
 
-    If the tasks differ, the configuration is not the only cause of the difference in speed.
+    If the tasks differ, the configuration is not the only reason why the speeds differ.
     """
     theirs, ours = map(_facts, (first, second))
     return tuple(
@@ -99,7 +99,7 @@ def headline(first: Recipe, second: Recipe) -> str:
 def sentences(first: Recipe, second: Recipe) -> list[str]:
     """Compare the second winner's speed, time, cost and memory with the first winner's.
 
-    The last sentences give the evidence of the comparison, and other differences of the studies.
+    The last sentences say how certain the comparison is, and how else the studies differ.
     """
     low, high = infos.speed_ratio(first, second)
     one = second.winner

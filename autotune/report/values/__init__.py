@@ -1,1 +1,1 @@
-"""The answers of commands as frozen values: planning makes them, renderers read them."""
+"""The answers of commands, as frozen values that `planning` makes and renderers read."""

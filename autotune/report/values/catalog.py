@@ -1,4 +1,4 @@
-"""Rows of the catalogue, as values for programs: GPUs, prices and suites."""
+"""Rows of the catalogue for programs: GPUs, prices and suites of published results."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -21,7 +21,7 @@ class DatedPrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU with the price of an hour and of a new card, each None if unknown."""
+    """A GPU, with the price of an hour and the price of a new card; an unknown price is None."""
 
     JSON: ClassVar = {field.name: f"device.{field.name}" for field in fields(DeviceSpec)} | keys(
         "price", "purchase"
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A suite of published results."""
+    """A suite of configurations with published results."""
 
     name: str
     gpu: str

@@ -1,4 +1,4 @@
-"""The check of another tool's run, as values: the run in its file, the verdict and the changes."""
+"""The result of checking another tool's run: the run in its file, the verdict and the changes."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,11 +26,12 @@ FP32_BASE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncounted:
-    """Memory savings that no formula covers; the memory need of a run with them is a range.
+    """Memory savings that no formula covers, so the memory that a run needs is known as a range.
 
     `shared` and `freed` are terms of MemoryBreakdown. At best, the `shared` terms are sharded over
-    `num_gpus` GPUs, and the `freed` terms leave the GPU. `causes` are phrases that name the
-    savings. If `exchanges` is true, the run also sends weights or gradients, at an unknown speed.
+    `num_gpus` GPUs, and the `freed` terms take no memory on the GPU. `causes` are phrases that name
+    the savings. If `exchanges` is true, the run also sends weights or gradients to other GPUs or to
+    the host, in an unknown time.
     """
 
     causes: tuple[str, ...]
@@ -40,9 +41,9 @@ class Uncounted:
     exchanges: bool = False
 
     def least(self, memory: MemoryBreakdown) -> MemoryBreakdown:
-        """Return the memory if all shared terms are sharded and all freed terms leave the GPU.
+        """Return the memory if all `shared` terms are sharded and all `freed` terms take no memory.
 
-        If a dry probe counted the memory, its activations include the logits.
+        If a dry probe computed `memory`, its activations include the logits.
         """
         freed = set(self.freed)
         if memory.counted and "logits" in freed:
@@ -53,16 +54,17 @@ class Uncounted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignConfig:
-    """A fine-tuning run as another tool's YAML describes it.
+    """A fine-tuning run that the YAML file of another tool describes.
 
     `format` is trl, axolotl or llamafactory. `model` and `dataset` are names or paths as written;
-    commas separate several datasets. The micro batch counts examples; with some objectives, an
-    example has two rows. `num_gpus` is None if the file does not state it, and `epochs` is None if
-    `max_steps` decides. `max_examples` is the limit over all datasets together. Each of `notes` is
-    a sentence: an assumption, or a setting that affects memory or speed and that `config` lacks. If
-    `needs_more` is true, such a setting needs memory that is not counted. `evaluation` is None if
-    the run does not evaluate between its steps. `uncounted` has the memory savings that no formula
-    covers. `ignored` names the keys that the tool does not know and ignores, or is "".
+    commas separate several datasets. The micro batch size is a number of examples; with some
+    objectives, an example has two rows. `num_gpus` is None if the file does not state a number.
+    `epochs` is None if `max_steps` ends the run. `max_examples` is the limit over all datasets
+    together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
+    speed and that `config` lacks. If `needs_more` is true, such a setting needs memory that the
+    estimate lacks. `evaluation` is None if the run does not evaluate between its steps. `uncounted`
+    has the memory savings that no formula covers. `ignored` is a sentence that names the keys that
+    the tool ignores because it does not know them, or "".
     """
 
     format: str
@@ -98,7 +100,7 @@ CHANGED = keys("edits") | CHECKED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Duration:
-    """The speed, time and cost of a run. Field names are keys of the JSON output."""
+    """The speed, time and cost of a run. The names of the fields are keys of the JSON output."""
 
     tokens_per_s: float | None
     interval: tuple[float, float] | None
@@ -113,10 +115,9 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run with its estimate, which lacks speed and cost if the run does not fit.
+    """A run with its estimate. If the run does not fit, the estimate has no speed and no cost.
 
-    `edits` are the changes that turn the file into this run: keys of the file's tool with their new
-    values.
+    `edits` are the changes that turn the user's file into this run: keys with their new values.
     """
 
     JSON: ClassVar = CHANGED
@@ -133,7 +134,7 @@ class CheckedRun:
 
     @property
     def verdict(self) -> str:
-        """The state in words."""
+        """The state in words, such as "out of memory"."""
         return VERDICTS[self.state]
 
     @property
@@ -158,7 +159,7 @@ class CheckedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleChange:
-    """One change alone, with the GiB that it saves."""
+    """A single change of the file, with the GiB that it saves."""
 
     JSON: ClassVar = add_prefix("changed", CHANGED) | keys("saves_gib")
 
@@ -181,14 +182,14 @@ class Faster:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CheckReport(ShownAsTable):
-    """The result of the check of one file.
+    """The result of checking one file.
 
     `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
     if no changes suffice. Each of `fixes` is a run with a single change, and the GiB that this
     change saves. `smallest_card` is the smallest card that holds the unchanged run, or None if the
-    run fits already. `runnable` is the unchanged run, or `fix` if the unchanged run is out of
-    memory. `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers
-    were calibrated and when.
+    run fits already. `runnable` is the unchanged run or, if that runs out of memory, `fix`.
+    `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers rest on a
+    calibration, and when it was made.
     """
 
     RUN: ClassVar = keys(

@@ -1,6 +1,6 @@
-"""The answers of commands about studies and this machine, as values.
+"""The answers of the commands that are about studies and about this machine.
 
-Field names are keys of the JSON output.
+The names of the fields are keys of the JSON output.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class StudyRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that `doctor` examined. `ok` is None if the thing is missing but not needed."""
+    """A thing that `doctor` examined. `ok` is None if the thing is missing but not needed."""
 
     name: str
     ok: bool | None
@@ -62,7 +62,7 @@ class KnobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedRow:
-    """One measurement of a submission. Unknown numbers are None."""
+    """One measurement in a submission. Unknown numbers are None."""
 
     device: str
     model: str | None

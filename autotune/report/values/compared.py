@@ -1,4 +1,4 @@
-"""A comparison for programs: a row of numbers for each card.
+"""A comparison of cards, for programs: each card has a row of numbers.
 
 Field names are keys of the JSON output.
 """
@@ -97,7 +97,7 @@ class Buying:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRows:
-    """The cards for one model and one method, with advice, and the cost of runs of other sizes."""
+    """The cards for one model and one method, with advice and the cost of runs of other sizes."""
 
     model: str
     method: str
@@ -134,9 +134,9 @@ def to_compared(
     sizes: Sequence[int] = TABLE_EXAMPLES,
     purchase_budget: PurchaseBudget | None = None,
 ) -> Compared:
-    """Return the comparison as data for programs.
+    """Convert a comparison to data for programs.
 
-    With a purchase budget, add the cards that it covers.
+    With a purchase budget, the data includes the cards that the budget covers.
     """
     return Compared(
         how_sure=comparison.how_sure,
@@ -185,7 +185,8 @@ def card_row(group: Group, card: ComparedCard) -> CardRow:
     plan = card.plan
     spot = card.spot
     price = plan.task.price if plan else None
-    # If no configuration is certain to fit, the row shows the one that needs the least memory.
+    # If no configuration is certain to fit, the row shows the configuration that needs the least
+    # memory.
     need = best or card.least
     timed = best if best and best.tokens_per_s else None
 

@@ -1,7 +1,7 @@
-"""Cards compared for the same run, as values.
+"""A comparison of cards for the same run.
 
-A comparison gives the cheapest and the fastest card, the options within a budget, and the cost on
-the user's card.
+The comparison gives the cheapest and the fastest card, the options within a budget, and the cost of
+the run on the user's card.
 """
 
 import math
@@ -18,7 +18,7 @@ from autotune.problem.run_cost import FITS, CostProjection
 from autotune.problem.search_space import ways_to_fit
 from autotune.report.values.plan import Plan
 
-OWN = "your own "  # before the name of the user's card, as an option within a budget
+OWN = "your own "  # prefix of the user's card in the options
 Interval = Callable[["ComparedCard"], tuple[float, float] | None]
 
 
@@ -33,7 +33,7 @@ class ComparedCard:
     plan: Plan | None = None
     least: Estimate | None = None
     problem: str | None = None
-    spot: Price | None = None  # the cheapest published spot price, maybe from another provider
+    spot: Price | None = None  # the cheapest published spot price; its provider may differ
 
     @property
     def best(self) -> Estimate | None:
@@ -52,7 +52,7 @@ class ComparedCard:
 
     @property
     def spot_usd(self) -> float | None:
-        """The cost of the run in USD at the cheapest spot price, without interruptions."""
+        """The cost of the run in USD at the cheapest spot price, if the run is not interrupted."""
         rate = self.spot.spot_usd_per_hour if self.spot else None
         return None if self.cost is None or rate is None else self.cost.full_run_hours * rate
 
@@ -63,12 +63,12 @@ class ComparedCard:
 
     @property
     def is_guess(self) -> bool:
-        """Whether the speed rests on data sheets alone, because no similar card was measured."""
+        """Whether the speed rests on data sheets alone, since no similar card was measured."""
         return self.best is not None and self.best.is_guess
 
     @property
     def holds_it(self) -> bool:
-        """Whether a configuration is certain to fit, even if its speed is unknown."""
+        """Whether a configuration is certain to fit; its speed may be unknown."""
         return self.best is not None or (self.least is not None and self.least.state == FITS)
 
     @property
@@ -119,7 +119,7 @@ class Group:
 
     @property
     def cheapest(self) -> ComparedCard | None:
-        """The cheapest card on demand, or None if no cost is known.
+        """The card that is cheapest on demand, or None if no cost is known.
 
         The faster of two equally cheap cards wins. A card with a guessed speed wins only if all
         speeds are guesses.
@@ -131,7 +131,7 @@ class Group:
 
     @property
     def cheapest_at_spot(self) -> ComparedCard | None:
-        """The cheapest card at spot, among cards with a published spot price."""
+        """The card that is cheapest at spot, among the cards with a published spot price."""
         priced = [card for card in self.cards if card.spot_usd is not None]
         return min(
             priced,
@@ -153,13 +153,13 @@ class Group:
 
     @property
     def smallest_compared(self) -> DeviceSpec | None:
-        """The compared card with the least memory that holds the run."""
+        """The card with the least memory that holds the run, among the compared cards."""
         fitting = [card.device for card in self.cards if card.holds_it]
         return min(fitting, key=lambda device: device.memory_gib or math.inf, default=None)
 
     @property
     def by_cost(self) -> tuple[ComparedCard, ...]:
-        """The cards with a best configuration: `cheapest` first, those without a price last."""
+        """The cards that hold the run: `cheapest` first, cards without a price last."""
         fitting = [card for card in self.cards if card.best]
 
         def key(card: ComparedCard) -> tuple[bool, bool, float, float]:
@@ -168,7 +168,7 @@ class Group:
         return tuple(sorted(fitting, key=key))
 
     def card(self, name: str) -> ComparedCard | None:
-        """Return the card of this name, or None."""
+        """Return the card with this name, or None if the group has no such card."""
         return next((card for card in self.cards if card.device.name == name), None)
 
     def relative_speed(self, card: ComparedCard) -> float | None:
@@ -176,7 +176,7 @@ class Group:
         return card.tokens_per_s / self.fastest.tokens_per_s if card.best and self.fastest else None
 
     def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
-        """Return the cards whose interval overlaps the chosen card's, so they may be better."""
+        """Return the cards that may be better: their interval overlaps the chosen card's."""
         bounds = interval(chosen) if chosen else None
         others = [(card.device.name, interval(card)) for card in self.cards if card is not chosen]
         if bounds is None:
@@ -188,7 +188,8 @@ class Group:
         )
 
     def training_differences(self) -> dict[str, list[str]]:
-        """Return {difference: cards}, for cards whose training differs from the fastest card's."""
+        """Return {difference: cards} for cards that learn with other settings than the fastest
+        card."""
         differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
 
@@ -227,7 +228,7 @@ class Budget:
         return " and ".join(usd + hours)
 
     def exceeded_limits(self, usd: float | None, hours: float) -> tuple[str, ...]:
-        """Name the limits that a run of this cost and duration exceeds."""
+        """Return the names of the limits that a run of this cost and duration exceeds."""
         reasons = []
         if self.max_usd is not None and (usd is None or usd > self.max_usd):
             reasons.append(
@@ -263,12 +264,11 @@ def _require(name: str, value: float | None, valid: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRun:
-    """One run on the user's card. Field names are keys of the JSON output.
+    """One run on the user's card. The names of the fields are keys of the JSON output.
 
     `usd` is the run's share of the purchase price, plus electricity at the card's power limit.
-    `rented` is the cheapest card to rent. `pays_after_runs` is the number of runs after which the
-    user's card has cost less than renting. This number is None if that never happens, or if no
-    price is known.
+    `rented` is the cheapest card to rent. After `pays_after_runs` runs, the user's card has cost
+    less than renting. `pays_after_runs` is None if this never happens, or if no price is known.
     """
 
     usd: float
@@ -298,11 +298,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The options within a budget. Field names are keys of the JSON output.
+    """The options within a budget. The names of the fields are keys of the JSON output.
 
     `breaks` names the limits of the budget that the chosen option may exceed, because the upper end
-    of its interval is above the limit. `excluded` has a name and a reason for each other option
-    outside the budget.
+    of its interval is above the limit. `excluded` has the name of each card that cannot be chosen,
+    with the reason, such as an exceeded limit.
     """
 
     chosen: Option | None
@@ -409,7 +409,7 @@ class Comparison(ShownAsTable):
         )
 
     def remedy(self) -> str:
-        """Return a remedy for the problem that `unmet_reason` found."""
+        """Return a remedy for the problem that `unmet_reason` describes."""
         planned = [group for group in self.groups if group.plan]
         if any(group.fastest for group in planned):
             return f"allow more than {self.budget}, or compare other cards"

@@ -1,4 +1,4 @@
-"""The longest training row that fits, as a value for each method, and the probed rows."""
+"""The longest training row that fits, for each method, and the rows that were probed."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,13 +25,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LongestRow(ShownAsTable):
-    """The longest row of one method. Field names are keys of the JSON output.
+    """The longest row of one method. The names of the fields are keys of the JSON output.
 
-    Unknown values are None. `evidence` is measured if the card ran a step with this row, and
-    estimated otherwise. An estimated time lies between `step_s_low` and `step_s_high`. `timed_on`
-    is the card that measured the times: a larger card with a memory cap may stand in. `gpu_gib`
-    excludes the CUDA context. `problem` says why there is no row, or no time. `limited_by` names
-    the limit: the GPU's memory, the host's memory or the user's limit.
+    Unknown values are None. `evidence` is "measured" if the card ran a step with this row, and
+    "estimated" otherwise. An estimated time lies between `step_s_low` and `step_s_high`. `timed_on`
+    is the card on which the times were measured: a larger card with a memory cap may have stood in
+    for the target. `gpu_gib` excludes the CUDA context. `problem` says why there is no row, or no
+    time. `limited_by` names the limit: the GPU's memory, the host's memory or the user's limit.
     """
 
     JSON: ClassVar = fields_plus("tokens_per_s")
@@ -69,7 +69,7 @@ class LongestRow(ShownAsTable):
 class LongestAnswer:
     """The longest row of each method.
 
-    `positions` is the length that the model was trained for. An unknown limit is None.
+    `positions` is the number of positions that the model was trained for. An unknown limit is None.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""The plan of one model on one card, as a value."""
+"""The plan for one model on one card."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,7 +19,8 @@ ONLY_LEANEST = (
     "the baseline does not fit; of the other configurations, only the one that needs the least "
     "memory was counted, since each count takes seconds: `autotune run` looks for the best"
 )
-# If a plan's `reason` is one of these, another configuration may fit, or be faster than the plan's.
+# If a plan's `reason` is one of these texts, few configurations were estimated: others may fit or
+# be faster.
 LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 
 
@@ -27,7 +28,8 @@ LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 class Cell:
     """The memory of a micro batch whose rows all have the same length.
 
-    `plain` is the estimate if no layer is recomputed, and `recomputed` if every layer is.
+    `plain` is the estimate without recomputation, and `recomputed` the estimate if every layer is
+    recomputed.
     """
 
     JSON: ClassVar = keys(
@@ -56,12 +58,12 @@ class Plan(ShownAsTable):
 
     `best` is None if no configuration is certain to fit. `baseline` is the configuration that
     fine-tuning guides recommend. `num_estimated` of the `space_size` configurations were estimated.
-    `seen` names the measurements on this card that corrected the speeds. `from_reserve` says that
-    only configurations of the space's reserve fit (`setup.open_reserve`). `leanest` needs the least
-    memory of all configurations that may win. `how_sure` says how the numbers were estimated.
-    `calibrated` says which of the numbers were calibrated and when. `what_fits` maps the name of
-    each table to its cells. `left_out` names the values that are not in the search space, with
-    reasons.
+    `seen` names the measurements of other users on this card, which corrected the speeds.
+    `from_reserve` says that only configurations of the space's reserve fit (`setup.open_reserve`).
+    `leanest` needs the least memory of all configurations that may win. `how_sure` says how the
+    numbers were estimated. `calibrated` says which of the numbers were calibrated and when.
+    `what_fits` maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the
+    values that are not in the search space, with reasons.
     """
 
     JSON: ClassVar = keys(
@@ -91,7 +93,7 @@ class Plan(ShownAsTable):
     left_out: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, str]:
-        """Return the best configuration with its estimates, or else the baseline."""
+        """Return the best configuration with its estimates or, if there is none, the baseline."""
         subject = f"{self.task.model.name} on {self.task.device.label}"
         if self.best is not None:
             return {"plan": subject} | self.best.facts()
@@ -100,8 +102,8 @@ class Plan(ShownAsTable):
 
     @property
     def counted(self) -> bool:
-        """Whether a dry probe, which runs on the meta device, counted the baseline's memory.
+        """Whether a dry probe computed the baseline's memory, on the meta device.
 
-        Each count takes seconds, so only a few other configurations of such a plan are counted.
+        A dry probe takes seconds, so such a plan has estimates for only a few other configurations.
         """
         return self.baseline.memory is not None and self.baseline.memory.counted

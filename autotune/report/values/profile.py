@@ -1,7 +1,7 @@
-"""A profiled micro batch, as a value.
+"""The profile of a micro batch, compared with what the device and the host can do.
 
-The value has the time of each kind of work, the least possible time on the device, and what the run
-needs from the host.
+The profile has the time of each kind of work, the least possible time on the device, and what the
+run needs of the host.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from autotune.core.train_config import TrainConfig
 class Bound:
     """One kind of work in a micro batch: its seconds, and `best_s`, the least time on this device.
 
-    `flops` and `moved_bytes` are the counted work, or None if it is unknown.
+    `flops` and `moved_bytes` are the work that a dry probe computed, or None if they are unknown.
     """
 
     JSON: ClassVar = fields_plus("lost_s")
@@ -41,7 +41,7 @@ class HostNeed:
 
     `needed` is the amount that the run needs, and `found` the amount that the machine has.
 
-    `found` is None if it is unknown.
+    `found` is None if the machine's amount is unknown.
     """
 
     JSON: ClassVar = fields_plus("suffices")
@@ -62,7 +62,7 @@ class HostNeed:
 class ProfileReport:
     """A profiled micro batch of a study's configuration.
 
-    `uncounted` is a sentence that says why the best times are missing.
+    `uncounted` is a sentence that says why the least possible times are unknown.
     """
 
     JSON: ClassVar = keys(

@@ -3,7 +3,7 @@
 Hours and USD are computed from the card's speed in the comparison. A bought card costs its purchase
 price and electricity at its power limit. The rest of the computer and the card's resale value do
 not count. A card is rented on demand or at spot. At spot, the cloud may take the card back; the
-work that is then repeated does not count either.
+cost leaves out the work that is then repeated.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ MAX_EXAMPLES = 10**12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeCost:
-    """The run with `examples` examples on one card. Field names are keys of the JSON output.
+    """The run with `examples` examples on one card. Its fields are keys of the JSON output.
 
     The cost is None if no price is known. `is_guess` says that the speed rests on data sheets
     alone, because no similar card was measured.
@@ -45,13 +45,14 @@ class SizeCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bought:
-    """A card that may be bought for the run. Field names are keys of the JSON output.
+    """A card that may be bought for the run. The names of the fields are keys of the JSON output.
 
     `pays_after_hours_against_itself` are the hours of use after which buying is cheaper than
     renting the same card at `rent_usd_per_hour`. `pays_after_hours` compares with renting `rented`,
     the cheapest of all cards for the same work; `pays_after_months` gives the same use in months.
-    The fields with "spot" in their names use spot prices. A number of hours or months is None if
-    buying never gets cheaper. If no price is known, `rented` or the rent is None, too.
+    Fields with "spot" in their names are based on spot prices. A number of hours or months is None
+    if buying never gets cheaper than renting. If no price is known, `rented` or the rent is None,
+    too.
     """
 
     card: str
@@ -79,7 +80,7 @@ class Bought:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PurchaseBudget:
-    """The budget for buying a card, and the assumed hours of use per week.
+    """The user's budget for buying a card, and the assumed hours of use per week.
 
     Raises UsageError for an impossible number and names its option.
     """
@@ -181,7 +182,7 @@ def purchases(group: Group, budget: PurchaseBudget) -> list[Bought]:
 def _purchase(
     group: Group, card: ComparedCard, purchase: Purchase, budget: PurchaseBudget
 ) -> Bought:
-    """Return a purchase of this card, compared with renting this card or the cheapest card."""
+    """Compare buying this card with renting it, and with renting the cheapest card."""
     cost = card.cost
     assert cost is not None
     power_w = card.device.tdp_w or 0.0
@@ -227,6 +228,6 @@ def _purchase(
 def _pays_after(
     usd: float, rent_usd_per_hour: float | None, electricity_usd_per_hour: float
 ) -> float | None:
-    """Return the hours of use after which buying costs no more than renting, or None if never."""
+    """Return the hours of use after which buying costs no more than renting; None means never."""
     saved = None if rent_usd_per_hour is None else rent_usd_per_hour - electricity_usd_per_hour
     return usd / saved if saved is not None and saved > 0 else None

@@ -1,4 +1,4 @@
-"""The models that one card trains, as a value: an entry for each model and method."""
+"""The models that one card can train: an entry for each model and method."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,14 +17,15 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One model, trained by one method on one card. Field names are keys of the JSON output.
+    """A model, trained by one method on one card. Its fields are keys of the JSON output.
 
     Unknown values are None. `config` is the best configuration that is certain to fit, otherwise
     the configuration with the least memory. `need_gib` is the memory peak of `config`. `least_gib`
     is always the peak of the configuration with the least memory. `learns_differently` says that
-    only configurations of the space's reserve fit. `problem` says why the model cannot be trained
-    by this method; all other values are unknown then. `longest_row` is the longest row, in tokens,
-    that is certain to fit: a power of two, or the model's number of positions.
+    only reserve configurations fit, which change what the run learns. `problem` says why the model
+    cannot be trained by this method; all other values are unknown then. `longest_row` is the
+    longest row, in tokens, that is certain to fit: a power of two, or the model's number of
+    positions.
     """
 
     JSON: ClassVar = fields_plus("params")
@@ -46,7 +47,7 @@ class Entry:
 
     @property
     def params(self) -> int | None:
-        """The number of the model's parameters."""
+        """The model's number of parameters."""
         return resolve_model(self.model).params
 
 
@@ -81,7 +82,7 @@ class Trainable:
     def largest(self, method: str) -> Entry | None:
         """Return the entry of the largest model that surely fits with this method, or None.
 
-        A model that fits only with a setting that changes learning does not count.
+        A model that fits only with a reserve setting, which changes learning, does not count.
         """
         fitting = {
             entry.model: entry
