@@ -188,8 +188,7 @@ class Group:
         )
 
     def training_differences(self) -> dict[str, list[str]]:
-        """Return {difference: cards} for cards that learn with other settings than the fastest
-        card."""
+        """Return {difference: cards} for cards that learn otherwise than the fastest card."""
         differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
 
