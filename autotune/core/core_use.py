@@ -88,7 +88,7 @@ def _own_s() -> float:
             text = (PROC / str(process) / "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:  # the process has just ended, and its time will be in its parent's counters
             continue
-        # The name in parentheses may contain spaces. Fields 14 to 17 follow it.
+        # The name in parentheses may contain spaces. Fields 14 to 17 come after the name.
         fields = text.rpartition(")")[2].split()
         total += sum(map(int, fields[11:15]))
     return total / os.sysconf("SC_CLK_TCK")

@@ -79,11 +79,11 @@ class KernelTotal:
 class MicroBatchProfile:
     """One micro batch of `rows` rows of `length` tokens, and the optimizer step after it.
 
-    `micro_s` is the time of the micro batch without profiling, and `profiled_s` with profiling.
-    `busy_s` is the time within the micro batch during which a GPU ran any kernel. On a CPU
-    (`on_gpu` is false), `busy_s` is the total time of all operators. `longest` has the kernel names
-    with the largest total times. `loader_rows_per_s` is the speed of the data loader: the rows per
-    second that it makes from tokenised examples.
+    `micro_s` is the time of the micro batch without profiling, and `profiled_s` is its time with
+    profiling. `busy_s` is the time within the micro batch during which a GPU ran any kernel. On a
+    CPU (`on_gpu` is false), `busy_s` is the total time of all operators. `longest` has the kernel
+    names with the largest total times. `loader_rows_per_s` is the speed of the data loader: the
+    rows per second that it makes from tokenised examples.
     """
 
     on_gpu: bool

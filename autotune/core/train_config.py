@@ -147,7 +147,7 @@ class TrainConfig:
     def lora_alpha(self) -> int | None:
         """The numerator of LoRA's scale.
 
-        The numerator is the same for all ranks, so one learning rate suits all ranks.
+        The numerator is the same for all LoRA ranks, so one learning rate suits all LoRA ranks.
         """
         if self.lora_rank is None:
             return None

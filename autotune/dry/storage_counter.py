@@ -214,8 +214,8 @@ class StorageCounter(TorchDispatchMode):
         if packet in flop_registry:
             self._count_known_product(packet, args, kwargs, out, moved)
         elif name == UNPACKED_PRODUCT:
-            # The kernel first unpacks the weight: for each value, it reads 4 bits and writes the
-            # inputs' type.
+            # The kernel first unpacks the weight matrix: for each element, the kernel reads 4 bits
+            # and writes a number in the inputs' dtype.
             inputs, packed, (fan_out, fan_in) = args[:3]
             unpacked = inputs.element_size() * fan_out * fan_in
             flops = 2 * inputs.numel() * fan_out

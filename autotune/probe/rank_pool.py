@@ -33,7 +33,7 @@ from autotune.probe.supervisor import DUMP_S, WorkerProber, failed_result, host_
 from autotune.probe.worker_process import WorkerProcess, receive_first
 
 # When a rank dies, another rank may report the lost connection before the parent sees the death.
-# The death is the better reason, so the parent waits this many seconds to notice the death.
+# The death explains the failure better, so the parent waits this many seconds to notice the death.
 GRACE_S = 0.2
 
 Key = TypeVar("Key")

@@ -60,10 +60,11 @@ class WorkerProber:
         card: int | str | None = None,
         threads: int | None = None,
     ) -> None:
-        """Start no worker yet. `device` is "cuda" or "cpu"; `logs` is the directory of worker.log.
+        """Do not start a worker yet.
 
-        `card` is a GPU by index or UUID, by default the first visible one. `threads` is the number
-        of a CPU worker's threads, by default one for each core.
+        `device` is "cuda" or "cpu"; `logs` is the directory of worker.log. `card` is a GPU by index
+        or UUID, by default the first visible one. `threads` is the number of a CPU worker's
+        threads, by default one for each core.
         """
         self.device = device
         self.logs = logs

@@ -46,7 +46,7 @@ def trl_trainer(
     given only if all weights are trained.
     """
     config, kind = KINDS[objective]
-    # SFTTrainer keeps the rows unchanged if an argument says so. For other trainers,
+    # SFTTrainer has an argument with which it keeps the rows unchanged. For other trainers,
     # `_prepare_dataset` is replaced.
     methods: dict[str, Any] = {}
     if objective is Objective.SFT:

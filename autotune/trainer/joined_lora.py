@@ -36,8 +36,8 @@ GROUPS = (
 # The number of columns that are added to a matrix is a multiple of MULTIPLE, because fast kernels
 # need aligned rows.
 MULTIPLE = 64
-# If the ranks of a group's adapters add up to at most this number, one product for the whole group
-# takes no longer than one product for each member.
+# If the LoRA ranks of a group's adapters add up to at most this number, one product for the whole
+# group takes no longer than one product for each member.
 ONE_PRODUCT = 64
 ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
