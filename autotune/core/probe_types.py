@@ -111,6 +111,7 @@ class ModelShape:
         plain_head: Whether the logits are neither capped nor scaled after the head.
         liger: Whether the Liger library has kernels for the model.
         sdpa: Whether transformers has SDPA attention for the model.
+        flex: Whether transformers has FlexAttention for the model.
         no_adapters: The reason why PEFT refuses adapters on every linear layer, or None.
         linear_layers: The paths of linear modules inside a layer, sorted; empty if unknown.
         has_labels: Whether transformers can give the model a head over labels.
@@ -128,6 +129,7 @@ class ModelShape:
     plain_head: bool = False
     liger: bool = False
     sdpa: bool = True
+    flex: bool = False
     no_adapters: str | None = None
     linear_layers: tuple[str, ...] = ()
     has_labels: bool = True
@@ -448,6 +450,18 @@ class KernelTimes:
     num_kernels: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkewedRouting:
+    """The time of a micro batch if the routers of a mixture load their experts unevenly.
+
+    The hottest expert of each layer gets `hottest` times the mean number of tokens. The micro batch
+    then takes `ratio` times as long as with an even load.
+    """
+
+    hottest: float
+    ratio: float
+
+
 # A micro batch is CPU-bound if the host needs at least this share of the micro batch's time to
 # issue kernels.
 HOST_SHARE = 0.8
@@ -482,6 +496,7 @@ class Measurement:
         warm_s: The time of the steps before the timed steps, without loading and compilation.
         new_length_s: The extra time of a micro batch whose length is new in the process, because
             libraries then plan their kernels; unknown if it was not measured.
+        skewed: The time with skewed routing; unknown if it was not measured.
         row_length: The tokens of the longest rows, including padding.
         evaluation_s: The mean time of a micro batch in an evaluation; unknown if it was not
             measured.
@@ -520,6 +535,7 @@ class Measurement:
     time_error: float = 0.0
     warm_s: float | None = None
     new_length_s: float | None = None
+    skewed: SkewedRouting | None = None
     row_length: int | None = None
     evaluation_s: float | None = None
     checkpoint_s: float | None = None
@@ -622,6 +638,19 @@ class DryCount:
     flops: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     operations: int = 0
+
+    @property
+    def attention_flops(self) -> float:
+        """The FLOPs of attention, except those of pairs of tokens that a causal mask hides.
+
+        The counts of memory-efficient attention and of FlexAttention leave out the hidden half of
+        the pairs. The other counts do not, so they are halved.
+        """
+        return sum(
+            flops if "efficient" in name or "flex" in name else flops / 2
+            for name, flops in self.flops.items()
+            if "attention" in name
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.dry.compiled import compile_for_count
+from autotune.dry.flex import FLEX_ATTENTION
 from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.probe.accounting import logical_params, trained_parameters
@@ -66,9 +67,12 @@ def dry_probe(request: ProbeRequest) -> DryCount:
 
     rows = request.objective.rows_per_example * config.micro_batch_size
     padded = config.padding == "masked" and rows > 1
+    # FlexAttention skips the scores between packed examples, whose lengths the request lacks. Each
+    # row counts as one example.
+    packed = config.packing and config.attention != FLEX_ATTENTION
 
     with ExitStack() as stack:
-        stack.enter_context(simulate_cuda(packed=config.packing, padded=padded))
+        stack.enter_context(simulate_cuda(packed=packed, padded=padded))
         if request.trainer == "trl":
             from autotune.dry.preference import replace_fp16, simulate_trl
 
@@ -418,6 +422,18 @@ def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) ->
     return blocks(4 * rows * heads * length * size) + blocks(4 * rows * heads * length)
 
 
+def _flex(query: torch.Tensor, *_: Any) -> int:
+    """The bytes of the largest score of each query, in 32 bits."""
+    rows, heads, length, _ = query.shape
+    return blocks(4 * rows * heads * length)
+
+
+def _flex_backward(gradient: torch.Tensor, *_: Any) -> int:
+    """The bytes of two 32-bit numbers for each query: gradients of the scores' sums."""
+    rows, heads, length, _ = gradient.shape
+    return 2 * blocks(4 * rows * heads * length)
+
+
 def _unpack_workspace(
     inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any
 ) -> int:
@@ -460,6 +476,8 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
     "_softmax_backward_data": _softmax_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "flex_attention": _flex,
+    "flex_attention_backward": _flex_backward,
     "gemm_4bit": _unpack_workspace,
     "packed_product": _unpack_experts_workspace,
     "int8_vectorwise_quant": _quantize_workspace,

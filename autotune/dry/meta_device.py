@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
+from autotune.dry.flex import replace_flex_attention
+
 aten = torch.ops.aten
 _torch_dropout = functional.dropout
 _KEY = "AutocastPrivateUse1"
@@ -100,6 +102,7 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in replacements:
             stack.enter_context(replace_attribute(owner, name, value))
+        stack.enter_context(replace_flex_attention())
         stack.enter_context(
             torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastPrivateUse1)
         )

@@ -27,7 +27,7 @@ from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe, TrainingData
 from autotune.trainer.examples import MARKED
 from autotune.trainer.reading import is_on_hub
-from autotune.trainer.settings import is_expert_parameter
+from autotune.trainer.settings import BLIND_TO_POSITIONS, is_expert_parameter
 
 # The names in `keys.yaml` and `tools.yaml` that stand for the study's dataset
 PLACEHOLDER = "your/dataset"
@@ -150,6 +150,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "padded_multiple": _padded_multiple(recipe),
         "attention": attention,
         "other_attention": attention != config.attention,
+        "blind_to_positions": recipe.model.text_type in BLIND_TO_POSITIONS,
         "checkpoint_every": config.checkpoint_every,
         "skips_layers": (config.checkpoint_every or 1) > 1,
         "selects": config.activation_budget < 1,
@@ -208,6 +209,8 @@ def attention_of(tool: str, config: TrainConfig) -> str:
         return "sdpa" if config.attention == "sdpa_cudnn" else config.attention
     if config.attention == "eager":
         return "disabled"
+    if config.attention == "flex_attention":
+        return "auto"
     # LLaMA-Factory refuses flash attention with more than one packed row.
     can_flash = config.attention == "flash_attention_2" and not (
         config.packing and config.micro_batch_size > 1

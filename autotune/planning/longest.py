@@ -37,6 +37,7 @@ from autotune.prediction.long_rows import long_row_breakdown
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.problem.constraints import attentions_without_sdpa
 from autotune.problem.target import Target, find_target
 from autotune.report.values.longest import Attempt, LongestAnswer, LongestRow
 
@@ -114,10 +115,13 @@ class Longest(ShownAsTable):
 
         Raises ValueError for an impossible knob.
         """
-        rank = {} if method == "full" else {"lora_rank": self.rank}
-        return TrainConfig(
-            **(LONG_ROWS | METHODS[method] | rank | self.knobs | {"seq_len": tokens})
-        )
+        knobs = LONG_ROWS | METHODS[method]
+        if method != "full":
+            knobs["lora_rank"] = self.rank
+        if self.model.lacks("sdpa"):
+            others = attentions_without_sdpa(self.model, self.device, has_flex=True)
+            knobs["attention"] = others[-1]
+        return TrainConfig(**(knobs | self.knobs | {"seq_len": tokens}))
 
     def host_gib(self, config: TrainConfig) -> float:
         """Return the GiB of pinned memory that the inputs of all layers take."""
@@ -253,11 +257,10 @@ class Longest(ShownAsTable):
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
         """Return the seconds of a step with one long row, or None if the card's rates are unknown.
 
-        The time of attention follows from half of the FLOPs of full attention, because the causal
-        mask skips the other half. The time of all other work follows from its FLOPs and its moved
-        bytes. Copies to the host's memory overlap with computation.
+        The time of attention follows from the FLOPs that the causal mask leaves. The time of all
+        other work follows from its FLOPs and its moved bytes. Copies to the host's memory overlap
+        with computation.
         """
-        attention = sum(flops for name, flops in count.flops.items() if "attention" in name)
         other_flops = {
             name: flops for name, flops in count.flops.items() if "attention" not in name
         }
@@ -276,7 +279,7 @@ class Longest(ShownAsTable):
         return (
             on_card.micro_s
             + on_card.rest_s
-            + attention / 2 / (1e12 * share * self.device.bf16_tflops)
+            + count.attention_flops / (1e12 * share * self.device.bf16_tflops)
         )
 
     def request(

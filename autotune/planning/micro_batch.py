@@ -73,14 +73,10 @@ def bounds(
             for work, seconds in works
         )
 
-    # A causal mask hides half of the products of attention. The FLOPs in `count` leave out the
-    # hidden half only for kernels with "efficient" in their names. The FLOPs of all other kernels
-    # are halved here.
-    halves = {
-        name: 1.0 if "efficient" in name else 0.5 for name in count.flops if "attention" in name
-    }
-    attention_flops = sum(count.flops[name] * half for name, half in halves.items())
-    product_flops = float(sum(number for name, number in count.flops.items() if name not in halves))
+    attention_flops = count.attention_flops
+    product_flops = float(
+        sum(number for name, number in count.flops.items() if "attention" not in name)
+    )
     product_bytes = float(
         sum(number for name, number in count.moved_bytes.items() if "product" in name)
     )

@@ -300,7 +300,8 @@ def step_time_of(
     """
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
-    if count is None or (config.packing and config.knows_ends):
+    skips_pairs = config.knows_ends or config.attention == "flex_attention"
+    if count is None or (config.packing and skips_pairs):
         return None  # a dry probe treats a packed row as one long example, with too much attention
 
     dry_count = count(model, config, micro_steps, objective)

@@ -29,7 +29,15 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from autotune.core.micro_profile import MicroBatchProfile, Part
 from autotune.core.objective import Objective
 from autotune.core.parallelism import FSDP2
-from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
+from autotune.core.probe_types import (
+    KernelTimes,
+    Measurement,
+    MicroBatch,
+    Phase,
+    ProbeRequest,
+    Rung,
+    SkewedRouting,
+)
 from autotune.core.units import gib
 from autotune.probe.accounting import (
     free_paged_state,
@@ -49,6 +57,7 @@ from autotune.probe.rank import Rank
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
+from autotune.probe.skewed_routing import hottest_load, routers, skew_routing
 from autotune.trainer import images, rows, varlen
 from autotune.trainer.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.trainer.graphs import is_capturing
@@ -78,6 +87,8 @@ LARGEST_CHECKPOINT_GIB = 4.0
 # The most graphs that a probe may compile for one function. torch's default for a fresh process is
 # the same.
 RECOMPILE_LIMIT = 8
+# The pairs of micro batches with even and with skewed routing that a probe times.
+SKEWED_PAIRS = 3
 # Approximate number of distinct rows; a probe that needs more rows repeats them.
 DIFFERENT_ROWS = 64
 # If the host issues a micro batch within this share of the micro batch's time, it hardly waited for
@@ -281,6 +292,7 @@ class Probe:
         self._loss: Callable[..., torch.Tensor] | None = None
         self._new_length_s: float | None = None
         self._host_micro_s: float | None = None
+        self._skewed: SkewedRouting | None = None
         self._has_random_weights = False
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
@@ -322,6 +334,8 @@ class Probe:
             if self._tries_new_lengths():
                 self._new_length_s = self._time_new_lengths()
             self._host_micro_s = self._time_host()
+            if self._tries_skewed_routing():
+                self._skewed = self._time_skewed_routing()
             if self.request.evaluate:
                 self._evaluate_and_save()
             measurement = self._measurement(losses)
@@ -352,6 +366,16 @@ class Probe:
         """
         request = self.request
         return request.plans_by_length and request.new_lengths and not request.has_real_ranks
+
+    def _tries_skewed_routing(self) -> bool:
+        """Whether to time skewed routing: only to confirm a mixture with random weights on one GPU.
+
+        Trained routers have a load of their own, and sharded routers cannot be scaled in place.
+        """
+        request = self.request
+        is_confirmed = request.rung is Rung.CONFIRM and request.depth is None
+        is_plain = request.weights is None and request.config.num_gpus == 1
+        return is_confirmed and is_plain and bool(routers(self.base))
 
     def _profiles_kernels(self) -> bool:
         """Whether to profile kernels: only on request, and only for a truncated model on a GPU."""
@@ -729,6 +753,27 @@ class Probe:
                 break
         return max(statistics.median(more), 0.0) if more else None
 
+    def _time_skewed_routing(self) -> SkewedRouting:
+        """Time the most frequent kind of micro batch, with even and with skewed routing in turn."""
+        timed = [kind for kind in self.request.kinds if kind.share]
+        frequent = max(timed, key=lambda kind: kind.share)
+        batch = self._random_batch(frequent, torch.Generator().manual_seed(self.request.seed))
+
+        def seconds() -> float:
+            before = self.meter.mark()
+            self._train_on(batch)
+            after = self.meter.mark()
+            self.meter.synchronize()
+            return self.meter.seconds(before, after)
+
+        ratios = []
+        for _ in range(SKEWED_PAIRS):
+            even_s = seconds()
+            with skew_routing(self.base):
+                ratios.append(seconds() / even_s)
+        hottest = min(hottest_load(len(one.weight), one.top_k) for one in routers(self.base))
+        return SkewedRouting(hottest=hottest, ratio=statistics.median(ratios))
+
     def _time_host(self) -> float | None:
         """The seconds that the host takes to issue a micro batch, without waiting; None if unknown.
 
@@ -929,6 +974,7 @@ class Probe:
             host_micro_s=self._host_micro_s,
             host_waits=recorder.host_waits(),
             new_length_s=self._new_length_s,
+            skewed=self._skewed,
             evaluation_s=self._evaluation_s,
             checkpoint_s=self._checkpoint_s,
             row_length=self.request.longest.length,

@@ -113,6 +113,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         plain_head=plain_head,
         liger=_liger_supports(config.get_text_config().model_type),
         sdpa=built._supports_sdpa,
+        flex=built._supports_flex_attn,
         no_adapters=no_adapters,
         linear_layers=tuple(sorted(linear_layers)),
         has_labels=type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,

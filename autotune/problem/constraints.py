@@ -38,6 +38,7 @@ WORTH_PACKING = 1.05
 # If the space has more values of seq_len than this, packing is refused, because all examples would
 # have to be packed once for each value.
 MOST_LENGTHS = 16
+NO_SDPA = "transformers has no SDPA attention for this model"
 MIN_RANK = 16
 OTHER_EXPERTS = "the model's experts do not use transformers' interface for experts"
 MAX_TRUNCATED = 0.01
@@ -150,8 +151,32 @@ class Narrowing:
         self.reserve = self.reserve.pin(name, value)
 
 
-def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) -> None:
-    """Remove values that the model, the global batch or the number of examples makes impossible."""
+def attentions_without_sdpa(
+    model: ModelSpec, device: DeviceSpec, *, has_flex: bool
+) -> tuple[str, ...]:
+    """Return the attentions to search if transformers has no SDPA attention for the model.
+
+    Eager attention comes first: it is transformers' default for such a model, and the baseline
+    takes the first value. The last is the fastest. Eager attention stores the scores of all pairs
+    of tokens. FlexAttention stores none, so it is faster and needs less memory. Its kernels need
+    the same GPUs as flash attention.
+    """
+    runs_flex = device.kind != "cpu" and device.has_flash
+    if runs_flex and has_flex and no_flex(model) is None:
+        return "eager", "flex_attention"
+    return ("eager",)
+
+
+def narrow_to_model(
+    narrowing: Narrowing,
+    model: ModelSpec,
+    workload: Workload,
+    without_sdpa: tuple[str, ...] = ("eager",),
+) -> None:
+    """Remove values that the model, the global batch or the number of examples makes impossible.
+
+    `without_sdpa` has the attentions to search if the model has no SDPA attention.
+    """
     batch = workload.global_batch
     examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
@@ -188,8 +213,10 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
             {"flash_attention_2"},
             "transformers has no FlashAttention 2 for this model",
         )
+    if reason := no_flex(model):
+        narrowing.remove("attention", {"flex_attention"}, reason)
     if model.lacks("sdpa"):
-        _narrow_to_other_attention(narrowing)
+        _narrow_to_other_attention(narrowing, without_sdpa)
 
     # Some values were tested only with models for text, not with models that also read images.
     narrowing.remove_untested("model_type", model.config["model_type"])
@@ -314,17 +341,16 @@ def _narrow_to_checkpoint(narrowing: Narrowing, stored_as: str | None) -> None:
         narrowing.keep(knob, (value,).__contains__, reason)
 
 
-def _narrow_to_other_attention(narrowing: Narrowing) -> None:
-    """Remove SDPA attention; if the space has no other attention, add eager attention."""
-    reason = "transformers has no SDPA attention for this model"
-    narrowing.remove("attention", {"sdpa_cudnn"}, reason)
+def _narrow_to_other_attention(narrowing: Narrowing, others: tuple[str, ...]) -> None:
+    """Remove SDPA attention; if the space has no other attention, search `others` instead."""
+    narrowing.remove("attention", {"sdpa_cudnn"}, NO_SDPA)
     if narrowing.space.choices("attention") == ("sdpa",):
-        narrowing.pin("attention", "eager")
-        narrowing.removals.append(
-            Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is used instead")
-        )
+        narrowing.offer("attention", others)
+        verb = "are" if len(others) > 1 else "is"
+        reason = f"{NO_SDPA}; {' and '.join(others)} {verb} used instead"
+        narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=reason))
     else:
-        narrowing.remove("attention", {"sdpa"}, reason)
+        narrowing.remove("attention", {"sdpa"}, NO_SDPA)
 
 
 def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
@@ -567,18 +593,23 @@ def narrow_checkpointing(narrowing: Narrowing) -> None:
 
 
 def narrow_to_layers(
-    narrowing: Narrowing, model: ModelSpec, trainer: str, shape: ModelShape | None
+    narrowing: Narrowing,
+    model: ModelSpec,
+    trainer: str,
+    shape: ModelShape | None,
+    without_sdpa: tuple[str, ...] = ("eager",),
 ) -> None:
     """Remove values that the model's layers do not support; `shape` is None if unknown.
 
-    Raises UsageError if no value is left.
+    `without_sdpa` has the attentions to search if the model has no SDPA attention. Raises
+    UsageError if no value is left.
     """
     if shape is not None and shape.no_adapters:
         _narrow_to_other_adapters(narrowing, shape)
     if shape is not None and shape.linear_layers:
         _narrow_to_named_layers(narrowing, model, (*shape.linear_layers, *shape.experts))
     if shape is not None and not shape.sdpa:
-        _narrow_to_other_attention(narrowing)
+        _narrow_to_other_attention(narrowing, without_sdpa)
     if shape is not None and not shape.tileable:
         narrowing.remove(
             "tiling", {"tokens"}, "the model's layers have no attention and MLP of the usual form"
@@ -815,6 +846,15 @@ def _no_varlen(shape: Mapping[str, Any]) -> str | None:
             f"varlen attention needs heads of at most {LARGEST_HEAD} values, in multiples of"
             f" {HEAD_MULTIPLE}; the model's heads have {size}"
         )
+    return None
+
+
+def no_flex(model: ModelSpec) -> str | None:
+    """Return why a model cannot use FlexAttention, or None if it can."""
+    if model.lacks("flex_attention"):
+        return "transformers has no FlexAttention for this model"
+    if model.config.get("attention_dropout"):
+        return "FlexAttention supports no dropout, but the model's attention has dropout"
     return None
 
 

@@ -149,7 +149,8 @@ def set_up(
             workload, pictured=pictured, images_end=end, vision=spec.vision, dealt=False
         )
         constraints.narrow_to_images(narrowing, workload)
-    constraints.narrow_to_model(narrowing, model, workload)
+    others = _attentions_without_sdpa(model, workload, target.device)
+    constraints.narrow_to_model(narrowing, model, workload, others)
     if spec.trained_by == "trl":
         constraints.narrow_to_trl(
             narrowing, installed=probes_run_here, objective=workload.objective
@@ -337,6 +338,7 @@ def known_shape(model: ModelSpec) -> ModelShape | None:
         plain_head=not sizes.capped,
         liger=True,
         sdpa=not model.lacks("sdpa"),
+        flex=not model.lacks("flex_attention"),
         linear_layers=tuple(sorted(map(_path, sizes.matrices))),
     )
 
@@ -362,7 +364,10 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
     warnings = _warnings_of_layers(narrowing.space, shape)
-    constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape)
+    others = _attentions_without_sdpa(
+        task.model, task.workload, task.device, has_flex=shape is not None and shape.flex
+    )
+    constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape, others)
     return replace(
         setup,
         task=replace(task, space=narrowing.space),
@@ -370,6 +375,15 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
         removals=tuple(narrowing.removals),
         warnings=(*setup.warnings, *warnings),
     )
+
+
+def _attentions_without_sdpa(
+    model: ModelSpec, workload: Workload, device: DeviceSpec, *, has_flex: bool = True
+) -> tuple[str, ...]:
+    """Return the attentions to search if the model has no SDPA attention."""
+    if untested("attention", "flex_attention", "images") and workload.pictured:
+        return ("eager",)
+    return constraints.attentions_without_sdpa(model, device, has_flex=has_flex)
 
 
 def open_reserve(setup: Setup) -> Setup:

@@ -899,6 +899,13 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             f"the run takes {late}"
         )
 
+    if skewed := winner.measurement.skewed:
+        caveats.append(
+            "probes load the experts of a mixture evenly, trained routers do not: a micro batch "
+            f"takes {skewed.ratio:.2f} times as long if the busiest expert of each layer gets "
+            f"{skewed.hottest:.3g} times the mean number of tokens [measured]"
+        )
+
     if made_up := _example_values(task):
         caveats.append(f"an example card takes the place of a GPU: {made_up}")
     caveats += _assumed_examples(workload)

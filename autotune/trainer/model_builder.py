@@ -44,7 +44,12 @@ from .packed_experts import (
     pack_while_loading,
     unpacked_shapes,
 )
-from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
+from .patches import (
+    attend_windows_at_once,
+    offload_checkpoints,
+    register_attentions,
+    separate_examples,
+)
 from .settings import DEQUANTISED, ModelSettings, quantization_of
 from .tiles import tile_layers
 
@@ -182,7 +187,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             # LoRA's matrix B is zero in new adapters, so that new adapters do not change the
             # model's output.
-            if ".lora_B." in name:
+            if ".lora_B." in name or name.endswith("bias"):
                 local.zero_()
             else:
                 local.normal_(0.0, 0.02)
@@ -274,6 +279,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     model.config.use_cache = False
     if settings.attention.startswith("sdpa"):
         attend_windows_at_once(model)
+    separate_examples(model)
     _mark_text(model)
     model.requires_grad_(False)
     # This code does the same as PEFT's prepare_model_for_kbit_training, but does not switch on
@@ -521,7 +527,8 @@ def stop_checkpointing(base: PreTrainedModel) -> None:
 def _fill(model: nn.Module) -> None:
     """Fill matrices with random values, and biases and other vectors with zeros.
 
-    The weights of norms keep the value 1.
+    The weights of norms keep the value 1. A random bias of a router (Ernie 4.5) would send all
+    tokens to the same experts.
     """
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):  # `no_init_weights` skipped its initialisation
@@ -534,7 +541,7 @@ def _fill(model: nn.Module) -> None:
             layer = model.get_submodule(name.rpartition(".")[0])
             if isinstance(layer, Float8Linear) and parameter is layer.weight_fp8:
                 layer.store(torch.empty_like(parameter, dtype=layer.dtype).normal_(0.0, 0.02))
-            elif parameter.ndim > 1:
+            elif parameter.ndim > 1 and not name.endswith("bias"):
                 parameter.normal_(0.0, 0.02)
             elif not name.endswith("weight"):
                 parameter.zero_()

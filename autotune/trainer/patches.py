@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from . import varlen
 from .host_checkpoints import HostCheckpoints
+from .settings import BLIND_TO_POSITIONS
 
 CUDNN_ATTENTION = "sdpa_cudnn"
+FLEX_ATTENTION = "flex_attention"
 # With a mask, cuDNN selects its attention kernel by the alignment of the rows' length: the largest
 # of these numbers that divides the length (tested on an H100).
 ALIGNMENTS = (1, 2, 4, 8, 64, 128)
@@ -27,14 +30,40 @@ ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 def register_attentions() -> None:
     """Register the attentions "sdpa_cudnn", "varlen" and "flash_windows" in transformers.
 
+    "flex_attention" is replaced by a version that works under autocast.
+
     cuDNN's attention needs its own name in the model's config. Dynamo selects compiled code by this
     config, and does not see torch's global switches. "varlen" and "flash_windows" have no
     registered mask function, so transformers makes no mask for them.
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
+    AttentionInterface.register(FLEX_ATTENTION, _attend_flexibly)
     AttentionInterface.register(varlen.VARLEN, varlen.attend)
     AttentionInterface.register(varlen.WINDOWS, varlen.attend_windows)
+
+
+def separate_examples(model: Any) -> None:
+    """Give the model masks that separate packed examples, if its own masks do not."""
+    if model.config.model_type in BLIND_TO_POSITIONS:
+        model.base_model.register_forward_pre_hook(_add_masks, with_kwargs=True)
+
+
+def _add_masks(decoder: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = given.get("position_ids")
+    if positions is None or given.get("attention_mask") is not None:
+        return args, given
+    dtype = decoder.get_input_embeddings().weight.dtype
+    # The masks depend only on the dtype, the device and the first two dimensions of the inputs.
+    inputs = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
+    masks = create_masks_for_generate(
+        config=decoder.config,
+        inputs_embeds=inputs,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    return args, given | {"attention_mask": masks}
 
 
 def attend_windows_at_once(model: nn.Module) -> None:
@@ -92,6 +121,25 @@ def _checkpoint_on_host(
 ) -> Any:
     with checkpoints.saving():
         return checkpoint(*args, **kwargs)
+
+
+def _attend_flexibly(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute FlexAttention, which needs queries, keys and values of one dtype.
+
+    Under autocast, rotary positions may turn queries and keys into 32 bits, but not values.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return flex_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 def _attend(*args: Any, **kwargs: Any) -> Any:

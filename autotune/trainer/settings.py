@@ -19,6 +19,9 @@ DEQUANTISED = ("fp8", "mxfp4")
 # The endings of the paths of experts' parameters. Each parameter holds one projection of all
 # experts of a layer. Experts without a gate have `up_proj`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
+# transformers makes the masks of these model types without positions, so packed examples would
+# attend to each other. The trainer makes the masks itself.
+BLIND_TO_POSITIONS = ("gpt_oss",)
 # A model whose size is at most this fraction of a GPU's memory limit is built unsharded on the GPU,
 # and then sharded. A larger model is built as shards from the beginning. The other 10 % of the
 # limit is for the shards, which exist beside the unsharded model for a while.

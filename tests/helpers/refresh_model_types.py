@@ -56,6 +56,7 @@ def lacking_attentions() -> dict[str, list[str]]:
     """Return the types that lack an attention implementation, by the implementation's name."""
     sdpa: list[str] = []
     flash: list[str] = []
+    flex: list[str] = []
     for name in model_types():
         config = CONFIG_MAPPING[name]
         built = MODEL_FOR_CAUSAL_LM_MAPPING.get(config, None)
@@ -68,7 +69,9 @@ def lacking_attentions() -> dict[str, list[str]]:
             sdpa.append(name)
         if not built._supports_flash_attn or name in NO_SINKS:
             flash.append(name)
-    return {"sdpa": sdpa, "flash_attention_2": flash}
+        if not built._supports_flex_attn:
+            flex.append(name)
+    return {"sdpa": sdpa, "flash_attention_2": flash, "flex_attention": flex}
 
 
 def main() -> None:

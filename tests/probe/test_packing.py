@@ -44,18 +44,37 @@ def supported(setting: str, context: str) -> tuple[str, ...]:
     return pair.tested
 
 
-def lacks_sdpa(model_type: str) -> bool:
-    return ModelSpec(name="small", config=SHAPE | {"model_type": model_type}).lacks("sdpa")
+def lacks(model_type: str, attention: str) -> bool:
+    return ModelSpec(name="small", config=SHAPE | {"model_type": model_type}).lacks(attention)
 
 
+# On a CPU, transformers' FlexAttention has no attention sinks. tests/probe/test_flex.py covers its
+# masks.
+WITH_SINKS = ("gpt_oss", "flex_attention")
 PACKED = product(supported("packing", "model_type"), supported("packing", "attention"))
 
 
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute FlexAttention without its kernels, which would have to be compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    monkeypatch.setattr(
+        "transformers.integrations.flex_attention.compile_friendly_flex_attention",
+        lambda *args, training=False, **kwargs: flex_attention(*args, **kwargs),
+    )
+    monkeypatch.setattr(
+        "transformers.masking_utils.create_block_mask",
+        lambda **kwargs: create_block_mask(**kwargs | {"_compile": False}),
+    )
+
+
 @pytest.mark.probe
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [
-        *(pair for pair in PACKED if pair[1] != "sdpa" or not lacks_sdpa(pair[0])),
+        *(pair for pair in PACKED if pair != WITH_SINKS and not lacks(*pair)),
         *((model_type, "varlen") for model_type in supported("packed_attention", "model_type")),
     ],
 )
@@ -64,13 +83,15 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from autotune.probe.harness import random_rows
-    from autotune.trainer.patches import register_attentions
+    from autotune.trainer.patches import register_attentions, separate_examples
     from autotune.trainer.varlen import join_rows
 
     register_attentions()
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE, use_cache=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model.requires_grad_(False)  # FlexAttention has no gradients on a CPU
+    separate_examples(model)
     kind = MicroBatch(rows=(EXAMPLES, EXAMPLES), length=48, share=1.0)
     batch = join_rows(random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True))
     segments = {"segments": batch["segments"]} if attention == "varlen" else {}

@@ -222,7 +222,12 @@ def test_a_model_that_cannot_be_trained_is_refused_in_a_line_and_does_no_harm(
         f"mlp.{name}_proj" for name in ("gate", "up", "down")
     ]
     known = ModelShape(
-        num_layers=8, prefix=0, period=1, plain_head=True, linear_layers=tuple(sorted(linear))
+        num_layers=8,
+        prefix=0,
+        period=1,
+        plain_head=True,
+        flex=True,
+        linear_layers=tuple(sorted(linear)),
     )
     assert prober.describe(TINY_LLAMA) == known
     measure(prober, TINY_LLAMA)

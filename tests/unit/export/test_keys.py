@@ -131,6 +131,10 @@ def test_writing_leaves_the_table_as_it_is(tool: str, config: TrainConfig) -> No
         (TrainConfig(attention="sdpa_cudnn"), ("sdpa", "sdpa", "sdpa")),
         (TrainConfig(attention="eager"), ("eager", "eager", "disabled")),
         (
+            TrainConfig(attention="flex_attention"),
+            ("flex_attention", "flex_attention", "auto"),
+        ),
+        (
             TrainConfig(attention="flash_attention_2"),
             ("flash_attention_2", "flash_attention_2", "fa2"),
         ),
@@ -433,6 +437,23 @@ def test_each_form_has_its_keys(form: str, kind: str) -> None:
     assert keys.write("llamafactory", "adapters", made)["stage"] == (
         "pt" if form == "text" else "sft"
     )
+
+
+def test_the_head_says_where_attention_differs() -> None:
+    """LLaMA-Factory has no FlexAttention; TRL gives gpt-oss no masks of packed examples."""
+    made = recipe(TrainConfig(attention="flex_attention", packing=True))
+    gpt_oss = replace(made, model=resolve_model("openai/gpt-oss-20b"))
+    heads = {
+        (tool, one.model.short): " ".join(
+            " ".join(tool_file.export(one, tool).values()).replace("\n# ", " ").split()
+        )
+        for tool in ("trl", "llamafactory")
+        for one in (made, gpt_oss)
+    }
+    blind = "each example also attends to the examples before it in its row"
+    assert [key for key, head in heads.items() if blind in head] == [("trl", gpt_oss.model.short)]
+    without = "LLaMA-Factory has no FlexAttention"
+    assert all((without in head) is (tool == "llamafactory") for (tool, _), head in heads.items())
 
 
 def test_the_head_says_where_the_loss_differs() -> None:

@@ -153,6 +153,21 @@ def test_attention_is_counted_below_the_diagonal(counted: list[int]) -> None:
     assert two - 2 * one == pytest.approx(2 * of_attention, rel=0.02)
 
 
+def test_without_sdpa_long_rows_need_flex_attention() -> None:
+    """On a CPU and on older GPUs, eager attention is left; the user may choose another."""
+    gpt_oss = resolve_model("openai/gpt-oss-20b")
+    found = {
+        name: Longest(model=gpt_oss, device=resolve_device(name), limit_gib=20.0)
+        .config("lora", 4096)
+        .attention
+        for name in ("h100", "rtx-4090", "t4")
+    }
+    assert found == {"h100": "flex_attention", "rtx-4090": "flex_attention", "t4": "eager"}
+    chosen = replace(asked(), model=gpt_oss, knobs={"attention": "eager"})
+    assert chosen.config("lora", 4096).attention == "eager"
+    assert asked_config(4096).attention == "sdpa"
+
+
 def asked_config(tokens: int) -> TrainConfig:
     return asked().config("qlora", tokens)
 

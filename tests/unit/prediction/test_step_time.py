@@ -20,6 +20,7 @@ from autotune.prediction.step_time import (
     COUNTED_ERROR,
     DEVICE_ERROR,
     FLASH,
+    FLEX,
     INDEXED,
     MEASURED_HOST,
     MOVED_SHARE,
@@ -373,6 +374,7 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
             "_efficient_attention": 10**14,
             "_efficient_attention wide": 2 * 10**13,
             "_efficient_attention_backward wide": 10**13,
+            "flex_attention_backward": 4 * 10**13,
         },
         moved_bytes={
             "product": 10**15,
@@ -386,8 +388,15 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
     found = counted_step_time(TrainConfig(method=method), count, Host(scale=0.5, error=0.4))
     assert found is not None
     without_flash = (
-        600 / THICK + 30 * NOT_ALIGNED + BY_POSITION * 100 + WIDE_FORWARD * 20 + WIDE_BACKWARD * 10
+        600 / THICK
+        + 30 * NOT_ALIGNED
+        + BY_POSITION * 100
+        + WIDE_FORWARD * 20
+        + WIDE_BACKWARD * 10
+        + FLEX * 40
     )
+    # A causal mask hides half of the pairs, which only flash attention's count includes.
+    assert count.attention_flops == 2 * 10**14 / 2 + 10**14 + 3 * 10**13 + 4 * 10**13
     assert found.products_s == pytest.approx((without_flash + FLASH * 200) / 662.9, rel=1e-4)
     for knobs in ({"padding": "max_length"}, {"attention": "sdpa_cudnn"}):  # cuDNN attends
         quicker = counted_step_time(TrainConfig(method=method, **knobs), count)  # type: ignore[arg-type]

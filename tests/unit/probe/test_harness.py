@@ -16,7 +16,7 @@ from torch import nn
 from transformers import LlamaConfig, default_data_collator
 
 from autotune.core.objective import Objective
-from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
+from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest, SkewedRouting
 from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
 from autotune.probe.harness import (
@@ -450,6 +450,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         _has_random_weights=False,
         _new_length_s=0.125,
         _host_micro_s=0.5,
+        _skewed=SkewedRouting(hottest=4.0, ratio=1.5),
         _evaluation_s=0.75,
         _checkpoint_s=None,
     )
@@ -471,6 +472,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     assert (found.trainable_params, found.total_params) == (1024, 2048)
     assert (found.evaluation_s, found.checkpoint_s, found.context_gib) == (0.75, None, 0.25)
     assert found.new_length_s == 0.125
+    assert found.skewed == SkewedRouting(hottest=4.0, ratio=1.5)
     probe._has_random_weights = True  # the weights are not those that were asked for
     assert probe._measurement([2.0, 1.0]).losses == ()
 

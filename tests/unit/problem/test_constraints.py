@@ -18,6 +18,7 @@ from autotune.problem.constraints import (
     Floors,
     Narrowing,
     apply_floors,
+    attentions_without_sdpa,
     narrow_checkpointing,
     narrow_packing,
     narrow_padding,
@@ -767,6 +768,47 @@ def test_attention_sinks_need_other_kernels_than_flash_attention_2() -> None:
         narrow_to_model(unnarrowed(attention=("flash_attention_2",)), model, WORKLOAD)
 
 
+@pytest.mark.parametrize(
+    ("device", "changes", "found"),
+    [
+        ("h100", {}, ("eager", "flex_attention")),
+        ("rtx-4090", {}, ("eager", "flex_attention")),
+        ("t4", {}, ("eager",)),  # too old for the kernels
+        ("cpu", {}, ("eager",)),
+        ("h100", {"attention_dropout": 0.1}, ("eager",)),
+        ("h100", {"model_type": "bloom"}, ("eager",)),  # transformers has no FlexAttention for it
+        ("h100", {"model_type": "gemma2"}, ("eager", "flex_attention")),
+    ],
+)
+def test_flex_attention_takes_the_place_of_sdpa_where_it_runs(
+    device: str, changes: dict[str, Any], found: tuple[str, ...]
+) -> None:
+    gpt_oss = resolve_model("openai/gpt-oss-20b")
+    model = replace(gpt_oss, config=gpt_oss.config | changes)
+    others = attentions_without_sdpa(model, resolve_device(device), has_flex=True)
+    assert others == found
+    assert attentions_without_sdpa(model, resolve_device(device), has_flex=False) == ("eager",)
+
+    narrowing = unnarrowed(attention=("sdpa", "flash_attention_2"))
+    if not model.lacks("flash_attention_2"):
+        narrowing.remove("attention", {"flash_attention_2"}, "not installed")
+    narrow_to_model(narrowing, model, WORKLOAD, others)
+    assert both(narrowing, "attention") == found
+    verb = "are" if len(found) > 1 else "is"
+    reason = f"attention sdpa: {NO_SDPA}; {' and '.join(found)} {verb} used instead"
+    assert reason in map(str, narrowing.removals)
+
+
+def test_flex_attention_is_refused_for_a_reason() -> None:
+    gpt_oss = resolve_model("openai/gpt-oss-20b")
+    dropping = replace(gpt_oss, config=gpt_oss.config | {"attention_dropout": 0.1})
+    with pytest.raises(UsageError, match="FlexAttention supports no dropout"):
+        narrow_to_model(unnarrowed(attention=("flex_attention",)), dropping, WORKLOAD)
+    bloom = replace(gpt_oss, config=gpt_oss.config | {"model_type": "bloom"})
+    with pytest.raises(UsageError, match="transformers has no FlexAttention for this model"):
+        narrow_to_model(unnarrowed(attention=("flex_attention",)), bloom, WORKLOAD)
+
+
 @pytest.mark.parametrize("model_type", ["bloom", "got_ocr2"])
 def test_any_type_without_sdpa_gets_eager_attention(model_type: str) -> None:
     """transformers says which types lack it; a wrapper may lack it although its text has it."""
@@ -1223,7 +1265,7 @@ def test_packing_is_searched_with_sixteen_lengths_at_most(
 
 
 def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
-    attentions, lengths = ("sdpa", "flex_attention", "eager"), Lengths.constant(512, "assumed")
+    attentions, lengths = ("sdpa", "flash_attention_2", "eager"), Lengths.constant(512, "assumed")
     workload = Workload(examples=900, lengths=lengths, global_batch=32)
     narrowing = packed(
         workload, packing=(True,), attention=attentions, seq_len=(1024,), micro_batch_size=(1,)
@@ -1248,8 +1290,8 @@ def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
             (name, (False, True))
             for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral")
         ),
-        *((name, (False, True)) for name in ("phi3", "qwen2", "qwen3", "qwen3_moe")),
-        *((name, (False,)) for name in ("falcon", "gpt_oss", "qwen3_next", "qwen3_5")),
+        *((name, (False, True)) for name in ("gpt_oss", "phi3", "qwen2", "qwen3", "qwen3_moe")),
+        *((name, (False,)) for name in ("falcon", "qwen3_next", "qwen3_5")),
     ],
 )
 def test_packing_is_searched_for_models_that_were_seen_to_keep_examples_apart(

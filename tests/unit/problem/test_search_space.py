@@ -48,7 +48,7 @@ def test_every_shipped_space_loads_and_makes_configurations():
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("cpu", 2 * 6 * 3 * 3 * 2 * 2 * 3 * 2),  # packed or not
+        ("cpu", 2 * 6 * 3 * 3 * 2 * 2 * 3 * 2 * 2),  # packed or not, grouped adapters or not
         # Compiled: packed with a mask or without one, or in buckets; else also padded to the
         # longest, likewise. One value of checkpointing is for compiled layers alone.
         # All with grouped adapters too, and the compiled ones in bf16, of two precisions, with

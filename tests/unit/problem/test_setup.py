@@ -394,14 +394,42 @@ def test_unknown_names_are_usage_errors(installed, spec, message):
     assert message in str(caught.value)
 
 
-def test_a_model_without_sdpa_is_probed_with_eager_attention_and_the_removal_is_recorded(installed):
+def test_a_model_without_sdpa_has_a_baseline_with_eager_attention_and_the_removal_is_recorded(
+    installed,
+):
     for space in ("lora", "default"):
         setup = set_up(StudySpec(model="gemma-2-9b", space=space), HERE)
-        assert setup.task.space.knob("attention").choices() == ("eager",)
+        assert setup.task.space.knob("attention").choices() == ("eager", "flex_attention")
         assert setup.task.baselines[0].attention == "eager"
         assert any(
             removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals
         )
+
+
+@pytest.mark.parametrize("space", ["default", "lora", "qlora", "full"])
+def test_flex_attention_is_searched_for_a_model_without_sdpa(installed, space):
+    """In every space whose attention is SDPA. The baseline has transformers' default."""
+    installed("bitsandbytes")
+    setup = set_up(StudySpec(model="openai/gpt-oss-20b", space=space), H200)
+    for one in (setup.task.space, setup.reserve):
+        assert one.choices("attention") == ("eager", "flex_attention")
+    assert setup.task.baselines[0].attention == "eager"
+    shape = ModelShape(num_layers=24, prefix=0, period=2, sdpa=False, flex=True)
+    assert adapt_to_layers(setup, shape).task.space.choices("attention") == (
+        "eager",
+        "flex_attention",
+    )
+
+
+def test_flex_attention_is_searched_for_a_type_that_the_catalogue_does_not_know(installed):
+    installed("bitsandbytes")
+    llama = resolve_model("llama-3.1-8b")
+    new = replace(llama, config=llama.config | {"model_type": "newest"}, name="newest")
+    setup = set_up(StudySpec(model="llama-3.1-8b", space="lora"), H200)
+    setup = replace(setup, task=replace(setup.task, model=new))
+    for flex, found in ((True, ("eager", "flex_attention")), (False, ("eager",))):
+        shape = ModelShape(num_layers=32, prefix=0, period=1, sdpa=False, flex=flex)
+        assert adapt_to_layers(setup, shape).task.space.choices("attention") == found
 
 
 def test_a_model_without_sdpa_uses_another_attention_of_the_space(installed):
@@ -536,7 +564,7 @@ def test_what_is_known_of_layers_without_a_worker():
         *(f"self_attn.{name}_proj" for name in "koqv"),
     ]
     shape = {"num_layers": 32, "prefix": 0, "period": None, "linear_layers": tuple(linear)}
-    known = ModelShape(**shape, plain_head=True, liger=True, sdpa=True)
+    known = ModelShape(**shape, plain_head=True, liger=True, sdpa=True, flex=True)
     assert known_shape(resolve_model("mistral-7b")) == known
     capped = known_shape(resolve_model("gemma-2-9b"))
     assert capped is not None and (capped.plain_head, capped.sdpa, capped.liger) == (

@@ -98,6 +98,16 @@ def test_nobody_climbs_towards_what_is_slower() -> None:
         assert first_moves(fast, name, Outcome.OK) == []
 
 
+def test_eager_attention_is_replaced_first() -> None:
+    searched = SPACE.offer("attention", ("eager", "flex_attention"))
+    eager = replace(MIDDLE, attention="eager")
+    moves = [next_move(searched, eager, name, {}) for name in ORDER]
+    first = next(move for move in moves if move is not None)
+    assert searched.config(first) == replace(eager, attention="flex_attention")
+    flex = replace(eager, attention="flex_attention")
+    assert next_move(searched, flex, "attention", {}) is None
+
+
 def test_learning_knobs_are_not_climbed() -> None:
     assert "lora_rank" not in ORDER and "seq_len" not in ORDER
     for name in ORDER:

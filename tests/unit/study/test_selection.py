@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.probe_types import Evidence, Outcome, ProbeResult, Rung, Telemetry
+from autotune.core.probe_types import Evidence, Outcome, ProbeResult, Rung, SkewedRouting, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.problem.constraints import Floors
@@ -196,6 +196,18 @@ def test_a_dropped_configuration_is_out_and_named():
 
 
 # --- caveats
+
+
+def test_the_cost_of_skewed_routing_is_stated():
+    made = confirmed()
+    record = made.record(FAST)
+    skewed = SkewedRouting(hottest=4.0, ratio=1.057)
+    record.confirmed[:] = [replace(one, skewed=skewed) for one in record.confirmed]
+    assert made.recipe(FINGERPRINT).caveats == (
+        "probes load the experts of a mixture evenly, trained routers do not: a micro batch takes "
+        "1.06 times as long if the busiest expert of each layer gets 4 times the mean number of "
+        "tokens [measured]",
+    )
 
 
 def test_a_study_that_was_cut_short():
