@@ -48,8 +48,11 @@ def apply_edits(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
     return new
 
 
-def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
-    """Yield each change that may save memory, except smaller micro batches and shorter rows."""
+def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
+    """Yield each change that may save memory, except smaller micro batches and shorter rows.
+
+    `has_experts` says whether the model is a mixture of experts.
+    """
     config = run.config
     tool = run.format
     values = run.values
@@ -77,6 +80,8 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     if config.method == "lora":
         if config.quantization != "nf4":
             yield QUANTIZED, quantization
+        elif has_experts and tool == "axolotl" and not config.quantize_experts:
+            yield QUANTIZED, {"quantize_moe_experts": True}
         return
 
     # Changes for full fine-tuning
@@ -145,7 +150,7 @@ class FixSearch:
         lengths that fit, only the longest is returned.
         """
         run = self.checked.run
-        edited_runs = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
+        edited_runs = [(edits, self._parse(edits)) for _, edits in self._fixes()]
         results = [self._fixed(edits, new) for edits, new in edited_runs if new is not None]
 
         if sizes := self._smaller_batches(run):
@@ -159,6 +164,9 @@ class FixSearch:
         changes = [fixed for fixed in results if fixed and fixed.edits]
         return [fixed for fixed in changes if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
 
+    def _fixes(self) -> list[Fix]:
+        return list(fixes_of(self.checked.run, has_experts=self.context.model.has_experts))
+
     def saved_gib(self, fixed: CheckedRun) -> float:
         """Return the GiB that the changed run `fixed` saves compared with the original run."""
         return self.checked.estimate.need_gib - fixed.estimate.need_gib
@@ -171,7 +179,7 @@ class FixSearch:
         which the run may fit: the memory that it needs differs from the limit by less than the
         formula's error.
         """
-        fixes = list(fixes_of(self.checked.run))
+        fixes = self._fixes()
         for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
             for rank in range(ADAPTERS + 1):
                 for length in self._lengths_for(rank):

@@ -207,6 +207,20 @@ def test_the_changes_that_are_tried(
     assert list(fixes_of(run)) == expected
 
 
+def test_axolotl_can_quantise_the_experts_of_a_mixture() -> None:
+    edits = (QUANTIZED, {"quantize_moe_experts": True})
+    in_4_bits = {"adapter": "qlora", "load_in_4bit": True}
+    for text, changes, tool, has_experts, is_offered in (
+        (AXOLOTL, in_4_bits, "axolotl", True, True),
+        (AXOLOTL, in_4_bits, "axolotl", False, False),
+        (AXOLOTL, in_4_bits | edits[1], "axolotl", True, False),
+        (TRL_7B, {"load_in_4bit": True}, "trl", True, False),
+    ):
+        run = parse(yaml.safe_load(changed(text, **changes)), tool)
+        assert run.config.quantization == "nf4"
+        assert (edits in fixes_of(run, has_experts=has_experts)) is is_offered
+
+
 def test_which_changes_go_together() -> None:
     """0 and 0 change nothing that is learned, 1 the optimizer, 4 and 4 are two ways to train
     adapters.
