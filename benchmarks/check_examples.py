@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from bench import Mode, finish, run_program, table
+from bench import Mode, Rows, finish, run_program, table
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported
 
@@ -50,7 +50,7 @@ BY_HAND = (
 
 def row_of(folder: Path, file: Path) -> dict[str, Any]:
     """Return the answer to one file: the settings and the verdict, or the reason of a refusal."""
-    row: dict[str, Any] = {"file": str(Path(folder.name) / file.relative_to(folder))}
+    row: dict[str, Any] = {"file": name_of(folder, file)}
     try:
         report = check(file, {"gpu": CARD})
     except AutotuneError as error:
@@ -70,6 +70,11 @@ def row_of(folder: Path, file: Path) -> dict[str, Any]:
         "need_gib": round(report.checked.bounds.reported.peak_reserved_gib, 2),
         "notes": list(run.notes),
     }
+
+
+def name_of(folder: Path, file: Path) -> str:
+    """Return the path of a file from the folder that its repository's folder is in."""
+    return str(Path(folder.name) / file.relative_to(folder))
 
 
 def reason_of(message: str) -> str:
@@ -211,11 +216,12 @@ def sample(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def run(args: argparse.Namespace) -> None:
     """Check all files of the folders."""
-    rows = [
-        row_of(folder, file)
-        for folder in args.folders
-        for file in sorted(path for path in folder.rglob("*") if path.suffix in (".yml", ".yaml"))
-    ]
+    found = Rows.of(args)
+    for folder in args.folders:
+        for file in sorted(path for path in folder.rglob("*") if path.suffix in (".yml", ".yaml")):
+            if not found.has(file=name_of(folder, file)):
+                found.add(row_of(folder, file))
+    rows = found.all
     answered = [row["file"] for row in rows if row["outcome"] == "answered"]
     parents = {folder.name: folder.parent for folder in args.folders}
     files = [parents[Path(name).parts[0]] / name for name in answered]
@@ -231,12 +237,13 @@ MODES = {
         result="check_examples",
         summarize=summarize,
         options={
+            "--rows": None,
             "folders": {
                 "type": Path,
                 "nargs": "+",
                 "metavar": "DIR",
                 "help": "folders of the repositories",
-            }
+            },
         },
     )
 }
