@@ -1,0 +1,83 @@
+# -*- coding: utf-8 -*-
+"""Answers a prompt with the model of a training, before and after the training.
+
+The prompt is written as in the examples: in the chat template if they are conversations, otherwise
+as plain text.
+"""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from .forms import Chat, Plain, parse_row, texts_of
+from .reading import read_rows
+
+TOKENS = 48  # the largest number of tokens in an answer
+PLAIN_WORDS = 8  # a text without a prompt is asked to continue its first words, at most a half
+
+
+def first_example(path: Path, split: str | None, *, has_template: bool = True) -> Plain | Chat:
+    """Return the first example of a dataset. Raises BadDataset if there is none."""
+    return parse_row(*next(read_rows(path, split)), has_template=has_template)
+
+
+def first_prompt(path: Path, split: str | None) -> str:
+    """Return the prompt of the first example: of a conversation, the first text of the user."""
+    example = first_example(path, split)
+    if isinstance(example, Plain):
+        words = example.completion.split()
+        return example.prompt or " ".join(words[: min(PLAIN_WORDS, (len(words) + 1) // 2)])
+    texts = [
+        text
+        for message in example.messages
+        if message["role"] == "user"
+        for kind, text in texts_of(message)
+        if kind == "text"
+    ]
+    return texts[0] if texts else ""
+
+
+class Prompt:
+    """A prompt and the tokenizer that reads it."""
+
+    def __init__(self, text: str, tokenizer: Any, example: Plain | Chat) -> None:
+        """`example` is one of the dataset's, and determines the form of the prompt."""
+        self._tokenizer = tokenizer
+        if isinstance(example, Chat) and tokenizer.chat_template:
+            messages = [{"role": "user", "content": text}]
+            rendered = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            self._tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        else:
+            self._tokens = tokenizer(text)["input_ids"]
+
+    def answer(self, model: Any, computing: AbstractContextManager[Any]) -> str:
+        """Return the most likely answer with text, at most TOKENS tokens.
+
+        `computing` sets the precision.
+        """
+        import torch
+
+        tokens = torch.tensor([self._tokens], device=next(model.parameters()).device)
+        end = self._tokenizer.eos_token_id
+        was_training = model.training
+        model.eval()
+        # The whole sequence is computed for each token. This is slow, but needs no cache, which the
+        # attention of a training may not support.
+        with torch.no_grad(), computing:
+            for _ in range(TOKENS):
+                logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
+                # A model that was not trained on this form may end at once, which shows nothing.
+                if end is not None and not self._text(tokens):
+                    logits[:, end] = -torch.inf
+                following = logits.argmax(-1, keepdim=True)
+                if following.item() == end:
+                    break
+                tokens = torch.cat([tokens, following], dim=1)
+        model.train(was_training)
+        return self._text(tokens)
+
+    def _text(self, tokens: Any) -> str:
+        """Return the text after the prompt."""
+        return str(self._tokenizer.decode(tokens[0, len(self._tokens) :].tolist())).strip()

@@ -1,0 +1,319 @@
+# -*- coding: utf-8 -*-
+"""Computes LoRA on the experts of a mixture by grouped products, in place of PEFT's wrappers.
+
+In each forward pass, PEFT adds `s B A` to the weights of all experts, and the experts use the sums.
+In this module, each row is multiplied by A and B of its expert only (' transposes):
+
+    y = x W' + (x A') sB'
+
+The rows are sorted by expert, so one grouped product multiplies the rows of all experts. The
+weights of the base are only read, and the computation can be compiled. PEFT's modules and
+parameters stay.
+
+The experts must use transformers' interface for experts (`transformers.integrations.moe`). Some
+families have their own code instead: Llama 4 multiplies all tokens by all experts, DBRX keeps all
+experts in one matrix, LongCat-Flash has experts without weights, and JetMoE and Step-3 loop over
+their experts.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
+# The attributes by which transformers' interface computes experts
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+# In 16 bits, the fused kernel needs rows that begin at multiples of 16 bytes. Ranks are padded.
+MULTIPLE = 8
+
+
+def group_experts(model: nn.Module) -> None:
+    """Let the adapters of experts compute grouped products, until `restore_experts` is called.
+
+    Raises ValueError if the model has no adapters on experts, or if its experts do not use
+    transformers' interface.
+    """
+    wrappers = list(_outermost(model))
+    experts = [one.get_base_layer() for one in wrappers if one.num_experts > 1]
+    if not experts:
+        raise ValueError(f"{type(model).__name__} has no adapters on experts to group")
+    for one in experts:
+        if not uses_interface(one):
+            raise ValueError(f"{type(one).__name__} does not use transformers' experts interface")
+
+    grouped, summed = _classes()
+    for wrapper in wrappers:
+        wrapper.__class__ = grouped if wrapper.num_experts > 1 else summed
+
+
+def restore_experts(model: nn.Module) -> None:
+    """Let PEFT compute the adapters of experts again."""
+    for module in model.modules():
+        if replaced := getattr(type(module), "replaced", None):
+            module.__class__ = replaced
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Return whether a module computes experts by transformers' interface."""
+    return all(hasattr(module, name) for name in INTERFACE)
+
+
+def _outermost(model: nn.Module) -> Iterator[Any]:
+    """Yield PEFT's wrappers of parameters that are not inside another wrapper."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    inner = {id(wrapper.base_layer) for wrapper in wrappers}
+    yield from (wrapper for wrapper in wrappers if id(wrapper) not in inner)
+
+
+# Each kind of module has one subclass, so that compiled code of one layer serves all layers. PEFT
+# is imported late, because it imports bitsandbytes and torch's compiler.
+
+
+@functools.cache
+def _classes() -> tuple[Any, Any]:
+    """Return the class of wrapped experts, and the class of other wrappers (routers)."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class Grouped(ParamWrapper):
+        """Experts whose adapters are grouped products."""
+
+        replaced = ParamWrapper
+
+        def forward(
+            self, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
+        ) -> torch.Tensor:
+            if self.disable_adapters or self.merged:
+                return super().forward(hidden_states, top_k_index, top_k_weights)
+            return _compute(self, hidden_states, top_k_index, top_k_weights)
+
+    class Summed(ParamWrapper):
+        """A module whose small weight gets the adapter's product added, without parametrization."""
+
+        replaced = ParamWrapper
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if self.disable_adapters or self.merged:
+                return super().forward(*args, **kwargs)
+            weight = self.get_param() + self.get_delta_weight(ADAPTER)
+            changed = {self.parameter_name: weight}
+            return functional_call(self.base_layer, changed, args, kwargs)
+
+    return Grouped, Summed
+
+
+def _compute(
+    wrapper: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the experts' weighted sums (T x H) for the states (T x H) of T tokens.
+
+    `top_k_index` (T x k) names the experts of each token, and `weights` (T x k) weighs them.
+    """
+    adapters = {}
+    while hasattr(wrapper, "lora_A"):
+        adapters[wrapper.parameter_name] = wrapper
+        wrapper = wrapper.base_layer
+    experts = wrapper
+
+    # The pairs of a token and an expert, sorted by expert
+    tokens, per_token = top_k_index.shape
+    sorted_ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    place = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+    numbers = torch.arange(experts.num_experts, device=order.device)
+    ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
+
+    def project(name: str, rows: torch.Tensor) -> torch.Tensor:
+        outputs = _project(experts, name, adapters.get(name), rows, ends)
+        if experts.has_bias:
+            outputs = outputs + getattr(experts, f"{name}_bias")[sorted_ids]
+        return outputs
+
+    rows = _Sort.apply(hidden_states, order, place, per_token)
+    if experts.has_gate:
+        rows = experts._apply_gate(project("gate_up_proj", rows))
+    else:
+        rows = experts.act_fn(project("up_proj", rows))
+    rows = project("down_proj", rows)
+    if getattr(experts, "has_post_expert_norm", False):
+        rows = experts.post_expert_norm(rows)
+
+    # Each token's rows are adjacent again, so the sum needs no atomic additions, and its result
+    # does not depend on their order.
+    outputs = _Unsort.apply(rows, order, place).view(tokens, per_token, rows.shape[-1])
+    return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _project(
+    experts: Any, name: str, adapter: Any, rows: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return the product of rows (S x in) with a projection of their experts and its adapter."""
+    weight = getattr(experts, name)
+    weight = weight if experts.is_transposed else weight.transpose(1, 2)
+    # The interface computes in the dtype of the weights too.
+    rows = rows.to(weight.dtype)
+    outputs = torch.ops.lora.grouped_product(rows, weight, ends)
+    if adapter is None:
+        return outputs
+
+    down, up = _matrices(adapter, weight.dtype)
+    hidden = torch.ops.lora.grouped_product(rows, down, ends)
+    return outputs + torch.ops.lora.grouped_product(hidden, up, ends)
+
+
+def _matrices(adapter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A' (E x in x r) and sB' (E x r x out) of E experts, in this dtype.
+
+    PEFT stores A as (E * r, in), with the expert first, and B as (out, r * E), with the rank first.
+    """
+    count, rank = adapter.num_experts, adapter.r[ADAPTER]
+    down = adapter.lora_A[ADAPTER].weight.view(count, rank, -1)
+    up = adapter.lora_B[ADAPTER].weight.view(-1, rank, count).permute(2, 1, 0)
+    down, up = down.to(dtype), (up * adapter.scaling[ADAPTER]).to(dtype)
+
+    missing = -rank % MULTIPLE
+    if missing and dtype.itemsize == 2:
+        down, up = (functional.pad(one, (0, 0, 0, missing)) for one in (down, up))
+    return down.transpose(1, 2), up.contiguous()
+
+
+# torch's own gradient of an indexing operation adds rows with atomic operations. In a permutation,
+# each row has one place, so its gradient is the inverse permutation.
+
+
+class _Sort(torch.autograd.Function):
+    """Returns the states (T * k x H) of token-expert pairs in sorted order, from T x H."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, order: torch.Tensor, place: torch.Tensor, per_token: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.per_token = per_token
+        return states[order // per_token]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        pairs = gradients[0][place].view(-1, ctx.per_token, gradients[0].shape[-1])
+        return pairs.sum(1), None, None, None
+
+
+class _Unsort(torch.autograd.Function):
+    """Returns sorted rows in the order of the token-expert pairs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return rows[place]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return gradients[0][order], None, None
+
+
+# Compiled code on disk refers to these operations by name. If a shape or a FLOP formula below
+# changes, the name must change too.
+
+
+@torch.library.custom_op("lora::grouped_product", mutates_args=())  # type: ignore[untyped-decorator]
+def _product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return rows (S x K) times the matrices (E x K x N) of their experts, as S x N.
+
+    The rows of expert e end before row `ends[e]`, and the next expert's rows begin there.
+    """
+    if _has_kernel(rows):
+        return functional.grouped_mm(rows, weights, offs=ends)
+    outputs = rows.new_empty(rows.shape[0], weights.shape[2])
+    for expert, own in enumerate(_spans(ends)):
+        torch.mm(rows[own], weights[expert], out=outputs[own])
+    return outputs
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "lora::grouped_weight_gradient", mutates_args=()
+)
+def _weight_gradient(
+    rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradients (E x K x N) of the experts' matrices from S x K and S x N."""
+    if _has_kernel(rows):
+        return functional.grouped_mm(rows.t(), gradient, offs=ends)
+    result = rows.new_empty(len(ends), rows.shape[1], gradient.shape[1])
+    for expert, own in enumerate(_spans(ends)):
+        torch.mm(rows[own].t(), gradient[own], out=result[expert])
+    return result
+
+
+def _has_kernel(rows: torch.Tensor) -> bool:
+    """Return whether torch has a fused kernel for grouped products of these rows.
+
+    On other devices, torch would multiply expert by expert too, and restrict the shapes.
+    """
+    if rows.device.type != "cuda" or rows.dtype is not torch.bfloat16:
+        return False
+    capability = torch.cuda.get_device_capability(rows.device)
+    return hasattr(functional, "grouped_mm") and capability[0] in (9, 10)
+
+
+def _spans(ends: torch.Tensor) -> Iterator[slice]:
+    """Yield the rows of each expert; on a GPU, the host waits once for `ends`."""
+    begin = 0
+    for end in ends.tolist():
+        yield slice(begin, end)
+        begin = end
+
+
+@_product.register_fake  # type: ignore[untyped-decorator]
+def _product_shape(rows: torch.Tensor, weights: torch.Tensor, ends: Any) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@_weight_gradient.register_fake  # type: ignore[untyped-decorator]
+def _weight_gradient_shape(
+    rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], gradient.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    """Keep the rows only for the gradients of trained weights, which the base's are not."""
+    rows, weights, ends = inputs
+    of_rows, of_weights = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, ends)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    rows, weights, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()  # the fused kernel cannot read an expanded gradient
+    of_rows = of_weights = None
+    if weights is not None:
+        of_rows = torch.ops.lora.grouped_product(gradient, weights.transpose(1, 2), ends)
+    if rows is not None:
+        of_weights = torch.ops.lora.grouped_weight_gradient(rows, gradient, ends)
+    return of_rows, of_weights, None
+
+
+_product.register_autograd(_gradients, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.lora.grouped_product)  # type: ignore[untyped-decorator]
+def _product_flops(rows: Any, weights: Any, ends: Any, **_: Any) -> int:
+    """Return the FLOPs of a product (two for each multiply-add) from the arguments' shapes."""
+    return int(2 * rows[0] * weights[1] * weights[2])
+
+
+@register_flop_formula(torch.ops.lora.grouped_weight_gradient)  # type: ignore[untyped-decorator]
+def _weight_gradient_flops(rows: Any, gradient: Any, ends: Any, **_: Any) -> int:
+    return int(2 * rows[0] * rows[1] * gradient[1])
