@@ -374,13 +374,13 @@ class Evaluator:
         If `whole` is True, the first such confirmation of a configuration also evaluates and saves
         a checkpoint.
         """
-        request = self._confirmation(config, micro_steps)
-        if whole and config not in self.saved:
-            request = replace(request, evaluate=True)
-            self.saved.add(config)
-
+        evaluate = whole and config not in self.saved
+        request = replace(self._confirmation(config, micro_steps), evaluate=evaluate)
         log = self.logs / f"confirm-{config.digest}-{round_}.log"
         result = self._measure(request, None, log)
+        if evaluate and result.outcome is Outcome.OK:
+            self.saved.add(config)
+
         self._spend(result)
         self.learn(None, result)
         return result
@@ -572,13 +572,18 @@ class Evaluator:
         if first.disturbed is None:
             return self._store_result(trial, self._add_time_parts(first))
 
-        # If the budget or the user stops the second probe, the first result stands.
+        # If the budget, the user or a kill stops the second probe, the first result stands.
+        first = self._add_time_parts(first)
+        fingerprint = self.prober.fingerprint
+        kept = self.store.keep(self.study, trial, first, fingerprint, model=self.model)
         try:
             second = self._mark_disturbance(self.prober.probe(request, log))
             doubt = f"measured twice, because the first time {first.disturbed}"
             result = merge_tries(first, second, doubt)
         except (Cancelled, EnvironmentProblem):  # the next probe raises the same exception
             result = first
+
+        self.store.discard(kept)
         return self._store_result(trial, self._add_time_parts(result))
 
     def _mark_disturbance(self, result: ProbeResult) -> ProbeResult:

@@ -106,6 +106,21 @@ def test_results_measured_during_an_outage_are_stored_afterwards(
     assert Outbox(path=tmp_path / "outbox.jsonl").is_empty()
 
 
+def test_a_kept_result_is_stored_by_the_next_session_unless_it_is_discarded(
+    store: ProbeStore, database: str, tmp_path: Path
+) -> None:
+    with away(database):
+        store.add("one", 1, result(), FINGERPRINT)
+    kept = store.keep("one", 2, result(), FINGERPRINT)
+    store.discard(kept)
+    store.keep("one", 3, result(), FINGERPRINT)
+
+    again = ProbeStore(database, outbox=tmp_path / "outbox.jsonl")
+    assert trials(again) == [1, 3]
+    again.close()
+    assert not (tmp_path / "outbox.jsonl").exists()
+
+
 def test_the_next_session_stores_waiting_results(
     store: ProbeStore, database: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A file of database rows that could not be written yet, because the database was unreachable.
+"""A file of database rows that are not in the database yet: it was unreachable, or a probe repeats.
 
 Each row is one line of the file. The file is removed once the database contains its rows.
 """
@@ -34,6 +34,16 @@ class Outbox:
             file.flush()
             os.fsync(file.fileno())
             sync_directory(self.path.parent)  # so that a new file survives a power failure
+
+    def remove(self, row: dict[str, Any]) -> None:
+        """Remove a waiting row; other rows keep waiting. Raises StorageError."""
+        with self._locked() as file:
+            file.seek(0)
+            others = [line for line in file if line.strip() != json.dumps(row)]
+            file.truncate(0)
+            if any(map(str.strip, others)):
+                file.writelines(others)
+                file.flush()
 
     @contextmanager
     def drain(self) -> Iterator[list[dict[str, Any]]]:

@@ -1,8 +1,8 @@
 """The table of probe results, in the same database as Optuna's tables.
 
 A result is found by its probe request and its fingerprint (the device and the packages). Rows are
-added, never changed. A result that cannot be written waits in a file (`outbox`), because a result
-costs GPU time.
+added, never changed. A result that cannot be written, or that will probably be replaced, waits in a
+file (`outbox`), because a result costs GPU time.
 """
 
 import json
@@ -88,7 +88,51 @@ class ProbeStore:
 
         Raises StorageError if both the database and the outbox fail.
         """
-        row = {
+        row = self._row(study, trial, result, fingerprint, model)
+        if self._outbox is None:
+            self._write(row)
+            return
+
+        try:
+            with self.outages.fail_fast():  # save the row first, then wait for the database
+                self._empty_outbox()
+                self._write(row)
+        except StorageError as error:
+            self._outbox.add(row)
+            self.outages.say(f"{error}; the result waits in {self._outbox.path}")
+
+    def keep(
+        self,
+        study: str,
+        trial: int | None,
+        result: ProbeResult,
+        fingerprint: Fingerprint,
+        *,
+        model: str = "",
+    ) -> dict[str, Any]:
+        """Write a result to the outbox until its probe has been repeated, and return its row.
+
+        If this process is killed before it discards the row, the next session stores the row.
+        """
+        row = self._row(study, trial, result, fingerprint, model)
+        if self._outbox is not None:
+            self._outbox.add(row)
+        return row
+
+    def discard(self, row: dict[str, Any]) -> None:
+        """Remove the row of a kept result, because the result of the repetition replaces it."""
+        if self._outbox is not None:
+            self._outbox.remove(row)
+
+    def _row(
+        self,
+        study: str,
+        trial: int | None,
+        result: ProbeResult,
+        fingerprint: Fingerprint,
+        model: str,
+    ) -> dict[str, Any]:
+        return {
             "study": study,
             "model": model,
             "trial": trial,
@@ -101,18 +145,6 @@ class ProbeStore:
             "result": json.dumps(to_data(replace(result, node=result.node or self._node))),
             "circumstances": json.dumps(to_data(fingerprint)),
         }
-
-        if self._outbox is None:
-            self._write(row)
-            return
-
-        try:
-            with self.outages.fail_fast():  # save the row first, then wait for the database
-                self._empty_outbox()
-                self._write(row)
-        except StorageError as error:
-            self._outbox.add(row)
-            self.outages.say(f"{error}; the result waits in {self._outbox.path}")
 
     def _write(self, row: dict[str, Any]) -> None:
         with self._database.begin() as connection:

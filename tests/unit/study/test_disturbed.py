@@ -109,6 +109,25 @@ def test_a_stop_before_the_repetition_keeps_the_first_result(
     assert len(session.store.probes_of_study("one")) == 1
 
 
+def test_a_kill_in_the_repetition_keeps_the_first_result(start: Start) -> None:
+    class Killed(BaseException):
+        """Ends the session without a further step."""
+
+    answers = disturbed_if(lambda request, earlier: True)
+    probes = [0]
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        probes[0] += 1
+        if probes[0] == 2:
+            raise Killed
+        return answers(request)
+
+    with pytest.raises(Killed):
+        start(answer).evaluator.evaluate(BASELINE, 0)
+    (stored,) = start().store.probes_of_study("one")
+    assert (stored.trial, stored.result.disturbed) == (0, REASON)
+
+
 def test_memory_and_failures_of_a_disturbed_probe_hold(start: Start) -> None:
     session = start(disturbed_if(lambda request, earlier: True, answers=machine(limit_gib=1.1)))
     found = session.evaluator.evaluate(BEST, 0).result

@@ -250,6 +250,15 @@ def test_who_was_not_evaluated_yet_can_be_later(session: Session) -> None:
     assert [request.evaluate for request in prober.requests] == [False, True, False]
 
 
+def test_a_confirmation_that_crashed_has_not_evaluated(session: Session) -> None:
+    usual = machine(limit_gib=100.0)
+    answers = iter([result(outcome=Outcome.CRASH)])
+    evaluator, prober = session(lambda request: next(answers, None) or usual(request))
+    for round_ in (1, 2, 3):
+        evaluator.confirm(MIDDLE, 4, round_)
+    assert [request.evaluate for request in prober.requests] == [True, True, False]
+
+
 def test_confirming_asks_for_more_and_is_never_answered_from_the_table(
     session: Session, store: ProbeStore
 ) -> None:
