@@ -13,7 +13,7 @@ COPY pyproject.toml README.md LICENSE constraints.txt constraints-gpu.txt /src/
 COPY autotune /src/autotune
 COPY search_spaces /src/search_spaces
 COPY studies/published /src/studies/published
-COPY docs/errors.md docs/knobs.md docs/other-gpus.md /src/docs/
+COPY docs/errors.md docs/images.md docs/knobs.md docs/longest.md docs/other-gpus.md /src/docs/
 RUN python3 -m venv /opt/autotune \
     && awk -F== 'NR == FNR { measured[$1] } FNR < NR && $1 in measured { next } { print }' \
         /src/constraints-gpu.txt /src/constraints.txt > /src/versions.txt \
