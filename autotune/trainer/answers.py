@@ -12,7 +12,7 @@ from .forms import Chat, Plain, parse_row, texts_of
 from .reading import read_rows
 
 TOKENS = 48  # the largest number of tokens in an answer
-PLAIN_WORDS = 8  # an example without a prompt gives this number of first words as the prompt
+PLAIN_WORDS = 8  # an example without a prompt gives its first words, at most a half, as the prompt
 
 
 def first_example(path: Path, split: str | None, *, has_template: bool = True) -> Plain | Chat:
@@ -24,7 +24,8 @@ def first_prompt(path: Path, split: str | None) -> str:
     """Return the first example's prompt; in a conversation, the first text of the user."""
     example = first_example(path, split)
     if isinstance(example, Plain):
-        return example.prompt or " ".join(example.completion.split()[:PLAIN_WORDS])
+        words = example.completion.split()
+        return example.prompt or " ".join(words[: min(PLAIN_WORDS, (len(words) + 1) // 2)])
     texts = [
         text
         for message in example.messages
@@ -51,10 +52,14 @@ class Prompt:
             self._tokens = tokenizer(text)["input_ids"]
 
     def answer(self, model: Any, computing: AbstractContextManager[Any]) -> str:
-        """Return the most likely answer, at most TOKENS tokens; `computing` sets the precision."""
+        """Return the most likely answer with text, at most TOKENS tokens.
+
+        `computing` sets the precision.
+        """
         import torch
 
         tokens = torch.tensor([self._tokens], device=next(model.parameters()).device)
+        end = self._tokenizer.eos_token_id
         was_training = model.training
         model.eval()
         # For each new token, the whole sequence is computed again. This is slow, but needs no
@@ -62,9 +67,17 @@ class Prompt:
         with torch.no_grad(), computing:
             for _ in range(TOKENS):
                 logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
+                # A model that was not trained on this form may end at once, which shows nothing.
+                if end is not None and not self._text(tokens):
+                    logits[:, end] = -torch.inf
                 following = logits.argmax(-1, keepdim=True)
-                if following.item() == self._tokenizer.eos_token_id:
+                if following.item() == end:
                     break
                 tokens = torch.cat([tokens, following], dim=1)
         model.train(was_training)
-        return str(self._tokenizer.decode(tokens[0, len(self._tokens) :].tolist())).strip()
+        return self._text(tokens)
+
+    def _text(self, tokens: Any) -> str:
+        """Return the text after the prompt."""
+        answer = tokens[0, len(self._tokens) :].tolist()
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True)).strip()
