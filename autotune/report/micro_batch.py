@@ -88,7 +88,7 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
     micro_s = profile.micro_s
     slower = ", which slows the host" * (profile.profiled_s > micro_s)
     notes = [
-        f"{profile.rows} rows of {profile.length:,} tokens take {fmt_seconds(micro_s)} "
+        f"{profile.rows} sequences of {profile.length:,} tokens take {fmt_seconds(micro_s)} "
         f"without the profiler, and {fmt_seconds(profile.profiled_s)} with the profiler{slower}."
     ]
 
@@ -165,7 +165,8 @@ def _part_table(profile: MicroBatchProfile) -> Table:
     def seconds(part: Part | None, stages: tuple[Stage, ...]) -> float:
         return sum(one.seconds for one in work if one.part is part and one.stage in stages)
 
-    parts = sorted({one.part for one in work}, key=lambda part: -seconds(part, STAGES))
+    found = dict.fromkeys(one.part for one in work)  # unlike a set, in a fixed order
+    parts = sorted(found, key=lambda part: -seconds(part, STAGES))
     rows = tuple(
         (
             part or HIDDEN,

@@ -16,7 +16,7 @@ from autotune.core.probe_types import DeviceRates, DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.planning.micro_batch import bounds, host_needs
 from autotune.report.json_forms import form_of
-from autotune.report.micro_batch import profile_answer
+from autotune.report.micro_batch import HIDDEN, profile_answer
 from autotune.report.values.profile import HostNeed, ProfileReport
 from tests.helpers import factories
 
@@ -177,6 +177,15 @@ def test_memory_and_disk_are_judged_by_the_studys_own_model() -> None:
     )
     assert "14.0 GiB" in large["host memory"].why and "84.0 GiB" in large["disk"].why
     assert {"host memory", "disk"}.isdisjoint(one.part for one in needs(count=None))
+
+
+def test_parts_with_equal_times_keep_their_order() -> None:
+    """Text has another hash in each process, so a set of parts has another order."""
+    parts = [*Part, None]
+    for order in (parts, parts[::-1]):
+        profile = replace(PROFILE, work=tuple(work(KernelClass.COPIES, 0.01, one) for one in order))
+        table = profile_answer(report(profile=profile)).tables[1]
+        assert [row[0] for row in table.rows] == [one or HIDDEN for one in order]
 
 
 def test_the_report_as_data_and_as_tables() -> None:
