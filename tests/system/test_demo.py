@@ -1,7 +1,6 @@
 """The demo model: made on its first use, it trains on a user's file, saves, resumes and answers."""
 
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.problem.demo import NAME, demo_model, is_demo, with_weights
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
+from tests.helpers.next_commands import next_commands, run_printed
 
 SPACE = """\
 version: 1
@@ -50,21 +50,23 @@ def autotune(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.probe
 def test_the_demo_model_trains_on_a_file_resumes_and_answers(tmp_path: Path) -> None:
-    """By the command that the run prints; the export trains on the same file."""
+    """By the commands that the run prints; the export trains on the same file."""
     (tmp_path / "space.yaml").write_text(SPACE)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, MESSAGES)))
     options = "--gpu cpu --dataset rows.jsonl --space space.yaml --trials 1 --budget 5m"
     options += " --global-batch 4 --epochs 2 --set save_steps=2 --study one"
     shown = autotune(tmp_path, "run", "--model", NAME, *options.split())
-    printed = next(line for line in shown.splitlines() if line.strip().startswith("autotune train"))
-    command = shlex.split(printed)[1:]
-    assert command == ["train", "--dataset", "rows.jsonl", "one"]
+    train, *others = next_commands(shown)
+    assert train == "autotune train --dataset rows.jsonl one"
+    assert others == ["autotune verify one", "autotune explain one"]
+    for command in others:
+        run_printed(command, tmp_path)
 
     settings = json.loads((tmp_path / "runs/one/export/train_config.json").read_text())
     assert settings["dataset"] == str(tmp_path / "rows.jsonl")
     assert settings["model"] == str(demo_model()) and settings["has_published_weights"]
 
-    shown = autotune(tmp_path, *command)
+    shown = autotune(tmp_path, *train.split()[1:])
     assert f"{NAME} is a toy" in shown and "step 6 of 6" in shown
     told = dict(line.split(":", 1) for line in shown.splitlines() if line.startswith(("a", "bef")))
     assert told["asked"].strip() == "Which colour has box 0?"

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from autotune.export.script import runtime_files
 from autotune.report.json_forms import form_of
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
+from tests.helpers.next_commands import next_commands, run_next, run_printed, stranger
 
 pytestmark = pytest.mark.probe
 
@@ -71,10 +71,6 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "autotune", *arguments]
 
 
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
-
-
 def autotune(folder: Path, *arguments: str) -> Ended:
     ended = subprocess.run(
         command(*arguments),
@@ -83,7 +79,7 @@ def autotune(folder: Path, *arguments: str) -> Ended:
         text=True,
         check=False,
         timeout=400,
-        env=environment(),
+        env=stranger(),
     )
     return Ended(code=ended.returncode, out=ended.stdout, err=ended.stderr)
 
@@ -228,15 +224,11 @@ def test_the_study_directory_is_complete(finished: Finished) -> None:
 
 def test_the_printed_command_trains(finished: Finished) -> None:
     """Further tests of this file run the two others."""
-    lines = map(str.strip, finished.ended.err.splitlines())
-    commands = [shlex.split(line) for line in lines if line.startswith("autotune ")]
-    assert [command[1] for command in commands] == ["train", "verify", "explain"]
-
-    train = [*commands[0][1:], "--max-steps", "3", "--json"]  # the last number of steps counts
-    ended = autotune(finished.folder, *train)
-    assert ended.code == 0, ended.err
-    output = json.loads(ended.out)
-    assert output["steps"] == 3 and output["study"] == finished.data["study"]
+    study = finished.data["study"]
+    train, *others = next_commands(finished.ended.err)
+    assert others == [f"autotune verify {study}", f"autotune explain {study}"]
+    output = json.loads(run_printed(train, finished.folder, "--json").stdout)
+    assert (output["steps"], output["study"]) == (3, study)
 
 
 def _without_search(data: dict[str, Any]) -> dict[str, Any]:
@@ -421,7 +413,7 @@ def test_status_from_another_terminal_while_it_runs(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=stranger(),
     ) as process:
         until(
             lambda: (
@@ -453,7 +445,7 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
     arguments = ("run", *QUICK, "--trials", str(total))
     scratch = folder / "scratch"
     scratch.mkdir()
-    where = environment() | {"TMPDIR": str(scratch)}
+    where = stranger() | {"TMPDIR": str(scratch)}
     with subprocess.Popen(
         command(*arguments),
         cwd=folder,
@@ -510,7 +502,8 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
     assert code == 130
     assert f"{len(before)} trials are done already; 1 interrupted trials are queued again" in err
     assert err.splitlines()[-2].startswith("error: stopped")
-    assert err.splitlines()[-1].endswith("continue with: autotune resume mine")
+    (resume,) = next_commands("\n".join(err.splitlines()[-2:]))
+    assert resume == "autotune resume mine"
     assert "Traceback" not in err
     between = lines(out)
     assert between[: len(before)] == before
@@ -527,11 +520,10 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
         assert (out / name).exists()
     assert TrialState.RUNNING not in {trial.state for trial in trials(folder, "mine")}
 
-    ended = autotune(folder, "run", *QUICK, "--trials", str(TOTAL), "--json")
-    assert ended.code == 0, ended.err
+    ended = run_printed(resume, folder, "--json")
     after = lines(out)
     assert after[: len(between)] == between
-    assert len(after) == TOTAL == json.loads(ended.out)["trials"]["total"]
+    assert len(after) == TOTAL == json.loads(ended.stdout)["trials"]["total"]
     finished_trials = trials(folder, "mine")
     assert {trial.state for trial in finished_trials} <= {
         TrialState.COMPLETE,
@@ -546,7 +538,7 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
         if trial.number > lost[0].number and trial.state is not TrialState.FAIL
     )
     assert again.params == lost[0].params
-    assert json.loads(ended.out)["winner"] is not None
+    assert json.loads(ended.stdout)["winner"] is not None
 
 
 def test_a_model_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
@@ -575,3 +567,5 @@ def test_a_model_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     assert error.startswith("error: nothing in the search space fits") and "GiB" in error
     assert remedy.startswith("  try: ")
     assert "Traceback" not in ended.err
+    first, second = run_next(ended.err, tmp_path)
+    assert first.startswith("autotune oom ") and second == f"{first} --details"

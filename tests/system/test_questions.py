@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from autotune.report.json_forms import form_of
-from tests.system.test_end_to_end import autotune, command, environment
+from tests.helpers.next_commands import stranger
+from tests.system.test_end_to_end import autotune, command
 
 pytestmark = pytest.mark.probe
 
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "space.yaml").write_text(SPACE)
     # The second process waits for the study, so that it misses none of the few trials.
     joins = command("worker", "--study", "study", "--wait", "5m")
-    with subprocess.Popen(joins, cwd=folder, env=environment()) as second:
+    with subprocess.Popen(joins, cwd=folder, env=stranger()) as second:
         studies = (
             (*STUDY, "--study", "study"),
             (*DEMO, "--study", "another", "--trials", "2", "--budget", "5m"),

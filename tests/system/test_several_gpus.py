@@ -31,8 +31,9 @@ from autotune.problem.performance import step_time_s
 from autotune.problem.target import find_target
 from autotune.problem.workload import Workload
 from autotune.study import preparation
+from tests.helpers.next_commands import stranger
 from tests.helpers.tokenizers import byte_level
-from tests.system.test_end_to_end import autotune, command, environment
+from tests.system.test_end_to_end import autotune, command
 from tests.unit.export.test_script import demo, recipe, write
 
 pytestmark = pytest.mark.probe
@@ -92,7 +93,7 @@ def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together
     }
     train = command("train", "pair", "--output-dir", "out", "--random-weights")
     with subprocess.Popen(
-        train, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+        train, cwd=tmp_path, env=stranger(), stderr=subprocess.PIPE, text=True
     ) as process:
         progress, until = tmp_path / "out" / "progress.jsonl", time.monotonic() + 120
         while not (progress.exists() and len(progress.read_text().splitlines()) > 3):

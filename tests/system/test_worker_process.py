@@ -19,6 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.study.storage.study_record import Limits, StudyPhase, update_record
 from tests.helpers.fork_server import FULL_TIMES
+from tests.helpers.next_commands import run_next
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 pytestmark = pytest.mark.probe
@@ -27,10 +28,11 @@ TRIALS = 24  # alone, longer than the second worker takes to start
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A folder with a study that two workers finished."""
+    """A folder with a study that two workers finished. `shown` is what the leader printed."""
 
     folder: Path
     summary: dict[str, Any]
+    shown: str = ""
 
     @property
     def url(self) -> str:
@@ -62,6 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(
         folder=empty.folder,
         summary=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()),
+        shown=errors,
     )
 
 
@@ -102,6 +105,11 @@ def test_two_workers_share_a_study(place: Place) -> None:
     )
     assert len({one.user_attrs["worker"] for one in finished}) == 2
     assert not place.trials(TrialState.RUNNING)
+
+
+def test_the_printed_commands_work(place: Place) -> None:
+    verbs = [command.split()[1] for command in run_next(place.shown, place.folder)]
+    assert verbs == ["train", "verify", "explain"]
 
 
 def kill_in_a_trial(place: Place) -> int:
