@@ -2,11 +2,13 @@
 
 Only this module prints errors and exits the process. Exit codes: 0 success, 1 unexpected error, 2
 wrong usage or file, 3 problem of the environment, 4 nothing fits, 5 too many failures, 6 storage
-error, 7 budget too short, 75 preempted, 130 and 143 stopped by a signal.
+error, 7 budget too short, 75 preempted, 130 and 143 stopped by a signal, 141 the reader of a pipe
+ended.
 """
 
 import atexit
 import gc
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -16,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from autotune.cli.help import START, PanelCommand, write_groups
-from autotune.cli.terminal import guard
+from autotune.cli.terminal import ReaderEnded, guard
 from autotune.cli.usage import CLICK_USAGE_ERROR, no_such_command, with_remedy
 from autotune.core.errors import AutotuneError, EnvironmentProblem, StorageError
 from autotune.core.installed import NotInstalled, is_installed, missing
@@ -58,8 +60,8 @@ COMMANDS = {
     ),
     "explain": (
         "analysis:explain",
-        "Probe a study's winner again, each time with one knob set back to the baseline's value, "
-        "and print each knob's gain.",
+        "Probe a study's winner again, each time with one setting changed back to the baseline's "
+        "value, and print each setting's gain.",
     ),
     "verify": (
         "analysis:verify",
@@ -106,7 +108,7 @@ COMMANDS = {
     ),
     "calibrate": (
         "calibrate:calibrate",
-        "Measure this machine in about 30 seconds: card, host, disk and link. Later "
+        "Measure this machine in about 30 seconds: GPU, host, disk and link. Later "
         "estimates for this machine use these rates.",
     ),
     "doctor": ("doctor:doctor", "Check whether this machine can run a study."),
@@ -135,6 +137,7 @@ ANYWHERE = frozenset(
     | {"import", "schema"}
 )
 HELP = ("--help", "-h")
+BROKEN_PIPE = 128 + 13  # the status that a shell gives a program that SIGPIPE ended
 
 
 class LazyGroup(TyperGroup):
@@ -239,19 +242,20 @@ def main() -> None:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
 
     try:
-        sys.exit(app(prog_name="autotune", standalone_mode=False) or 0)
+        code = app(prog_name="autotune", standalone_mode=False) or 0
+        sys.stdout.flush()  # at the exit of Python, an ended reader would be an error
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(0)
+    except ReaderEnded:
+        # What is left in the stream's buffer would be written at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BROKEN_PIPE)
     except typer.Abort:
         sys.exit("Aborted.")
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if type(error).__name__ == "NoArgsIsHelpError":
-            print(error, file=sys.stderr)
-            sys.exit(2)
         ours = _with_remedy(error)
         print(f"error: {ours}", file=sys.stderr)
         if ours.remedy:

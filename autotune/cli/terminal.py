@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,21 +26,44 @@ if TYPE_CHECKING:
 
 # The width of a table in a pipe or a file, in characters: enough to print every cell completely
 _PIPE_WIDTH = 280
+# A computation that takes longer prints its progress, even if stderr is no terminal.
+SILENT_S = 2.0
+
+
+class ReaderEnded(Exception):
+    """The program that reads the output has ended. Click would exit with 1 on a BrokenPipeError."""
 
 
 class _Guarded:
-    """A text stream that replaces control characters by question marks."""
+    """A text stream that replaces control characters by question marks.
+
+    Its methods raise ReaderEnded if the stream is a pipe without a reader.
+    """
 
     def __init__(self, stream: Any) -> None:
         self.unguarded = stream
 
     def write(self, text: str) -> int:
         """Write the text with question marks for its control characters."""
-        self.unguarded.write(printable_lines(text))
+        with _reader():
+            self.unguarded.write(printable_lines(text))
         return len(text)
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        with _reader():
+            self.unguarded.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unguarded, name)
+
+
+@contextmanager
+def _reader() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderEnded from None
 
 
 def _closest(error: UnicodeError) -> tuple[str, int]:
@@ -71,6 +95,9 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
                     yield segment
                 else:
                     yield segment._replace(text=printable_lines(segment.text))
+
+        def on_broken_pipe(self) -> None:
+            raise ReaderEnded  # rich would exit with 1
 
     stream = sys.stderr if stderr else sys.stdout
     return Clean(file=getattr(stream, "unguarded", stream), **options)
@@ -113,29 +140,71 @@ def print_lines(lines: Mapping[str, str]) -> None:
 def notes_last() -> Iterator[Callable[[str], None]]:
     """Yield a function for the messages of a computation, so that its answer is printed first.
 
-    Warnings are printed on stderr when the block ends. Messages of progress appear only on a
-    terminal, and disappear when the block ends.
+    Warnings are printed on stderr when the block ends. On a terminal, messages of progress
+    disappear when the block ends. Elsewhere, they are lines on stderr, after SILENT_S seconds.
     """
     screen = console(stderr=True)
-    status = screen.status("", spinner="line") if screen.is_terminal else None
     warnings: dict[str, None] = {}
-
-    def say(text: str) -> None:
-        if text.startswith("warning: "):
-            warnings[text] = None
-        elif status is not None:
-            from rich.text import Text
-
-            status.start()
-            status.update(Text(text))
-
     try:
-        yield say
+        with _spinner(screen) if screen.is_terminal else _late_lines() as show:
+
+            def say(text: str) -> None:
+                if text.startswith("warning: "):
+                    warnings[text] = None
+                else:
+                    show(text)
+
+            yield say
     finally:
-        if status is not None:
-            status.stop()
         for text in warnings:
             print_note(text)
+
+
+@contextmanager
+def _spinner(screen: "Console") -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a message next to a spinner, in place of the one before."""
+    from rich.text import Text
+
+    status = screen.status("", spinner="line")
+
+    def show(text: str) -> None:
+        status.start()
+        status.update(Text(text))
+
+    try:
+        yield show
+    finally:
+        status.stop()
+
+
+@contextmanager
+def _late_lines() -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a message on stderr, if the block lasts over SILENT_S seconds.
+
+    Then the latest message is printed, and each further one at once.
+    """
+    latest = ""
+    is_late = False
+
+    def begin() -> None:
+        nonlocal is_late
+        is_late = True
+        if latest:
+            print_note(latest)
+
+    def show(text: str) -> None:
+        nonlocal latest
+        latest = text
+        if is_late:
+            print_note(text)
+
+    timer = threading.Timer(SILENT_S, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield show
+    finally:
+        timer.cancel()
 
 
 def print_note(text: str) -> None:

@@ -267,7 +267,7 @@ def intervals(candidate: Candidate) -> str:
         Evidence.MEASURED: "cover the spread of the measured steps or, if larger, the difference "
         "between two probes; for the full run also a change in the host's speed",
         Evidence.EXTRAPOLATED: "cover the possible error of the extrapolation from a few layers",
-        Evidence.PROJECTED: "cover 80% of the errors of the projection from another card, "
+        Evidence.PROJECTED: "cover 80% of the errors of the projection from another GPU, "
         "and the spread of the steps",
     }
     return f"Intervals {meanings.get(candidate.evidence, 'come from the formula')}."
@@ -449,6 +449,29 @@ def learned_text(finalist: Learned) -> str:
     return f"held-out loss {finalist.loss_before:.4f} to {finalist.loss_after:.4f}"
 
 
+def verdict(result: Verification) -> str:
+    """Return the answer of a verification in one line: whether the prediction holds, and numbers.
+
+    For example 'The prediction holds: 17,690 tokens/s (0.8% slower than predicted), 54.6 GiB (as
+    predicted)'.
+    """
+    if result.tokens_per_s is None:
+        return f"The exported run failed: {result.reason}"
+
+    speed = f"{fmt_count(result.tokens_per_s)} tokens/s"
+    if result.soak or not result.probed:  # nothing is predicted, except the memory of a soak
+        reason = failed_verification(result)
+        return f"The run {'succeeded' if result.holds else 'failed'}: {reason or speed}"
+
+    slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
+    text = f"{speed} ({slower})"
+    if result.reserved_gib is not None:
+        larger = _compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
+        text += f", {fmt_gib(result.reserved_gib)} ({larger})"
+    holds = "holds" if result.holds and not result.better else "does not hold"
+    return f"The prediction {holds}: {text}"
+
+
 def verification(result: Verification) -> list[str]:
     """Compare the exported run with the prediction, with a line for each number."""
     if result.tokens_per_s is None:
@@ -456,7 +479,9 @@ def verification(result: Verification) -> list[str]:
 
     run = f"{result.micro_steps} micro batches of {result.file}"
     if result.soak:
-        lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short rows: succeeded"]
+        lines = [
+            f"{run}, sequences of {result.config.seq_len:,} tokens among short ones: succeeded"
+        ]
     else:
         slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
         speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({slower})"

@@ -33,6 +33,7 @@ from autotune.core.nvml import visible
 from autotune.core.objective import Objective
 from autotune.core.probe_types import DeviceRates, Fingerprint, ModelShape, Outcome, ProbeRequest
 from autotune.core.process import StopToken
+from autotune.core.text import study_command
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths, depths_of
@@ -377,7 +378,8 @@ class Leader:
                     raise UsageError(
                         f"study {plan.study!r} is being run by process {worker.pid} "
                         f"of {worker.host}",
-                        remedy="join it with `autotune worker`, or give another name with --study",
+                        remedy=f"join it with `{study_command('worker', plan.study)}`, or give "
+                        "another name with --study",
                     )
 
             self.trials = SharedTrials(

@@ -67,6 +67,8 @@ ABOUT_STUDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "status": (("status",), r"1\.\d times the speed of the baseline: the full run takes \d+ min"),
     "list": (("list",), rf"1 study, 0 running; the newest is one: demo-3m on h200-sxm, {SPEED}"),
     "oom": (("oom",), r"1 of 8 trials ran out of memory: .* missed the limit by [\d.]+ %"),
+    "report": (("report",), r"1\.\d times the speed of the baseline: the full run takes \d+ min"),
+    "report: two": (("report", "one", "one"), r"No measurable difference in speed"),
     "check": (
         ("check", "trl.yaml", "--gpu", "a10"),
         r"out of memory: needs [\d.]+ of [\d.]+ GiB on a10",
@@ -92,6 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "per_device_train_batch_size: 8\ngradient_checkpointing: true\n"
     )
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.cli.terminal.SILENT_S", 600.0)  # a busy machine shows no progress
         patch.chdir(folder)
         patch.delenv("AUTOTUNE_STORAGE", raising=False)
         yield folder

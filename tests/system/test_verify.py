@@ -86,6 +86,40 @@ def test_a_run_that_is_better_than_promised_is_a_wrong_prediction_but_no_failure
 
 
 @pytest.mark.parametrize(
+    ("promised", "result", "verdict"),
+    [
+        (
+            {},
+            {"seconds_per_step": 2.02, "peak_reserved_gib": 20.0},
+            "The prediction holds: 990 tokens/s (1.0% slower than predicted), "
+            "20.0 GiB (as predicted)",
+        ),
+        (
+            {},
+            {"seconds_per_step": 10.4},
+            "The prediction does not hold: 192 tokens/s (5.2 times slower than predicted)",
+        ),
+        (
+            {},
+            {"seconds_per_step": 1.6},
+            "The prediction does not hold: 1,250 tokens/s (20.0% faster than predicted)",
+        ),
+        ({"probed": False}, {"seconds_per_step": 4.0}, "The run succeeded: 500 tokens/s"),
+        (
+            {"soak": True},
+            {"seconds_per_step": 4.0, "peaks_gib": [20.0, 20.0, 20.4, 20.5]},
+            "The run failed: memory grows from 20.0 GiB in the second quarter of the steps to "
+            "20.5 GiB in the last (+2.5%)",
+        ),
+        ({}, "OutOfMemoryError: no memory", "The exported run failed: OutOfMemoryError: no memory"),
+    ],
+)
+def test_the_verdict_comes_first(promised: dict[str, Any], result: Any, verdict: str) -> None:
+    measured = result if isinstance(result, str) else {"steps": 3} | result
+    assert describe.verdict(with_result(promise(**promised), measured, 3)) == verdict
+
+
+@pytest.mark.parametrize(
     ("result", "reported"),
     [
         ("OutOfMemoryError: CUDA out of memory", "CUDA out of memory"),

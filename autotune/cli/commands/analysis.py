@@ -106,7 +106,7 @@ def explain(
             print_text(line)
 
     if stop():
-        raise _stopped(stop, "stopped; not every knob was probed")
+        raise _stopped(stop, "stopped; not every setting was probed")
 
 
 def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
@@ -234,7 +234,8 @@ def verify(
     soak: Annotated[
         bool,
         typer.Option(
-            "--soak", help="Mix the longest possible rows with short ones; memory must not grow."
+            "--soak",
+            help="Mix the longest possible sequences with short ones; memory must not grow.",
         ),
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
@@ -306,7 +307,7 @@ def _print_verification(verification: "Verification", *, as_json: bool) -> None:
     if as_json:
         print_answer_json(verification)
     else:
-        for line in describe.verification(verification):
+        for line in (describe.verdict(verification), *describe.verification(verification)):
             print_text(line)
 
 

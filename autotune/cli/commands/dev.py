@@ -77,8 +77,14 @@ class Row:
 
 
 dev = typer.Typer(
-    help="Tests of a machine or a fleet.", no_args_is_help=True, rich_markup_mode=None
+    help="Tests of a machine or a fleet.", invoke_without_command=True, rich_markup_mode=None
 )
+
+
+@dev.callback()
+def _commands(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @dev.command(help="Inject faults into small studies, and print how each ended.")

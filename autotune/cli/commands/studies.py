@@ -335,14 +335,21 @@ def report(
 ) -> None:
     """Write a study's summary, reports and exports again, or one page that compares two studies.
 
+    Print the answer, and the path of the page.
+
     Raises UsageError if there is no such study or if two studies train different models, and
     NothingFits if one of two studies has no winner.
     """
     from autotune.api import load_study
+    from autotune.report import describe, versus
 
     result = load_study(study, storage)
     other = None if against is None else load_study(against, storage)
-    _print_files(result.summary.study, [result.report(out, against=other)], as_json=json_)
+    file = result.report(out, against=other)
+    if not json_:
+        answer = describe.headline(result.summary)
+        print_text(versus.headline(result.recipe, other.recipe) if other else answer)
+    _print_files(result.summary.study, [file], as_json=json_)
 
 
 def fleet(

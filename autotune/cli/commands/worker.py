@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Quiet, Storage
+from autotune.cli.options import Json, Quiet, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_answer_json
 from autotune.core.errors import PREEMPTED, Interrupted, UsageError
@@ -19,8 +19,9 @@ from autotune.study.storage.location import make_writable, shared_url
 
 
 def worker(
-    study: Annotated[str, typer.Option(help="Name of the study that `autotune run` leads.")],
+    study: StudyName = None,
     storage: Storage = None,
+    named: Annotated[str | None, typer.Option("--study", help="The same as STUDY.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for logs. [the study's]")] = None,
     allow_mixed: Annotated[
         bool,
@@ -38,7 +39,8 @@ def worker(
     """Work on a study until the search of its leader (`autotune run`) ends, or a limit is reached.
 
     Raises:
-        UsageError: there is no such study, or the database cannot be shared by machines.
+        UsageError: there is no such study, two names are given, or the database cannot be shared by
+            machines.
         EnvironmentProblem: this machine's hardware or software differs from the study's.
         TooManyFailures: this node differs from the others, or its probes keep failing.
         Interrupted: stopped by a signal; the current trial is queued again. After SIGTERM, the exit
@@ -49,7 +51,11 @@ def worker(
 
     if parent is not None:
         die_with_parent(parent, number=signal.SIGTERM)
+    if study is not None and named is not None:
+        raise UsageError("the study has two names", remedy="give STUDY, or --study, but not both")
+
     url = shared_url(storage)
+    study = study or named or session.find_record(None, url).task.study
     try:
         wait_s = parse_duration(wait) if wait else 0.0
     except ValueError as error:

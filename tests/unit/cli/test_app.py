@@ -147,11 +147,11 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "a setting with an option": (
         (*RUN, "--set", "epochs=3"),
-        ("--set epochs: epochs is not a knob", "try: give --epochs 3"),
+        ("--set epochs: epochs is not a setting", "try: give --epochs 3"),
     ),
     "a setting with a flag": (
         (*RUN, "--set", "allow_quantized=true"),
-        ("allow_quantized is not a knob", "try: give --allow-quantized\n"),
+        ("allow_quantized is not a setting", "try: give --allow-quantized\n"),
     ),
     "two values of a setting": (
         (*RUN, "--set", "seed=3", "--set", "seed=4"),
@@ -410,10 +410,11 @@ def test_debug_shows_the_traceback(where: str) -> None:
     assert "unknown search space 'loar'" in ended.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    """`autotune models --json | head -1`"""
+@pytest.mark.parametrize("words", [("models", "--json"), ("gpus",), ("--version",)], ids=" ".join)
+def test_a_reader_that_ends_ends_the_program_silently(words: tuple[str, ...]) -> None:
+    """`autotune gpus | head -1`, by print, by rich, and by what is left in the buffer at the end"""
     with subprocess.Popen(
-        [sys.executable, "-m", "autotune", "models", "--json"],
+        [sys.executable, "-m", "autotune", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -421,6 +422,14 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+    assert process.returncode == 141  # as for a program that SIGPIPE ended
+
+
+def test_dev_alone_shows_its_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = said(monkeypatch, capsys, "dev")
+    assert (answer.code, answer.err) == (0, "") and "inject " in answer.out
 
 
 @pytest.mark.parametrize(

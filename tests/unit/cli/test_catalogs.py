@@ -141,7 +141,7 @@ def test_version_and_help():
         (["run", "--model", "demo-3m", "--set", "=1"], "--set '=1' is not NAME=VALUE"),
         (["run", "--model", "demo-3m", "--set", "a=[1"], "--set 'a=[1': the value cannot be read"),
         (["run", "--gpu", "cpu", "--model", "demo-3m", "--set", "seqlen=1"],
-         "there is no knob 'seqlen'; did you mean 'seq_len'?"),
+         "there is no setting 'seqlen'; did you mean 'seq_len'?"),
         (["run", "--gpu", "a10x", "--model", "demo-3m"],
          "unknown gpu 'a10x'; did you mean 'a10' or 'a10g' or 'a100'?"),
         (["run", "--spec", "no.yaml"], "cannot read no.yaml: No such file or directory"),

@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from autotune.cli.console import Display
-from autotune.cli.terminal import guard, print_table
+from autotune.cli.terminal import guard, notes_last, print_table
 from tests.unit.catalog.test_models import LLAMA
 from tests.unit.cli.test_console import Terminal, terminal
 
@@ -73,6 +74,26 @@ def test_line_ends_and_tabs_pass_and_bytes_do_not(monkeypatch: pytest.MonkeyPatc
     assert sys.stdout.isatty() and sys.stdout.getvalue() == "a\tb\nc"  # type: ignore[attr-defined]
     with pytest.raises(TypeError):  # by which click tells a text stream
         sys.stdout.write(b"")  # type: ignore[arg-type]
+
+
+def test_a_computation_that_takes_long_says_what_it_does_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("autotune.cli.terminal.print_note", shown.append)
+    with notes_last() as say:
+        say("lora: counting")
+    assert shown == []
+
+    monkeypatch.setattr("autotune.cli.terminal.SILENT_S", 0.1)
+    with notes_last() as say:
+        say("lora: counting")
+        while not shown:
+            time.sleep(0.01)
+        say("qlora: counting")
+        say("warning: tiling has no effect")
+        assert shown == ["lora: counting", "qlora: counting"]
+    assert shown[2:] == ["warning: tiling has no effect"]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])

@@ -60,7 +60,8 @@ def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
         *,
         fingerprint: Fingerprint = FINGERPRINT,
         phase: str = StudyPhase.SEARCHING,
-        study: str = "one",
+        study: str | None = "one",
+        named: str | None = None,
         allow_mixed: bool = False,
         wall_seconds: float = 0.0,
     ) -> list[TrainConfig]:
@@ -74,9 +75,8 @@ def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
 
         monkeypatch.setattr(session_module, "WorkerProber", launcher)
         url = f"sqlite:///{tmp_path / 'autotune.db'}"
-        worker.worker(
-            study, url, out=tmp_path / "w", allow_mixed=allow_mixed, parent=None, quiet=True
-        )
+        options = {"out": tmp_path / "w", "allow_mixed": allow_mixed, "parent": None, "quiet": True}
+        worker.worker(study, url, named, **options)
         return [one.config for one in prober.requests if one.rung is not Rung.NODE]
 
     return run
@@ -101,6 +101,14 @@ def test_a_worker_leaves_a_study_that_has_ended(join: Join) -> None:
 def test_a_study_that_does_not_exist_is_refused(join: Join) -> None:
     with pytest.raises(UsageError, match="there is no study 'two'"):
         join(study="two")
+
+
+def test_a_study_has_one_name_or_is_the_newest(join: Join) -> None:
+    assert len(join(study=None)) == 3
+    with pytest.raises(UsageError, match="there is no study 'two'"):
+        join(study=None, named="two")
+    with pytest.raises(UsageError, match="two names"):
+        join(named="one")
 
 
 def test_another_machine_is_refused_unless_it_is_asked_for(join: Join) -> None:
