@@ -145,9 +145,9 @@ def resolve_device(name: str) -> DeviceSpec:
     # measurements.
     if (known := _devices_by_name().get(_normalize(device.name))) is not None:
         raise UsageError(
-            f"--gpu {device.given}: the catalogue has a card named {device.name}",
-            remedy=f"give your card another name, such as my-{device.name},"
-            f" or use the catalogue's card: --gpu {known.name}",
+            f"--gpu {device.given}: the catalogue has a GPU named {device.name}",
+            remedy=f"give your GPU another name, such as my-{device.name},"
+            f" or use the catalogue's GPU: --gpu {known.name}",
         )
     return device
 
@@ -165,7 +165,7 @@ def catalogued_device(name: str) -> DeviceSpec:
         known = _devices_by_name()
         raise UsageError(
             f"unknown gpu {name!r}{did_you_mean(_normalize(name), known)}",
-            remedy="`autotune gpus` lists the known ones; describe any other card:"
+            remedy="`autotune gpus` lists the known ones; describe any other GPU:"
             f" --gpu {EXAMPLE}, or a YAML file with these keys",
         )
     return device

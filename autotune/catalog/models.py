@@ -149,7 +149,7 @@ class ModelSpec:
         if "quantization_config" in config:
             raise UsageError(
                 f"{shown} has a quantization_config, which describes the files of a checkpoint",
-                remedy="set the knob `quantization` instead",
+                remedy="set `quantization` instead",
             )
         shape = _shape_of(config)
 
@@ -420,7 +420,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
             reason = "to fp4, which no probe trains"
     raise UsageError(
         f"{shown} describes a checkpoint that is already quantised {reason}",
-        remedy="pass the unquantised model; the knob `quantization` quantises it",
+        remedy="pass the unquantised model; `--set quantization=...` quantises it",
     )
 
 

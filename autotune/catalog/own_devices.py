@@ -153,13 +153,13 @@ def _row_model() -> "type[BaseModel]":
             sizes = (self.memory, self.marketed_gb, self.memory_mib)
             if sum(size is not None for size in sizes) != 1:
                 raise ValueError(
-                    "say how much memory the card has, with one key: memory (GB, as the card is"
+                    "say how much memory the GPU has, with one key: memory (GB, as the GPU is"
                     " sold), or memory_mib (the total that nvidia-smi prints)"
                 )
             if not (self.bf16_tflops or self.fp16_tflops or self.compute_capability):
                 raise ValueError(
-                    "say how fast the card multiplies: bf16_tflops, its dense peak with fp32"
-                    " accumulation (or fp16_tflops of a card without bf16); if the peak is"
+                    "say how fast the GPU multiplies: bf16_tflops, its dense peak with fp32"
+                    " accumulation (or fp16_tflops of a GPU without bf16); if the peak is"
                     " unknown, give compute_capability, like 8.9"
                 )
             return self

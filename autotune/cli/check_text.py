@@ -43,7 +43,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
     if checked.state != FITS and checked.bounds.most is not None:
         card = report.smallest_card.name if report.smallest_card else "none in the catalogue"
-        yield "card", f"the smallest card that the run fits without a change: {card}"
+        yield "GPU", f"the smallest GPU that the run fits without a change: {card}"
     yield from duration_lines(report)
     if report.faster:
         yield "faster", _faster_text(report, report.faster)
@@ -84,7 +84,7 @@ def _faster_text(report: CheckReport, faster: Faster) -> str:
 
     usd = runnable.estimate.cost.full_run_usd if runnable.estimate.cost else None
     cost = f", {fmt_usd(usd / faster.times)} instead of {fmt_usd(usd)}" if usd else ""
-    rows = " on full rows" if full_rows else ""
+    rows = " on full sequences" if full_rows else ""
     times = f"{faster.times:.1f} times as fast{rows}{cost}"
     return f"{times}, estimated: {', '.join(changes)}; to measure it: {faster.command}"
 

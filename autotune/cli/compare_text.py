@@ -134,15 +134,15 @@ def _print_details(comparison: Comparison, group: Group) -> None:
 
     # Two tables instead of one, so that each fits the width of a terminal
     for table in ("speed", "cost"):
-        columns = [column for column in COLUMNS if column.table == table or column.title == "card"]
+        columns = [column for column in COLUMNS if column.table == table or column.title == "GPU"]
         titles = {column.title: "right" if column.numeric else "left" for column in columns}
         print_table(None, titles, [tuple(row[title] for title in titles) for row in rows])
 
-    width = max(len(row["card"]) for row in rows)
+    width = max(len(row["GPU"]) for row in rows)
     basis = [column.title for column in COLUMNS if column.table == "basis"]
     for row, card in zip(rows, group.cards, strict=True):
         if card.best:
-            print_text("; ".join(row[title] for title in basis), f"{row['card']:>{width}}  ")
+            print_text("; ".join(row[title] for title in basis), f"{row['GPU']:>{width}}  ")
 
     print()
     for verdict in verdicts(comparison, group):

@@ -153,7 +153,7 @@ class Display(AbstractContextManager["Display"]):
         )
         if task.example_gib is not None:
             memory = (
-                f"limited to {fmt_gib(task.example_gib)}, as on a small card, so that some "
+                f"limited to {fmt_gib(task.example_gib)}, as on a small GPU, so that some "
                 "configurations do not fit (--memory-gib sets another limit)"
             )
 

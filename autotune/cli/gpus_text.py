@@ -9,7 +9,7 @@ from autotune.report.answers import gpu_answer
 from autotune.report.describe import gpu_choices
 from autotune.study.scaling import GpuPlan, RankPlan, fastest
 
-NO_LINK = "it is unknown how fast these cards exchange data: set link_gb_s in your own card's data"
+NO_LINK = "it is unknown how fast these GPUs exchange data: set link_gb_s in your own GPU's data"
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",

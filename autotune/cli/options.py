@@ -38,7 +38,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="Target GPU: a name, auto (this machine's GPU), or a card of your own.",
+        help="Target GPU: a name, auto (this machine's GPU), or a description of your own.",
         autocompletion=gpu_names,
     ),
 ]

@@ -74,7 +74,7 @@ def _annotation(name: str, rare: tuple[str, ...]) -> Any:
     The help of `--set` lists the rare fields that it sets.
     """
     if name == "set_":
-        text = f"Pin a knob, or set one of {', '.join(sorted(rare))}; repeatable."
+        text = f"Pin a setting, or set one of {', '.join(sorted(rare))}; repeatable."
 
         def settings(incomplete: str) -> list[str]:
             """Return the names of settings that the shell proposes when the user presses Tab."""
@@ -171,7 +171,7 @@ def _set_rare(options: dict[str, Any], setting: str) -> None:
     if name not in RARE:
         flag = f"--{name.replace('_', '-')}"
         raise UsageError(
-            f"--set {name}: {name} is not a knob, and has an option of its own",
+            f"--set {name}: {name} is not a setting, and has an option of its own",
             remedy=f"give {flag}" if _is_flag(name) else f"give {flag} {text}",
         )
     if name not in options:

@@ -273,7 +273,7 @@ def _names_in(value: str) -> list[str]:
 def check_value(knob: str, value: Any) -> None:
     """Raise ValueError if the knob does not exist or cannot have this value."""
     if knob not in KNOBS:
-        raise ValueError(f"there is no knob {knob!r}")
+        raise ValueError(f"there is no setting {knob!r}")
     KNOBS[knob].check(value)
 
 

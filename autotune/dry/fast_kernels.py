@@ -418,7 +418,9 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
 
 def _require_new_rows(*unknown: torch.Tensor | None) -> None:
     if any(tensor is not None for tensor in unknown):
-        raise ValueError("the memory of linear attention with packed or continued rows is unknown")
+        raise ValueError(
+            "the memory of linear attention with packed or continued sequences is unknown"
+        )
 
 
 def fused_recurrent_gated_delta_rule(**_: Any) -> None:

@@ -118,7 +118,7 @@ def training_job(recipe: Recipe) -> JobSpec:
         f"{hours} h, the upper end of the projection plus {60 * UNPROJECTED_H:.0f} min, rounded up"
     )
 
-    notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
+    notes = [f"The speed holds for train.py on this GPU. Time limit: {limit}."]
     if recipe.model.weights:
         notes.append(
             "The weights are in a local directory (model in train_config.json):"

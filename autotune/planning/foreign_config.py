@@ -539,7 +539,7 @@ def _objective_knobs(
     """Return the knobs that an objective other than SFT sets, and note its trainer's deviations."""
     if packing:
         key = key_of(tool, "packing")
-        raise Refused(key, f"rows of {objective} are not packed", "switch it off")
+        raise Refused(key, f"sequences of {objective} are not packed", "switch it off")
 
     # KTO compares the answers of a micro batch, except with the loss apo_zero_unpaired.
     compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)
@@ -780,7 +780,7 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     if "max_length" in file.values and file.get("max_length", "max_seq_length")[1] is None:
         raise Refused(
             "max_length",
-            "without a value, no row is truncated, so the longest row is unknown",
+            "without a value, no sequence is truncated, so the longest sequence is unknown",
             "write how many tokens the longest example has",
         )
 

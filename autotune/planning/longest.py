@@ -412,7 +412,7 @@ def _measured_row(
 ) -> LongestRow:
     if best is None:
         last = attempts[-1]
-        problem = f"no row was verified: {last.tokens:,} tokens ended with {last.outcome}"
+        problem = f"no sequence was verified: {last.tokens:,} tokens ended with {last.outcome}"
         row = LongestRow(
             method=predicted.method, config=predicted.config, problem=problem, attempts=attempts
         )
@@ -522,19 +522,19 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
     for name in query.knobs:
         if name not in KNOBS:
             hint = did_you_mean(name, KNOBS)
-            raise UsageError(f"--set: there is no knob {name!r}{hint}", remedy=values)
+            raise UsageError(f"--set: there is no setting {name!r}{hint}", remedy=values)
     try:
         config = query.config(method, STEP)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--set: {error}", remedy=values) from None
     if config.tiling != (LONG_ROWS | query.knobs)["tiling"]:
         raise UsageError(
-            f"--set: layers of {method} with these knobs are not computed in tiles of tokens",
+            f"--set: layers of {method} with these settings are not computed in tiles of tokens",
             remedy="leave out lora_dropout, compile and kernels, or give --set tiling=none",
         )
     for name, value in query.knobs.items():
         if getattr(config, name) == KNOBS[name].default != value:
-            say(f"warning: {method}: {name} has no effect with these knobs")
+            say(f"warning: {method}: {name} has no effect with these settings")
 
 
 def _target_here(gpu: str) -> Target | None:

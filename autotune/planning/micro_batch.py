@@ -132,7 +132,7 @@ def host_needs(
         part="data loader",
         found=profile.loader_rows_per_s,
         needed=rows_per_s if separate_process else rows_per_s / LOADER_SHARE,
-        unit="rows/s",
+        unit="sequences/s",
         why="its processes must keep up with training"
         if separate_process
         else f"it runs in the training's process, and may take {LOADER_SHARE:.0%} of the time",

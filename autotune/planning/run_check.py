@@ -448,10 +448,10 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "(--dataset, --lengths, --mean-tokens)."
         )
     if config.padding == "longest":
-        rows = f"a micro batch with a row of {context.longest_row_config(config).seq_len:,} tokens"
+        longest = context.longest_row_config(config).seq_len
         yield (
-            f"Memory is estimated for {rows}, and speed for rows padded to the longest row of "
-            "their micro batch."
+            f"Memory is estimated for a micro batch with a sequence of {longest:,} "
+            "tokens, and speed for sequences padded to the longest of their micro batch."
         )
 
 

@@ -103,14 +103,14 @@ LIMITS = (
         measured=_products,
         least=0.75,
         unit="of the rate expected from its data sheet",
-        why="the card may be hot, limited in power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
+        why="the GPU may be hot, limited in power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
     ),
     Limit(
         part="memory of the GPU",
         measured=_copies,
         least=0.75,
         unit="of the bandwidth expected from its data sheet",
-        why="another process may use the card, or its memory runs at a lower clock",
+        why="another process may use the GPU, or its memory runs at a lower clock",
     ),
 )
 

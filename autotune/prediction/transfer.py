@@ -124,7 +124,7 @@ def calibrated_parts(calibration: Calibration | None, device: DeviceSpec) -> str
     """
     if calibration is None:
         return None
-    parts = "card and host" if replaces_data_sheet(calibration, device) else "host"
+    parts = "GPU and host" if replaces_data_sheet(calibration, device) else "host"
     return f"{parts} {calibration.label}"
 
 

@@ -207,7 +207,7 @@ class WorkerProber:
         slowed = _slowdowns(result) if result.outcome is Outcome.OK else None
         if slowed and not self._was_slowed:
             reasons = ", ".join(slowed)
-            return f"measured twice, because the first time the card was slowed down: {reasons}"
+            return f"measured twice, because the first time the GPU was slowed down: {reasons}"
         return None
 
     def _lacked_room(self, result: ProbeResult) -> bool:
@@ -225,7 +225,7 @@ class WorkerProber:
         if now and now > before:
             raise TooManyFailures(
                 f"the GPU's memory failed: {now - before} new uncorrected ECC errors",
-                remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the "
+                remedy="continue with --study on another GPU; `nvidia-smi -q -d ECC` shows the "
                 "counters",
             )
 

@@ -186,7 +186,7 @@ def narrow_to_model(
         narrowing.keep(
             "micro_batch_size",
             lambda size: size <= examples,
-            f"more rows than examples ({examples})",
+            f"more sequences than examples ({examples})",
         )
 
     context = model.max_seq_len
@@ -489,10 +489,10 @@ def narrow_to_objective(narrowing: Narrowing, objective: Objective) -> None:
         narrowing.remove(
             "loss",
             {"chunked"},
-            "the model predicts one value per row, so there are no token logits to chunk",
+            "the model predicts one value per sequence, so there are no token logits to chunk",
         )
     if objective is Objective.CLASSIFICATION:
-        narrowing.remove("packing", {True}, "each row has one label")
+        narrowing.remove("packing", {True}, "each sequence has one label")
 
     if objective.has_reference:
         reason = "TRL switches recomputation off for all layers while the reference model computes"
@@ -511,11 +511,11 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
         room += f", and the last image ends at token {least}" if least > tokens + LEAST_TEXT else ""
         narrowing.keep("seq_len", lambda length: length >= least, room)
 
-    narrowing.remove("packing", {True}, "rows with images are not packed")
+    narrowing.remove("packing", {True}, "sequences with images are not packed")
     narrowing.remove(
         "group_by_length",
         {True},
-        "images are read only when a micro batch is made, so row lengths are unknown before",
+        "images are read only when a micro batch is made, so sequence lengths are unknown before",
     )
     narrowing.remove(
         "cuda_graphs", {"micro_batch"}, "no CUDA graph can read image sizes on the host"
@@ -533,10 +533,10 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
     narrowing.remove(
         "padding",
         {"bucket"},
-        "TRL pads to the longest row of a micro batch, or all rows to one length",
+        "TRL pads to the longest sequence of a micro batch, or all sequences to one length",
     )
     narrowing.remove(
-        "padding", {"masked"}, "TRL gives all rows a mask, also with the padding `longest`"
+        "padding", {"masked"}, "TRL gives all sequences a mask, also with the padding `longest`"
     )
 
     if (
@@ -562,14 +562,16 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
     others = set(padding.choices()) - {"masked"}
     if others and len(workload.lengths.counts) == 1:
         narrowing.space, _ = narrowing.space.narrow(
-            "padding", others.__contains__, "no row has padding"
+            "padding", others.__contains__, "no sequence has padding"
         )
         narrowing.reserve, _ = narrowing.reserve.narrow(
-            "padding", others.__contains__, "no row has padding"
+            "padding", others.__contains__, "no sequence has padding"
         )
     if others - {"longest"}:
         return
-    reason = "rows padded to the longest of each micro batch have too many lengths to compile for"
+    reason = (
+        "sequences padded to the longest of each micro batch have too many lengths to compile for"
+    )
     if True in narrowing.space.choices("packing") and "per_layer" in narrowing.space.choices(
         "compile"
     ):
@@ -781,7 +783,7 @@ def _apply_floor_of_length(
     least = workload.truncated(largest)
     if max_truncated is not None and least > max_truncated + 1e-9:
         raise UsageError(
-            f"--max-truncated {max_truncated}: even rows of {largest} tokens truncate"
+            f"--max-truncated {max_truncated}: even sequences of {largest} tokens truncate"
             f" {least:.2%} of the tokens",
             remedy=f"give {math.ceil(least * 1000) / 1000} or more,"
             " or pin a longer seq_len with --seq-len",
@@ -798,7 +800,7 @@ def _apply_floor_of_length(
         (length for length in narrowing.space.choices("seq_len") if length >= longest),
         default=math.inf,
     )
-    reason = f"no example is longer than {longest} tokens, so longer rows would end in padding"
+    reason = f"no example is longer than {longest} tokens, so longer sequences would end in padding"
     narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
 
 
@@ -887,7 +889,7 @@ def _packing_conditions(
     rows = {length: TrainConfig(seq_len=length, packing=True) for length in lengths}
     examples_per_row = {length: workload.examples_per_row(row) for length, row in rows.items()}
     if max(examples_per_row.values()) < WORTH_PACKING and not asked_for:
-        return "no row has room for a second example"
+        return "no sequence has room for a second example"
 
     def is_near_batch(length: int, size: int) -> bool:
         step = workload.run_shape(replace(rows[length], micro_batch_size=size)).examples_per_step
@@ -910,7 +912,7 @@ def _packing_conditions(
         f" {workload.global_batch} (--global-batch)"
     )
     if not allowed_lengths:
-        return f"{reason}: a row holds {min(examples_per_row.values()):.1f} examples"
+        return f"{reason}: a sequence holds {min(examples_per_row.values()):.1f} examples"
     return {
         "attention": (attentions, untested_attentions),
         "seq_len": (tuple(allowed_lengths), reason),

@@ -159,7 +159,7 @@ def image_lengths(
             prefix_encoder = Encoder(loaded_tokenizer, "all", parts=True)
             prefix_tokens = [len(tokens) for tokens in prefix_encoder.encode(prefixes)]
         if not rows:
-            raise BadDataset(f"{path} has no rows")
+            raise BadDataset(f"{path} has no examples")
 
     lengths = [
         max(1, text + num_image_tokens(images))
@@ -219,7 +219,8 @@ def dataset_errors() -> Iterator[None]:
         yield
     except BadDataset as error:
         raise UsageError(
-            f"--dataset: {error}", remedy=f"give a file or folder of rows with {FORMS}, in UTF-8"
+            f"--dataset: {error}",
+            remedy=f"give a file or folder of examples with {FORMS}, in UTF-8",
         ) from None
     except CannotKeep as error:
         raise StorageError(
@@ -252,7 +253,7 @@ def _lengths_for(
             texts += [(where, one) for one in example]
             sizes.append(len(example))
     if not texts:
-        raise BadDataset(f"{path} has no rows")
+        raise BadDataset(f"{path} has no examples")
 
     # For each row, the number of its tokens and the share of these tokens to train on
     if tokenizer is None:
@@ -314,7 +315,7 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
 def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None:
     if any(name not in columns for name in names):
         found = ", ".join(columns) or "none"
-        raise ValueError(f"{objective} needs {COLUMNS[objective]}; the row's columns: {found}")
+        raise ValueError(f"{objective} needs {COLUMNS[objective]}; the example's columns: {found}")
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
@@ -348,12 +349,12 @@ def _answer_row(columns: dict[str, Any], answer: Any) -> dict[str, Any]:
     if not isinstance(answer, str):
         if prompt and not any(prompt.strip() in text for text in _contents(answer)):
             raise ValueError(
-                "the prompt's text is not in the row's messages: add the prompt as a message"
+                "the prompt's text is not in the example's messages: add the prompt as a message"
             )
         return {**others, **beside, "messages": answer}
     if prompt:
         raise ValueError(
-            "the row's answers are text, but its prompt is not: give both in the same form"
+            "the example's answers are text, but its prompt is not: give both in the same form"
         )
     if beside:
         raise ValueError(f"its column {next(iter(beside))} needs a prompt in a separate column")
@@ -378,7 +379,7 @@ def form_of(path: Path, split: str | None, objective: Objective = Objective.SFT)
     with dataset_errors():
         first = next(read_rows(path, split), None)
         if first is None:
-            raise BadDataset(f"{path} has no rows")
+            raise BadDataset(f"{path} has no examples")
         form = parse_row(*first)
 
     columns = {name for name, value in first[1].items() if value is not None}
@@ -506,7 +507,7 @@ def _estimate_lengths(
         total = total + context_bytes + trained_bytes
         trained = trained + trained_bytes
     if not lengths:
-        raise BadDataset(f"{path} has no rows")
+        raise BadDataset(f"{path} has no examples")
     for note in describe(notes, len(lengths)):
         say(f"warning: {path.name}: {note}")
     return Lengths.of(lengths, "characters", _share(trained, total))

@@ -38,7 +38,9 @@ def pictures_of(
         except UsageError as error:
             raise UsageError(f"--dataset: {name}is refused: {error}", remedy=error.remedy) from None
         except ValueError as error:
-            remedy = f"give the path of a complete image file from {folder}, or leave the row out"
+            remedy = (
+                f"give the path of a complete image file from {folder}, or leave the example out"
+            )
             raise UsageError(f"--dataset: {name}cannot be read: {error}", remedy=remedy) from None
 
     return tuple(pictures)

@@ -232,8 +232,8 @@ class SearchSpace:
         """
         if name not in KNOBS:
             raise UsageError(
-                f"there is no knob {name!r}{did_you_mean(name, KNOBS)}",
-                remedy=f"the knobs are {', '.join(KNOBS)}",
+                f"there is no setting {name!r}{did_you_mean(name, KNOBS)}",
+                remedy=f"the settings are {', '.join(KNOBS)}",
             )
 
         try:

@@ -116,7 +116,7 @@ def set_up(
     if with_images and not probes_run_here:
         raise UsageError(
             f"no formula covers the images of {model.short}: only probes can measure them",
-            remedy="use `autotune run` on a machine with the card, or with a larger one",
+            remedy="use `autotune run` on a machine with the GPU, or with a larger one",
         )
     target = target if isinstance(target, Target) else Target(device=target)
     space = _space_of(spec, target.device)

@@ -49,7 +49,7 @@ class KnobEntry(BaseModel):
     def problems(self, name: str) -> Iterator[tuple[Place, str]]:
         """Yield each problem in the entry of the knob `name`, as (place in the entry, reason)."""
         if name not in KNOBS:
-            yield (), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}"
+            yield (), f"there is no setting {name!r}{did_you_mean(name, KNOBS)}"
             return
         if self.min is not None and self.max is not None and self.max - self.min >= MAX_RANGE:
             yield (
@@ -60,7 +60,7 @@ class KnobEntry(BaseModel):
             return
 
         if self.kind not in (None, KNOBS[name].kind):
-            yield ("kind",), f"{name} is a {KNOBS[name].kind} knob; leave out the key kind"
+            yield ("kind",), f"{name} is a {KNOBS[name].kind} setting; leave out the key kind"
 
         for place, knob, value in self._values(name):
             try:
@@ -72,7 +72,7 @@ class KnobEntry(BaseModel):
             if not _is_other_knob(other, name):
                 yield (
                     ("when", other),
-                    f"{other!r} is not another knob{did_you_mean(other, set(KNOBS) - {name})}",
+                    f"{other!r} is not another setting{did_you_mean(other, set(KNOBS) - {name})}",
                 )
 
     def _values(self, name: str) -> Iterator[tuple[Place, str, Any]]:

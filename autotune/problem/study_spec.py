@@ -165,7 +165,7 @@ class StudySpec:
     )
     gpu: str = _option(
         "auto",
-        "Target GPU: a name, auto (this machine's GPU), cpu, or a description of your own card.",
+        "Target GPU: a name, auto (this machine's GPU), cpu, or a description of your own GPU.",
     )
     space: str | SearchSpace | None = _option(  # noqa: RUF009
         None, "Search space: a name (`autotune spaces` lists them) or a file."
@@ -215,7 +215,7 @@ class StudySpec:
         None,
         LOSS_ON,
         "The tokens to train on: completion, assistant (all of the assistant's text), or all.",
-        shown_default="completions or the assistant's text, if the rows have them; else all",
+        shown_default="completions or the assistant's text, if the examples have them; else all",
     )
     tokenizer: str | None = _option(
         None,
@@ -295,7 +295,7 @@ class StudySpec:
         None,
         "File that `autotune calibrate --out` wrote.",
         metavar="FILE",
-        shown_default="this machine's for this card",
+        shown_default="this machine's for this GPU",
     )
     min_rank: int | None = _count(None, "Smallest LoRA rank.", shown_default="16")
     max_truncated: float | None = _share(
@@ -376,7 +376,7 @@ class StudySpec:
                 raise InvalidSpec(f"{item.name} cannot be {value!r}{only}")
 
         if not isinstance(self.pins, dict):
-            raise InvalidSpec(f"pins maps knobs to values, it cannot be {self.pins!r}")
+            raise InvalidSpec(f"pins maps settings to values, it cannot be {self.pins!r}")
         _check_suite(self.configs, self.source)
 
         if self.tokens is not None and self.examples is not None:
@@ -448,7 +448,7 @@ def _refuse(objective: Any, loss_on: str | None) -> None:
         raise InvalidSpec(f"objective {objective} is not offered: {reason}")
     if loss_on is not None and objective != Objective.SFT:
         raise InvalidSpec(
-            f"loss_on is for sft only: the rows of {objective} determine the tokens to train on"
+            f"loss_on is for sft only: the examples of {objective} determine the tokens to train on"
         )
 
 

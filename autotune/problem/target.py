@@ -83,7 +83,7 @@ class Target:
             raise EnvironmentProblem(
                 f"{self.device.name} has {fmt_gib(cap)}, but only {fmt_gib(available)} are "
                 "free here",
-                remedy="stop the processes that use the GPU's memory, or run on another card",
+                remedy="stop the processes that use the GPU's memory, or run on another GPU",
             )
 
         if asked_gib is not None and asked_gib > cap and not may_exceed:

@@ -129,7 +129,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
         *_refusals(result.entries),
     ]
     if any(entry.tokens_per_s for entry in result.entries) and result.is_guess:
-        notes.append("No card of this kind was measured: the speeds are guesses.")
+        notes.append("No GPU of this kind was measured: the speeds are guesses.")
 
     caption = "Tokens/s by model and method, with 80 % intervals"
     return Answer(
@@ -270,7 +270,7 @@ def _prices_table(group: Group, today: date) -> Table:
             at_spot = f"{fmt_usd(spot.spot_usd_per_hour)} ({source})"
         rows.append((card.device.label, hourly, daily, weekly, at_spot))
 
-    columns = {"card": "left", "price": "left", "a day": "right", "a week": "right"}
+    columns = {"GPU": "left", "price": "left", "a day": "right", "a week": "right"}
     return Table(
         title="Prices of one GPU", columns=columns | {"an hour at spot": "left"}, rows=tuple(rows)
     )
@@ -312,7 +312,7 @@ def _cheapest(costs: Sequence[SizeCost], examples: int) -> Iterator[str]:
 
 def size_table(costs: Sequence[SizeCost], examples: int) -> Table:
     """Return the table of each card's hours and USD for one number of examples."""
-    columns = {"card": "left"} | dict.fromkeys(
+    columns = {"GPU": "left"} | dict.fromkeys(
         ("hours (80 %)", "USD on demand (80 %)", "USD at spot (80 %)"), "right"
     )
     rows = [
@@ -330,7 +330,7 @@ def size_table(costs: Sequence[SizeCost], examples: int) -> Table:
 
 def _buying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
     """Return the table of the cards that the budget buys."""
-    columns = {"card": "left", "USD, at launch": "left", "tokens/s (80 %)": "right", "W": "right"}
+    columns = {"GPU": "left", "USD, at launch": "left", "tokens/s (80 %)": "right", "W": "right"}
     rows = []
     for one in bought:
         low, high = map(fmt_count, (one.tokens_per_s_low, one.tokens_per_s_high))
@@ -369,9 +369,9 @@ def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
                 rented=one.rented_at_spot,
             ),
         )
-        rows += [(one.card, "the same card", *itself), (one.card, "the cheapest", *cheapest)]
+        rows += [(one.card, "the same GPU", *itself), (one.card, "the cheapest", *cheapest)]
 
-    columns = {"card": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
+    columns = {"GPU": "left", "against renting": "left", "on demand": "right", "at spot": "right"}
     title = f"Hours of use until buying pays off, and months at {budget.hours_per_week:g} h a week"
     return Table(title=title, columns=columns, rows=tuple(rows))
 
@@ -393,7 +393,7 @@ def _pays(
 def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[str]:
     """Name the card to buy, and the hours of use after which it beats renting the cheapest card."""
     if not bought:
-        return [f"No card that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
+        return [f"No GPU that surely fits is known to cost at most {fmt_usd(budget.budget_usd)}"]
 
     best = bought[0]
     rivals = buying_rivals(bought)
@@ -408,7 +408,7 @@ def buying_sentences(bought: Sequence[Bought], budget: PurchaseBudget) -> list[s
         )
         if rented
     ]
-    return [text, *(pays or [f"It is unknown when the card pays off: {NO_PRICE}"])]
+    return [text, *(pays or [f"It is unknown when the GPU pays off: {NO_PRICE}"])]
 
 
 def buying_rivals(bought: Sequence[Bought]) -> list[str]:
@@ -420,19 +420,19 @@ def buying_rivals(bought: Sequence[Bought]) -> list[str]:
 def _pays_sentence(hours: float | None, budget: PurchaseBudget, against: str) -> str:
     """Say after how many hours of use buying the card is cheaper than renting."""
     if hours is None:
-        return f"The card never pays off against {against}"
+        return f"The GPU never pays off against {against}"
     months = f"{budget.months(hours):,.1f} months at {budget.hours_per_week:g} h a week"
-    return f"The card pays off after {hours:,.0f} h of use ({months}) against {against}"
+    return f"The GPU pays off after {hours:,.0f} h of use ({months}) against {against}"
 
 
 def _buying_basis(budget: PurchaseBudget) -> str:
     """Return the assumptions about the cost of a purchased card."""
     source = "from Wikipedia's list, with the year"
     return (
-        f"A card costs its launch price ({source}), "
+        f"A GPU costs its launch price ({source}), "
         f"and electricity for its power limit at {fmt_usd(budget.usd_per_kwh)} a kWh. "
-        "The rest of the computer and the card's resale value do not count. "
-        "The hours until a card pays off against the cheapest card depend on estimated speeds. "
+        "The rest of the computer and the GPU's resale value do not count. "
+        "The hours until a GPU pays off against the cheapest GPU depend on estimated speeds. "
         "A dash: no price is known."
     )
 
@@ -542,4 +542,4 @@ def _node_probes(nodes: Sequence[Node]) -> Table:
         probes = (f"{node.num_probes:,}", f"{node.num_failed:,}")
         last_seen = DASH if node.last_seen is None else node.last_seen[:16].replace("T", " ")
         rows.append((node.name, *card, *probes, last_seen))
-    return Table(title="Card and probes", columns={"node": "left"} | columns, rows=tuple(rows))
+    return Table(title="GPU and probes", columns={"node": "left"} | columns, rows=tuple(rows))

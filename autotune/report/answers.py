@@ -107,8 +107,8 @@ def certainty(estimated: Estimate, num_gpus: int = 1) -> str:
         return basis
     low, high = (fmt_count(num_gpus * bound) for bound in estimated.interval)
     count = estimated.num_observations
-    narrowed = f", narrowed by measurements on this card: {count}" if count else ""
-    guess = ", a guess without a measurement of this kind of card" if estimated.is_guess else ""
+    narrowed = f", narrowed by measurements on this GPU: {count}" if count else ""
+    guess = ", a guess without a measurement of this kind of GPU" if estimated.is_guess else ""
     return f"{basis}; {low} to {high} tokens/s in 80 % of cases{narrowed}{guess}"
 
 
@@ -196,8 +196,8 @@ def speed_text(estimated: Estimate, unit: str = "useful tokens/s") -> str:
     """
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations
-    basis = f", narrowed by measurements on this card: {count}" if count else ""
-    basis = ", no measurement of this kind of card" if estimated.is_guess else basis
+    basis = f", narrowed by measurements on this GPU: {count}" if count else ""
+    basis = ", no measurement of this kind of GPU" if estimated.is_guess else basis
     basis += f", {estimated.calibrated}" if estimated.calibrated else ""
     return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{basis})"
 
@@ -290,7 +290,7 @@ def card_answer(result: Trainable) -> Answer:
         price = describe_price(result.price, date.today())
         cost = f"{fmt_usd(entry.usd_per_1000)} for 1,000 examples of {result.lengths} with "
         cost += f"{entry.model.rpartition('/')[2]} and {_METHODS[entry.method]}, at {price}"
-    guess = "; the speeds are guesses: no card of this kind was measured" * result.is_guess
+    guess = "; the speeds are guesses: no GPU of this kind was measured" * result.is_guess
 
     return Answer(
         answer=f"{answer} (estimated)",
@@ -458,7 +458,7 @@ def study_answer(recipe: Recipe) -> Answer:
     number = {name: one.text for name, one in describe.numbers(winner).items()}
     card = ""
     if recipe.example_gib is not None:
-        card = f" on an example card of {fmt_gib(recipe.example_gib)}"
+        card = f" on an example GPU of {fmt_gib(recipe.example_gib)}"
 
     return Answer(
         answer=winner.config.label(),

@@ -70,8 +70,8 @@ def _card(row: CardRow) -> str:
 def _evidence(row: CardRow) -> str:
     """Describe the evidence, the number of measurements behind it, and what was calibrated."""
     count = row.measurements_on_this_card
-    guess = ", no measurement of this kind of card" if row.is_guess else ""
-    basis = f", narrowed by measurements on this card: {count}" if count else guess
+    guess = ", no measurement of this kind of GPU" if row.is_guess else ""
+    basis = f", narrowed by measurements on this GPU: {count}" if count else guess
     calibration = f", {row.calibrated}" if row.calibrated else ""
     return (row.evidence or DASH) + basis + calibration
 
@@ -96,7 +96,7 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="card", table="speed", text=_card),
+    Column(title="GPU", table="speed", text=_card),
     Column(title="GiB of limit", table="speed", text=_memory),
     Column(
         title="tokens/s (80 %)",
@@ -157,7 +157,7 @@ def basis_sentence(comparison: Comparison) -> str:
     """Return the basis of the estimates, as a sentence without the full stop."""
     basis = describe.NOT_MEASURED
     if comparison.calibrated:
-        basis = "Estimated, calibrated as each card's evidence says"
+        basis = "Estimated, calibrated as each GPU's evidence says"
     return f"{basis}: {comparison.how_sure}"
 
 
@@ -194,7 +194,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         card.name if card else "none" for card in (group.smallest, group.smallest_compared)
     )
     sentences.append(
-        f"smallest card that holds the run: {of_all} of all known cards, {of_these} of these cards"
+        f"smallest GPU that holds the run: {of_all} of all known GPUs, {of_these} of these GPUs"
     )
 
     # Caveats of the comparison: plans that estimated only a few configurations, cards whose plan
@@ -261,7 +261,7 @@ def _no_cost_reason(group: Group) -> str:
         return NO_PRICE
     if any(card.holds_it for card in group.cards):
         return "no formula gives the speed"
-    return "no card surely fits"
+    return "no GPU surely fits"
 
 
 def _rivals(names: tuple[str, ...]) -> str:
@@ -277,7 +277,7 @@ def own_card_sentence(comparison: Comparison, group: Group) -> str:
     assert owned is not None
     name = f"your own {owned.device.name}"
     if own_run is None or card is None or card.cost is None:
-        return f"{name}: {DASH}, since the run may not fit, or the card's speed or power is unknown"
+        return f"{name}: {DASH}, since the run may not fit, or the GPU's speed or power is unknown"
 
     text = (
         f"{name}: {fmt_usd(own_run.usd)} a run, "

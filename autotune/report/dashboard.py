@@ -38,7 +38,7 @@ PAGE = "/dashboard/studies/0"  # the page of study 0, the only study in `Copy`
 TITLES = {  # the figures that are readable at half the width of a window, with titles for a phone
     "scatter": "Speed against memory",
     "history": "Useful tokens/s of each trial",
-    "importances": "Which knobs the speed varies with",
+    "importances": "Which settings the speed varies with",
     "memory": "Memory of winner and baseline",
     "quality": "Held-out loss of the finalists",
 }

@@ -287,7 +287,7 @@ def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
                 changes.append(change)
 
     if not changes:
-        why = "no knob reduces this memory: use a smaller model, or a GPU with more memory"
+        why = "no setting reduces this memory: use a smaller model, or a GPU with more memory"
         changes.append(Change(knob=None, current=None, suggested=None, why=why))
     return tuple(changes)
 

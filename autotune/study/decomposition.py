@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "CUDA graphs": ("cuda_graphs",),
     "GPUs": ("num_gpus", "sharding"),
 }
-OTHER = "other knobs"
+OTHER = "other settings"
 WHOLE = "whole models instead of a few layers"
 
 

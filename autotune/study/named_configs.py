@@ -207,7 +207,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
         for name in knobs:
             if name not in KNOBS:
                 raise UsageError(
-                    f"{case.name}: there is no knob {name!r}{did_you_mean(name, KNOBS)}",
+                    f"{case.name}: there is no setting {name!r}{did_you_mean(name, KNOBS)}",
                     remedy=f"see {document('knobs.md')}",
                 )
 

@@ -907,7 +907,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         )
 
     if made_up := _example_values(task):
-        caveats.append(f"an example card takes the place of a GPU: {made_up}")
+        caveats.append(f"an example takes the place of a GPU: {made_up}")
     caveats += _assumed_examples(workload)
 
     if task.measured_on is not None and task.carried is not None:
@@ -945,7 +945,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if (share := workload.waiting_share(config)) > WORTH_SAYING:
         caveats.append(
             f"micro batches take {share:.0%} longer on {config.num_gpus} GPUs, which wait for the "
-            "one with the longest rows (computed from the lengths of the examples, with time "
+            "one with the longest sequences (computed from the lengths of the examples, with time "
             "proportional to tokens); packing avoids this wait"
         )
 
@@ -960,13 +960,13 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
     if config.packing:
         per_step = workload.run_shape(config).examples_per_step
         caveats.append(
-            f"rows are packed: {workload.examples_per_row(config):.1f} examples per row on average,"
-            f" with {workload.fill(config):.1%} of the tokens used; a step has {per_step:.1f} "
-            f"examples on average, {workload.global_batch} were requested"
+            f"sequences are packed: {workload.examples_per_row(config):.1f} examples per sequence "
+            f"on average, with {workload.fill(config):.1%} of the tokens used; a step has "
+            f"{per_step:.1f} examples on average, {workload.global_batch} were requested"
         )
     elif len(lengths.counts) > 1:
         caveats.append(
-            f"{1 - workload.fill(config):.0%} of the tokens in a row (on average "
+            f"{1 - workload.fill(config):.0%} of the tokens in a sequence (on average "
             f"{workload.tokens_per_row(config):,.0f}) are padding, "
             "which tokens/s does not count"
         )

@@ -474,9 +474,9 @@ def _refusal(error: Exception) -> str:
             return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
         return f"a message or a tool lacks {key[1]!r}, which the tokenizer's chat template needs"
     if kinds & {"TemplateError", "TimeoutError"}:
-        return f"the tokenizer's chat template refuses the row{text and ': '}{text}"
+        return f"the tokenizer's chat template refuses the example{text and ': '}{text}"
     return (
-        "the tokenizer's chat template cannot render the row: a value of a message, a call or a"
+        "the tokenizer's chat template cannot render the example: a value of a message, a call or a"
         " tool has another type than the template expects"
     )
 
@@ -525,7 +525,7 @@ def label_of(row: dict[str, Any]) -> int | str:
         if row.get(name) is None:
             columns = ", ".join(map(str, row)) or "none"
             raise ValueError(
-                f"a row for classification needs text and label; its columns: {columns}"
+                f"an example for classification needs text and label; its columns: {columns}"
             )
     if not isinstance(row["text"], str):
         raise ValueError(f"the column text is {row['text']!r:.40}, which is not text")

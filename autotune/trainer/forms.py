@@ -108,7 +108,9 @@ def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
     columns: dict[str, Any] = _drop_nulls(row)
     parsed = _parse_columns(columns, has_template=has_template)
     if parsed is None:
-        raise ValueError(f"a row needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}")
+        raise ValueError(
+            f"an example needs {FORMS}; its columns: {', '.join(map(str, row)) or 'none'}"
+        )
     form, read = parsed
     unread = {name: value for name, value in columns.items() if name not in read}
     return replace(form, unread=unread)
@@ -537,7 +539,7 @@ def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list
     if isinstance(form, Plain):
         if named or PLACEHOLDER in (form.prompt or "") + form.completion:
             raise BadDataset(
-                f"{where}: a row with images needs messages, or columns that become messages,"
+                f"{where}: an example with images needs messages, or columns that become messages,"
                 " such as instruction and output"
             )
         return form, []
@@ -552,7 +554,8 @@ def parse_image_row(where: str, row: dict[str, Any]) -> tuple[Plain | Chat, list
     places = sum(is_image(part) for message in form.messages for part in message["content"])
     if places != len(named):
         raise BadDataset(
-            f"{where}: its messages have places for {places} images, but the row names {len(named)}"
+            f"{where}: its messages have places for {places} images, but the example names "
+            f"{len(named)}"
         )
     return form, named
 

@@ -77,7 +77,7 @@ class ImageRows(Sequence[ImageExample]):
         """Read the rows without their images. Raises BadDataset."""
         self._rows = list(read_rows(dataset, split))
         if not self._rows:
-            raise BadDataset(f"{dataset} has no rows")
+            raise BadDataset(f"{dataset} has no examples")
 
         self._folder = dataset if dataset.is_dir() else dataset.parent
         self._processor = processor
@@ -120,13 +120,13 @@ class ImageRows(Sequence[ImageExample]):
             number = piece.count(self._processor.image_token)
             if number > len(pictures):
                 raise BadDataset(
-                    f"{where}: its messages have places for more images than the row has"
+                    f"{where}: its messages have places for more images than the example has"
                 )
             try:
                 ids, more = self._process(piece, pictures[:number])
             # The processor refuses, for example, an image of 1 x 1,000 pixels.
             except ValueError as error:
-                raise BadDataset(f"{where}: the processor refuses the row: {error}") from None
+                raise BadDataset(f"{where}: the processor refuses the example: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)
             if number:
@@ -141,7 +141,7 @@ class ImageRows(Sequence[ImageExample]):
             )
         if images_end > self._seq_len:
             raise BadDataset(
-                f"{where}: its images end at token {images_end}, but rows are truncated to"
+                f"{where}: its images end at token {images_end}, but examples are truncated to"
                 f" {self._seq_len} tokens"
             )
         names = dict.fromkeys(name for one in values for name in one)

@@ -39,7 +39,9 @@ def random_example(
     """
     taken = count_tokens(pictures)
     if taken + 2 > length:
-        raise ValueError(f"the images of a row take {taken} tokens, but the row has {length}")
+        raise ValueError(
+            f"the images of an example take {taken} tokens, but the example has {length}"
+        )
 
     vocab_size = config.get_text_config().vocab_size
     image = config.image_token_id

@@ -158,7 +158,7 @@ def _write(
                 told = time.monotonic()
 
     if not examples:
-        raise BadDataset(f"{path} has no rows")
+        raise BadDataset(f"{path} has no examples")
     notes = encoder.describe_notes(examples)
     about = {"examples": examples, "tokens": tokens, "trained": trained, "notes": notes}
     (folder / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")

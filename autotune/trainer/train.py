@@ -116,7 +116,9 @@ def train_on_images(
     be truncated.
     """
     if options.lengths:
-        sys.exit("train.py: error: rows with images have their own lengths: leave --lengths out")
+        sys.exit(
+            "train.py: error: examples with images have their own lengths: leave --lengths out"
+        )
 
     examples: Any
     if options.dataset:
@@ -160,7 +162,7 @@ def check_number(number: int, settings: RunSettings) -> None:
     size = settings.micro_batch_size
     if number < size:
         sys.exit(
-            f"train.py: error: {number} rows do not fill a micro batch of {size}:"
+            f"train.py: error: {number} examples do not fill a micro batch of {size}:"
             " give more examples"
         )
 

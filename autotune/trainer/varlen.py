@@ -83,7 +83,7 @@ def attend(
     """
     if segments is None or attention_mask is not None:
         raise ValueError(
-            "varlen attention is for packed rows: give the model a batch from add_segments"
+            "varlen attention is for packed sequences: give the model a batch from add_segments"
         )
 
     more = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]

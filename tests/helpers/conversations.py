@@ -27,7 +27,7 @@ TOOLS = [
     }
 ]
 REFUSED = re.compile(
-    r"rows\.jsonl:7: .*(leaves out the t|refuses the row: |cannot be located|expects an object)"
+    r"rows\.jsonl:7: .*(leaves out the t|refuses the example: |cannot be located|expects an object)"
 )
 
 

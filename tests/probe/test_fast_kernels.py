@@ -105,7 +105,7 @@ def test_arguments_that_are_not_contiguous_are_copied_and_values_are_kept() -> N
 def test_rows_that_a_dry_probe_cannot_count_are_refused() -> None:
     inputs = [tensor(2, 64), tensor(2, 64), tensor(2, 64), tensor(2), tensor(2)]
     ends = torch.empty(3, dtype=torch.int32, device="meta")
-    with pytest.raises(ValueError, match="packed or continued rows"):
+    with pytest.raises(ValueError, match="packed or continued sequences"):
         fast_kernels.chunk_gated_delta_rule(*inputs, cu_seqlens=ends)
 
 

@@ -220,7 +220,9 @@ def test_rows_of_other_numbers_of_images_share_a_micro_batch() -> None:
 
 def test_images_without_room_are_refused() -> None:
     picture = picture_of(seeing("gemma3"), 9, 9)
-    with pytest.raises(ValueError, match="the images of a row take 20 tokens, but the row has 21"):
+    with pytest.raises(
+        ValueError, match="the images of an example take 20 tokens, but the example has 21"
+    ):
         images.random_example(21, [picture], config_of(seeing("gemma3")), None, 1.0)
 
 

@@ -65,7 +65,7 @@ def test_a_suite_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("configs: [{name: a, knobs: {rank: 3}}]", "a: there is no knob 'rank'"),
+        ("configs: [{name: a, knobs: {rank: 3}}]", "a: there is no setting 'rank'"),
         ("configs: [{name: a, knobs: {precision: bf17}}]", "a: precision is one of"),
         ("configs: [{name: a}, {name: a}]", "one name occurs twice"),
         ("configs: [{name: a, published: {tokens: 3}}]", "configs.0.published.tokens"),

@@ -248,8 +248,8 @@ def test_missing_input_and_existing_output_are_usage_errors(
 @pytest.mark.parametrize(
     ("text", "options", "what"),
     [
-        ('{"text": "a"}\n{"question": "b"}', {}, r"rows.jsonl:2: a row needs messages"),
-        ("", {}, "rows.jsonl has no rows"),
+        ('{"text": "a"}\n{"question": "b"}', {}, r"rows.jsonl:2: an example needs messages"),
+        ("", {}, "rows.jsonl has no examples"),
         ('{"text": "a"}', {}, "1 examples to train on do not fill a micro batch of 2"),
         ('{"text": "a"}\n{"text": "b"}', {"model": None}, "shape has no published weights"),
     ],

@@ -1133,7 +1133,7 @@ def test_the_page_of_trainers_has_the_measured_table(monkeypatch: pytest.MonkeyP
 def test_a_cold_study_is_within_the_goal_when_its_trial_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the long study's speeds of the same card: one that a noisy probe found fast does not
+    """By the long study's speeds of the same GPU: one that a noisy probe found fast does not
     count.
     """
     module = program("study", monkeypatch)

@@ -102,7 +102,7 @@ def test_a_message_is_a_plain_sentence() -> None:
     assert untested("trainer", "trl", "several_gpus") == "--trainer trl is untested on several GPUs"
     assert (
         untested("packing", True, "trainer", "trl")
-        == "packing is untested with trl: TRL joins packed rows into one"
+        == "packing is untested with trl: TRL joins packed sequences into one"
     )
     reason = "sharded training computes in bf16 with fp32 masters"
     assert (

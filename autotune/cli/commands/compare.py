@@ -28,8 +28,8 @@ KWH_HELP = (
     "households in the US (0.16, EIA, 2024) and in Italy (0.43, Statista, March 2025)."
 )
 BUY_REMEDY = (
-    "raise --buy, or leave it out to compare rented cards; `autotune gpus` lists the known prices "
-    "of cards"
+    "raise --buy, or leave it out to compare rented GPUs; `autotune gpus` lists the known prices "
+    "of GPUs"
 )
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 
@@ -58,11 +58,11 @@ def compare_command(
     max_usd: Annotated[float | None, typer.Option(help="Highest cost of the run.")] = None,
     max_hours: Annotated[float | None, typer.Option(help="Longest time of the run.")] = None,
     owned: Annotated[
-        str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")
+        str | None, typer.Option(metavar="GPU", help="A GPU of your own, or one you may buy.")
     ] = None,
-    owned_usd: Annotated[float | None, typer.Option(help="Price of the --owned card.")] = None,
+    owned_usd: Annotated[float | None, typer.Option(help="Price of the --owned GPU.")] = None,
     owned_hours: Annotated[
-        float, typer.Option(help="Hours of use over which the price of the --owned card is spread.")
+        float, typer.Option(help="Hours of use over which the price of the --owned GPU is spread.")
     ] = 10_000,
     usd_per_kwh: Annotated[
         float, typer.Option("--electricity", "--usd-per-kwh", help=KWH_HELP)
@@ -77,10 +77,10 @@ def compare_command(
     ] = None,
     buy: Annotated[
         float | None,
-        typer.Option(metavar="USD", help="Find the card to buy for at most this price."),
+        typer.Option(metavar="USD", help="Find the GPU to buy for at most this price."),
     ] = None,
     hours_per_week: Annotated[
-        float, typer.Option(help="With --buy: hours per week that the card would be used.")
+        float, typer.Option(help="With --buy: hours per week that the GPU would be used.")
     ] = 40.0,
     format_: Annotated[
         str | None,
@@ -148,7 +148,7 @@ def compare_command(
         raise NothingFits(unmet, remedy=comparison.remedy())
     if buys_nothing:
         raise NothingFits(
-            f"no card that surely fits the run is known to cost at most {fmt_usd(buy)}",
+            f"no GPU that surely fits the run is known to cost at most {fmt_usd(buy)}",
             remedy=BUY_REMEDY,
         )
 
@@ -181,8 +181,8 @@ def _cards(names: list[str] | None, usd: float | None) -> list[str]:
         return names or []
     if not (affordable := affordable_cards(usd)):
         raise NothingFits(
-            f"no card is known to cost at most {fmt_usd(usd)}",
-            remedy="raise --buy, or compare rented cards instead: --gpus NAMES",
+            f"no GPU is known to cost at most {fmt_usd(usd)}",
+            remedy="raise --buy, or compare rented GPUs instead: --gpus NAMES",
         )
     return affordable
 

@@ -66,7 +66,7 @@ def _gpus() -> list[Check]:
     cards = list_gpus()
     if not cards:
         remedy = "without a GPU, try --gpu cpu --model demo-3m; with a GPU, install NVIDIA's driver"
-        return [Check(name="NVIDIA GPU", ok=None, found="none (NVML finds no card)", remedy=remedy)]
+        return [Check(name="NVIDIA GPU", ok=None, found="none (NVML finds no GPU)", remedy=remedy)]
 
     checks = []
     for card in cards:

@@ -40,22 +40,22 @@ def longest(
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable."),
+        typer.Option("--set", metavar="KNOB=VALUE", help="Pin a setting; repeatable."),
     ] = None,
     memory_gib: Annotated[
-        float | None, typer.Option("--memory-gib", help="GiB of the card that may be used.")
+        float | None, typer.Option("--memory-gib", help="GiB of the GPU that may be used.")
     ] = None,
     host_memory_gib: Annotated[
         float | None,
         typer.Option(
-            "--host-memory-gib", help="GiB of host memory. [this host's, if the card is here]"
+            "--host-memory-gib", help="GiB of host memory. [this host's, if the GPU is here]"
         ),
     ] = None,
     most_tokens: Annotated[
         int | None, typer.Option(min=1024, help="Consider no sequences longer than this.")
     ] = None,
     predict: Annotated[
-        bool, typer.Option("--predict", help="Only predict, even if the card is here.")
+        bool, typer.Option("--predict", help="Only predict, even if the GPU is here.")
     ] = False,
     json_: Json = False,
     details: Details = False,
@@ -112,7 +112,7 @@ def longest(
     if not any(row.tokens for row in rows):
         raise NothingFits(
             f"not even the shortest sequence of {query.model.short} fits {query.device.name}",
-            remedy="try --method qlora, a smaller model, or a larger card (`autotune compare`)",
+            remedy="try --method qlora, a smaller model, or a larger GPU (`autotune compare`)",
         )
 
 
@@ -171,7 +171,7 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
     }
     for card in sorted(other_cards):
         print_text(
-            f"Times were measured on {card}, whose memory was capped to stand in for this card."
+            f"Times were measured on {card}, whose memory was capped to stand in for this GPU."
         )
 
 

@@ -84,7 +84,7 @@ def plan_command(
         return
     if html is not None:
         raise UsageError(
-            "--html works only for the plan of a card, without a model",
+            "--html works only for the plan of a GPU, without a model",
             remedy="`autotune compare --out FILE.html`",
         )
 

@@ -387,6 +387,6 @@ class TrainingDisplay:
             self._warned = True
             direction = "longer" if now.slowdown > 0 else "less"
             self.say(
-                f"note: a step takes {abs(now.slowdown):.0%} {direction} than measured (the rows "
-                "may differ, or other work may use the device)"
+                f"note: a step takes {abs(now.slowdown):.0%} {direction} than measured (the "
+                "examples may differ, or other work may use the device)"
             )

@@ -130,7 +130,7 @@ def sample(
 
     if "" in lines:
         raise UsageError(
-            f"{dataset} has fewer rows than when the study read it",
+            f"{dataset} has fewer examples than when the study read it",
             remedy="run again on the whole file",
         )
     return "\n".join(lines) + "\n"

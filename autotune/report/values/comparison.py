@@ -411,7 +411,7 @@ class Comparison(ShownAsTable):
         """Return a remedy for the problem that `unmet_reason` describes."""
         planned = [group for group in self.groups if group.plan]
         if any(group.fastest for group in planned):
-            return f"allow more than {self.budget}, or compare other cards"
+            return f"allow more than {self.budget}, or compare other GPUs"
         leanest = [card.least.config for group in planned for card in group.cards if card.least]
         return ways_to_fit(
             min(leanest, key=lambda config: (config.quantization != "nf4", config.seq_len))
@@ -426,20 +426,19 @@ class Comparison(ShownAsTable):
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]
 
         if not any(card.holds_it for group in planned for card in group.cards):
-            lines = ["nothing surely fits any of these cards"]
+            lines = ["nothing surely fits any of these GPUs"]
             for group in planned:
                 card = (
-                    f"the smallest card that holds the run is {group.smallest.name}"
+                    f"the smallest GPU that holds the run is {group.smallest.name}"
                     if group.smallest
                     else None
                 )
-                lines.append(f"{group.model}, {group.method}: {card or 'no card holds it'}")
+                lines.append(f"{group.model}, {group.method}: {card or 'no GPU holds it'}")
         elif not advised or any(advice.chosen for _, advice in advised):
             return None
         elif not any(group.fastest for group in planned):
             lines = [
-                f"it is unknown whether any card is within {self.budget}: no formula gives the"
-                " speed"
+                f"it is unknown whether any GPU is within {self.budget}: no formula gives the speed"
             ]
         else:
             holders = [card for group in planned for card in group.cards if card.holds_it]
@@ -451,8 +450,7 @@ class Comparison(ShownAsTable):
                 kinds = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
                 best = [f"{kind} is {option}" for kind, option in kinds if option]
                 lines.append(
-                    f"{group.model}, {group.method}: "
-                    f"{', '.join(best) or 'fits none of these cards'}"
+                    f"{group.model}, {group.method}: {', '.join(best) or 'fits none of these GPUs'}"
                 )
         return "\n".join(lines)
 

@@ -124,7 +124,7 @@ class StudyRecord:
             "deadline in hours": task.within_hours,
             "trainer": task.trainer,
             "workload": task.workload.facts(),
-            "rows distributed over GPUs by length": task.workload.dealt,
+            "sequences distributed over GPUs by length": task.workload.dealt,
             # Other processes on the GPU change the memory a little, so whole GiB are compared.
             "memory in GiB": round(self.terms.memory_gib),
             "headroom": self.terms.headroom,

@@ -363,7 +363,7 @@ def test_a_measurement_on_a_hot_card_is_repeated_once(
         asked = replace(request(), min_timed_s=0.5 / SHORT_SHARE)
         first, second = (prober.probe(asked, tmp_path / f"{one}.log") for one in range(2))
     assert first.notes == (
-        "measured twice, because the first time the card was slowed down: hardware thermal",
+        "measured twice, because the first time the GPU was slowed down: hardware thermal",
     )
     for result in (first, second):
         assert result.measurement is not None and result.measurement.telemetry is not None

@@ -126,7 +126,7 @@ def test_unknown_device_suggests_a_near_name():
     with pytest.raises(UsageError, match=r"unknown gpu 'a10x'; did you mean .*'a10'") as caught:
         resolve_device("a10x")
     assert caught.value.remedy and caught.value.remedy.startswith(
-        "`autotune gpus` lists the known ones; describe any other card: --gpu mem"
+        "`autotune gpus` lists the known ones; describe any other GPU: --gpu mem"
     )
     with pytest.raises(UsageError, match=r"unknown gpu 'zzzzzz'$"):
         resolve_device("zzzzzz")

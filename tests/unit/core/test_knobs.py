@@ -263,7 +263,7 @@ def test_what_is_no_bool(knob, value):
 
 
 def test_an_unknown_knob():
-    with pytest.raises(ValueError, match="there is no knob 'learning_rate'"):
+    with pytest.raises(ValueError, match="there is no setting 'learning_rate'"):
         check_value("learning_rate", 1e-4)
 
 

@@ -252,7 +252,7 @@ def test_what_does_not_deal_out_rows_says_so(tool: str) -> None:
         found = keys.inexpressible_knobs(
             tool, replace(made, workload=replace(made.workload, dealt=dealt))
         )
-        assert any("does not sort the rows of a step" in item for item in found) is dealt
+        assert any("does not sort the sequences of a step" in item for item in found) is dealt
 
 
 def test_values_that_follow_from_a_configuration() -> None:

@@ -141,7 +141,7 @@ def test_the_rows_of_examples() -> None:
     assert rows_of(Objective.DPO, {"prompt": "a question", **chats}) == rows_of(
         Objective.DPO, chats
     )
-    with pytest.raises(ValueError, match="the prompt's text is not in the row's messages"):
+    with pytest.raises(ValueError, match="the prompt's text is not in the example's messages"):
         rows_of(Objective.DPO, {"prompt": "another question", **chats})
     shared = {"chosen": "ask: yes", "rejected": "ask: no"}
     expected = [{"prompt": "ask: ", "completion": answer} for answer in ("yes", "no")]

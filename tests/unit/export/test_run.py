@@ -583,7 +583,7 @@ def test_the_sample_has_each_chosen_row_once_and_only_its_columns(tmp_path: Path
         found, key=lambda row: row["text"]
     )
     assert quality.sample(data, None, 9, asked.trained_on, asked.held_out).splitlines() == lines
-    with pytest.raises(UsageError, match="fewer rows than when the study"):
+    with pytest.raises(UsageError, match="fewer examples than when the study"):
         quality.sample(data, None, 12, 10, asked.held_out)
 
 

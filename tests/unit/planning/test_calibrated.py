@@ -199,16 +199,16 @@ def test_a_plan_says_what_was_calibrated(
     command.plan(spec, evidence=Path("none"), details=True)
     text = capsys.readouterr().out
     assert (
-        f"Estimated, card and host {LABEL}: memory by a formula" in text
+        f"Estimated, GPU and host {LABEL}: memory by a formula" in text
         and "Nothing was measured" not in text
     )
     assert "tightened" not in text  # what others measured of the card is not needed
-    assert f", card and host {LABEL})" in text
+    assert f", GPU and host {LABEL})" in text
     named = replace(spec, pins={}, configs=(NamedConfig(name="one"),))
     command.plan(named, evidence=Path("none"), details=True)
-    assert f"a10. Estimated, card and host {LABEL}: " in capsys.readouterr().out
+    assert f"a10. Estimated, GPU and host {LABEL}: " in capsys.readouterr().out
     command.plan(spec, evidence=Path("none"), as_json=True)
-    assert json.loads(capsys.readouterr().out)["calibrated"] == f"card and host {LABEL}"
+    assert json.loads(capsys.readouterr().out)["calibrated"] == f"GPU and host {LABEL}"
 
 
 def test_a_plan_without_a_calibration_has_none() -> None:
@@ -228,15 +228,14 @@ def test_a_comparison_says_it_of_each_card(file: Callable[..., str]) -> None:
     (group,) = made.groups
     by_file = "calibrated by carried.json, 2026-11-22"
     assert [card_row(group, card).calibrated for card in group.cards] == [
-        f"card and host {by_file}",
+        f"GPU and host {by_file}",
         f"host {by_file}",
     ]
-    assert basis_sentence(made).startswith("Estimated, calibrated as each card's evidence says: ")
+    assert basis_sentence(made).startswith("Estimated, calibrated as each GPU's evidence says: ")
     for form in ("markdown", "html"):
         page = FORMATS[form](made, calibration().day)
         assert (
-            "Nothing was measured here" not in page
-            and f"estimated, card and host {by_file}" in page
+            "Nothing was measured here" not in page and f"estimated, GPU and host {by_file}" in page
         )
     assert basis_sentence(compare([replace(spec, calibration=None)], gpus=["a10"])).startswith(
         "Nothing was measured"
@@ -260,4 +259,4 @@ def test_a_check_takes_it_too(tmp_path: Path, file: Callable[..., str]) -> None:
         > 0
     )
     assert json_data(plain)["calibrated"] is None
-    assert json_data(slow)["calibrated"] == "card and host calibrated by carried.json, 2026-11-22"
+    assert json_data(slow)["calibrated"] == "GPU and host calibrated by carried.json, 2026-11-22"

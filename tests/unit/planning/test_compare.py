@@ -154,8 +154,8 @@ def test_a_card_of_a_kind_that_nobody_measured_is_not_named() -> None:
     assert group(known, other).cheapest is group(known, other).fastest is known
     texts = [cells(group(one, other), one, date(2026, 1, 1))["evidence"] for one in (guess, known)]
     assert texts == [
-        "estimated, no measurement of this kind of card",
-        "estimated, narrowed by measurements on this card: 1",
+        "estimated, no measurement of this kind of GPU",
+        "estimated, narrowed by measurements on this GPU: 1",
     ]
 
 
@@ -223,7 +223,7 @@ def test_observations_on_the_card_are_reported() -> None:
     one = replace(one, plan=replace(plan(), best=replace(one.best, num_observations=2)))
     assert (
         cells(group(one), one, TODAY)["evidence"]
-        == "estimated, narrowed by measurements on this card: 2"
+        == "estimated, narrowed by measurements on this GPU: 2"
     )
 
 
@@ -283,7 +283,7 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
         "nothing is within $1.00 and 30 min",
         "m, lora: cheapest is a10 ($2.00, 4 h), fastest is h100-sxm ($3.00, 1 h)",
     ]
-    assert held.remedy() == "allow more than $1.00 and 30 min, or compare other cards"
+    assert held.remedy() == "allow more than $1.00 and 30 min, or compare other GPUs"
     slow, silent = entry("a10", 4, 0.5), entry("l4", plan=replace(plan(), best=None))
     assert silent.holds_it and silent.cost is None
     text = comparison(slow, silent, budget=Budget(max_usd=1)).unmet_reason()
@@ -302,7 +302,7 @@ def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
     assert (
         held.unmet_reason()
-        == "nothing surely fits any of these cards\nm, lora: the smallest card that holds the run"
+        == "nothing surely fits any of these GPUs\nm, lora: the smallest GPU that holds the run"
         " is h100-sxm"
     )
     assert (
@@ -442,7 +442,7 @@ def test_a_table_with_every_cell_whole() -> None:
     assert result.exit_code == 0, result.output
     assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
     assert "1/4 of an instance with 4 GPUs" in result.stdout and "within 100 h: " in result.stdout
-    assert "narrowed by measurements on this card: 2" in result.stdout
+    assert "narrowed by measurements on this GPU: 2" in result.stdout
 
 
 def test_all_cards_with_a_price_are_compared_by_default_at_one_rank() -> None:
@@ -520,7 +520,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 0, result.output
     assert f": {COUNTED}." in result.stdout and ACCURACY not in result.stdout
     assert f"cheapest: {DASH} (no formula gives the speed)" in result.stdout
-    assert "of all known cards, a10 of these" in result.stdout
+    assert "of all known GPUs, a10 of these" in result.stdout
     made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["t4,a10"])
     small, large = made.groups[0].cards
     assert (small.holds_it, small.state) == (False, OOM)
@@ -535,7 +535,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     )
     assert (
         limited.unmet_reason()
-        == "it is unknown whether any card is within $1.00: no formula gives the speed"
+        == "it is unknown whether any GPU is within $1.00: no formula gives the speed"
     )
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
     assert (
@@ -726,7 +726,7 @@ def test_nothing_within_the_budget_is_an_exit_code_of_its_own() -> None:
     assert result.stdout.startswith("Llama-3.1-70B surely fits none of these GPUs: it needs at ")
     assert isinstance(
         result.exception, NothingFits
-    ) and "the smallest card that holds the run is" in str(result.exception)
+    ) and "the smallest GPU that holds the run is" in str(result.exception)
 
 
 def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
@@ -766,7 +766,7 @@ def test_the_users_price_file_is_used(tmp_path: Path) -> None:
     [
         (["--gpus", " , "], "no GPU is named"),
         (["--gpus", "a10x"], "unknown gpu 'a10x'"),
-        (["--gpus", "a10,memory=24"], "--gpu memory=24: say how fast the card multiplies"),
+        (["--gpus", "a10,memory=24"], "--gpu memory=24: say how fast the GPU multiplies"),
         (["--gpus", "a10,no.yaml"], "cannot read no.yaml"),
         (["--gpus", "a10", "--format", "pdf"], "there is no format 'pdf'"),
         (
@@ -991,10 +991,8 @@ def test_one_model_that_fits_somewhere_is_enough() -> None:
         assert replace(made, budget=Budget(max_usd=3)).unmet_reason() is None
         poor = replace(made, budget=Budget(max_usd=1))
         lines = (poor.unmet_reason() or "").splitlines()
-        assert (
-            lines[0] == "nothing is within $1.00" and "m, lora: fits none of these cards" in lines
-        )
-        assert poor.remedy() == "allow more than $1.00, or compare other cards"
+        assert lines[0] == "nothing is within $1.00" and "m, lora: fits none of these GPUs" in lines
+        assert poor.remedy() == "allow more than $1.00, or compare other GPUs"
 
 
 @pytest.mark.usefixtures("not_counted")
@@ -1082,7 +1080,7 @@ def test_cards_that_cannot_run_the_space_do_not_stand_for_others() -> None:
     )
     assert list(needs) == [True] and needs[True].config.method == "full"
     assert Comparison(groups=(group(too_large("t4")),)).unmet_reason() == (
-        "nothing surely fits any of these cards\nm, lora: no card holds it"
+        "nothing surely fits any of these GPUs\nm, lora: no GPU holds it"
     )
 
 

@@ -250,7 +250,7 @@ def test_what_an_estimate_rests_on_is_said() -> None:
             accuracy_text(counted=is_counted), calibrated_parts(calibration(), A10)
         )
         assert known.startswith(
-            f"Estimated, card and host calibrated on this machine, 2026-11-22: memory by {by}"
+            f"Estimated, GPU and host calibrated on this machine, 2026-11-22: memory by {by}"
         )
 
 

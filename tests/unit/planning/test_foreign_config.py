@@ -411,8 +411,8 @@ ONE_NOTE = {
     ("trl", "attn_implementation: flash_attention_3"): "Attention by 'flash_attention_3' is counted"
      " as sdpa.",
     ("trl", "{packing: true, packing_strategy: wrapped}"): CROSSED,
-    ("trl", "packing: true"): "TRL packs a micro batch into one row. Without flash attention, the"
-     " mask of this row needs more memory than estimated",
+    ("trl", "packing: true"): "TRL packs a micro batch into one sequence. Without flash attention,"
+     " its mask needs more memory than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
     ("trl", "{lora_r: 20, lora_alpha: 4}"): "lora_alpha 4 is far from twice the rank.",
@@ -459,8 +459,8 @@ ONE_NOTE = {
      " needs more memory than",
     ("llamafactory", "use_dft_loss: true"): "use_dft_loss computes the loss from all logits at"
      " once: the run needs more",
-    ("axolotl", "padding_free: true"): "padding_free joins rows without padding, but the estimate"
-     " pads them: the run takes less",
+    ("axolotl", "padding_free: true"): "padding_free joins sequences without padding, but the"
+     " estimate pads them: the run takes less",
     ("llamafactory", "packing: true"): CROSSED,
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
     ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base is quantised by"
@@ -764,7 +764,7 @@ REFUSED = {
     (
         "trl",
         "max_length: null",
-    ): "without a value, no row is truncated, so the longest row is unknown",
+    ): "without a value, no sequence is truncated, so the longest sequence is unknown",
     ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
     ("trl", "model_name_or_path:"): "is missing",
     ("trl", "num_train_epochs: 0"): "a number from 0.001 to 1,000,000,000,000,000 is needed, not 0",
@@ -1169,7 +1169,7 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("trl", "precompute_ref_log_probs: true", "dpo", "computed before training"),
     ("trl", "desirable_weight: 1.0", "kto", ""),
     ("trl", "center_rewards_coefficient: 0.01", "reward", ""),
-    ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 computes the logits of all rows at once"),
+    ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 computes the logits of all sequences at once"),
     ("axolotl", "rl: kto", "kto", "the run needs more memory than estimated"),
     ("axolotl", "reward_model: true", "reward", ""),
     (
@@ -1212,7 +1212,7 @@ def test_a_file_for_another_objective_is_read(
 
 def test_pairs_are_neither_packed_nor_single_answers_of_kto() -> None:
     values = yaml.safe_load(LORA["axolotl"]) | {"rl": "kto", "sample_packing": True}
-    with pytest.raises(UsageError, match="rows of kto are not packed"):
+    with pytest.raises(UsageError, match="sequences of kto are not packed"):
         parse(values, "axolotl")
     single = values | {"sample_packing": False, "micro_batch_size": 1}
     with pytest.raises(UsageError, match="TRL compares the answers within a micro batch"):

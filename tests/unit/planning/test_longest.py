@@ -280,7 +280,7 @@ def test_the_command_prints_a_table_or_json(
     ("methods", "knobs", "expected"),
     [
         (["qloar"], {}, "did you mean 'qlora'"),
-        (["lora"], {"tile": 1}, "no knob 'tile'; did you mean 'tiling'"),
+        (["lora"], {"tile": 1}, "no setting 'tile'; did you mean 'tiling'"),
         (["lora"], {"loss": "no"}, "loss"),
         (["lora"], {"lora_dropout": 0.1}, "not computed in tiles"),
     ],
@@ -297,7 +297,7 @@ def test_a_knob_without_effect_is_said_to_have_none(counted: list[int]) -> None:
     knobs = {"cuda_graphs": "micro_batch", "attention": "sdpa_cudnn", "dora": False}
     find_longest(MODEL, "h100", ["lora"], knobs=knobs, probe=False, say=said.append)
     assert [text for text in said if text.startswith("warning")] == [
-        "warning: lora: cuda_graphs has no effect with these knobs"
+        "warning: lora: cuda_graphs has no effect with these settings"
     ]
 
 

@@ -233,9 +233,9 @@ def test_the_report_shows_other_cards() -> None:
     assert figures.cards(cards[-2:]) is None
     page = render(replace(summary(), cards=cards), "out")
     assert (
-        "The same run on other cards" in page
+        "The same run on other GPUs" in page
         and ">has no bf16</td>" in page
         and ">out of memory</td>" in page
     )
     assert describe_price(priced[0].price, date.today()) in page
-    assert "The same run on other cards" not in render(summary(), "out")
+    assert "The same run on other GPUs" not in render(summary(), "out")

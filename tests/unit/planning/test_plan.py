@@ -559,7 +559,7 @@ def test_the_command_prints_estimates_and_their_basis(capsys: pytest.CaptureFixt
     )
     labels = [line.split("  ")[0].strip() or line.split()[0] for line in lines]
     assert labels == ["needs", "cost", "certainty", "why", lines[-1]] and short.err == ""
-    assert "narrowed by measurements on this card: 2" in short.out and len(short.out.split()) < 120
+    assert "narrowed by measurements on this GPU: 2" in short.out and len(short.out.split()) < 120
     assert re.search(r"\$1\.29/h, lambda, .* old", short.out)
 
     command.plan(spec, evidence=HERE, details=True)

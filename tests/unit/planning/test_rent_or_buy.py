@@ -253,7 +253,7 @@ def test_a_card_has_one_colour_in_both_figures(made: Comparison) -> None:
 def test_a_model_without_a_card_to_buy_has_no_table_of_cards(made: Comparison) -> None:
     answer = costs_answer(made, (10_000,), replace(BUDGET, budget_usd=10.0), date(2026, 11, 1))
     assert [table.title for table in answer.tables] == ["Prices of one GPU", "10,000 examples"]
-    assert "No card that surely fits is known to cost at most $10.00" in answer.found
+    assert "No GPU that surely fits is known to cost at most $10.00" in answer.found
 
 
 def test_the_command_as_json() -> None:
@@ -269,13 +269,11 @@ def test_the_command_as_json() -> None:
 def test_what_the_command_refuses() -> None:
     nothing = run("--gpus", "h100", "--buy", "500")
     assert isinstance(nothing.exception, NothingFits)
-    assert "no card that surely fits the run is known to cost at most $500" in str(
-        nothing.exception
-    )
+    assert "no GPU that surely fits the run is known to cost at most $500" in str(nothing.exception)
     assert "┃" not in nothing.stdout  # what is wrong, and no table of nothing
     assert isinstance(run("--buy", "-3").exception, UsageError)
     for unseen in (["--buy", "3000"], ["--sizes", "10000"]):
         assert "shows neither the results of --sizes nor" in str(
             run("--format", "markdown", *unseen).exception
         )
-    assert "no card is known to cost at most $100" in str(run("--buy", "100").exception)
+    assert "no GPU is known to cost at most $100" in str(run("--buy", "100").exception)

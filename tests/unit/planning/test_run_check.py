@@ -932,7 +932,7 @@ def test_a_check_by_counts_says_so_and_tries_each_change_alone(
         "too close to tell: needs at least "
     )
     printed = list(lines(in_fp32))
-    assert "card" not in dict(printed)
+    assert "GPU" not in dict(printed)
     notes = [text for label, text in printed if label == "note"]
     assert any("casts of a float32 base take is unknown" in text for text in notes)
 

@@ -262,7 +262,7 @@ def test_another_card_the_reference_and_a_cpu_are_not_calibrated() -> None:
     assert not replaces_data_sheet(None, A10)
     assert (
         calibrated_parts(calibration(device="a10"), A10)
-        == "card and host calibrated on this machine, 2026-11-22"
+        == "GPU and host calibrated on this machine, 2026-11-22"
     )
     assert (
         calibrated_parts(calibration(device="a10"), T4)

@@ -37,9 +37,9 @@ def test_usual_examples_pass_without_a_note(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([text(9), {"question": "a"}], r"rows.jsonl:2: a row needs .*; its columns: question"),
+        ([text(9), {"question": "a"}], r"rows.jsonl:2: an example needs .*; its columns: question"),
         ([text(9), 5], r"rows.jsonl:2: not a JSON object"),
-        ([], "rows.jsonl has no rows"),
+        ([], "rows.jsonl has no examples"),
         ([{"prompt": "abcdefgh", "completion": ""}] * 2, "no tokens to train on"),
         ([text(9)], r"1 examples to train on do not fill a micro batch of 2"),
     ],
@@ -70,5 +70,5 @@ def test_other_lengths_than_in_the_study_are_noted(tmp_path: Path) -> None:
 def test_rows_with_images_are_read_too(tmp_path: Path) -> None:
     pictured: tuple[Pictured, ...] = ((300, ()),)
     workload = replace(WORKLOAD, pictured=pictured)
-    with pytest.raises(UsageError, match="a row with images needs messages"):
+    with pytest.raises(UsageError, match="an example with images needs messages"):
         checked(tmp_path, {"text": "a", "image": "a.png"}, workload=workload)

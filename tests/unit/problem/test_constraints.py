@@ -73,8 +73,8 @@ def test_the_default_floors():
     }
     assert [str(removal) for removal in narrowing.removals] == [
         "seq_len 512: would truncate more than 1% of the tokens (--max-truncated)",
-        "seq_len 2048, 4096: no example is longer than 1024 tokens, so longer rows would end in"
-        " padding",
+        "seq_len 2048, 4096: no example is longer than 1024 tokens, so longer sequences would"
+        " end in padding",
         "lora_rank 8: below the smallest rank of 16 (--min-rank)",
         "quantization fp8, int8, nf4: a quantised base learns differently: used only if no other"
         " value fits "
@@ -127,7 +127,7 @@ def test_the_floor_of_length(length, max_truncated, kept):
         (
             {"seq_len": (512,)},
             {"max_truncated": 0.1},
-            "even rows of 512 tokens truncate 50.00% of the tokens",
+            "even sequences of 512 tokens truncate 50.00% of the tokens",
         ),
         ({"method": ("full",)}, {"min_rank": 65}, None),  # a warning
     ],
@@ -245,10 +245,10 @@ def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewe
     ("asked", "reason"),
     [
         ({}, "the lengths of the examples were not given (--dataset, --lengths)"),
-        ({"tokens_per_example": 4096}, "no row has room for a second example"),
+        ({"tokens_per_example": 4096}, "no sequence has room for a second example"),
         (
             {"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}},
-            "a row holds 250.0 examples",
+            "a sequence holds 250.0 examples",
         ),
         (
             {"mean_tokens": 200, "p99_tokens": 900, "pins": {"attention": "flash_attention_2"}},
@@ -526,9 +526,8 @@ def test_what_is_padded_to_the_longest_is_compiled_only_where_it_is_packed():
     narrowing = Narrowing(space=searched, reserve=searched)
     narrow_padding(narrowing, LONG_TAILED)
     assert [str(removal) for removal in narrowing.removals] == [
-        "compile per_layer: without packing: rows padded to the longest of each micro batch have"
-        " too many lengths to "
-        "compile for"
+        "compile per_layer: without packing: sequences padded to the longest of each micro batch "
+        "have too many lengths to compile for"
     ]
     compiled = [
         chosen["packing"]
@@ -579,7 +578,7 @@ def test_a_micro_batch_divides_the_global_batch_and_has_no_more_rows_than_there_
     narrow_to_model(narrowing, resolve_model("mistral-7b"), workload)
     assert both(narrowing, "micro_batch_size") == left
     reasons = ["micro_batch_size 5, 16: does not divide the global batch of 24 (--global-batch)"]
-    reasons += ["micro_batch_size 12, 24: more rows than examples (8)"] * (not assumed)
+    reasons += ["micro_batch_size 12, 24: more sequences than examples (8)"] * (not assumed)
     assert [str(removal) for removal in narrowing.removals] == reasons
 
 
@@ -1123,7 +1122,8 @@ def test_trl_pads_to_one_length_in_order_to_compile(
 def test_trl_pads_nothing_where_nothing_is_compiled() -> None:
     assert of_trl().space.knob("padding") is None
     with pytest.raises(
-        UsageError, match="TRL pads to the longest row of a micro batch, or all rows to one length"
+        UsageError,
+        match="TRL pads to the longest sequence of a micro batch, or all sequences to one length",
     ):
         of_trl(padding=("bucket",))
 

@@ -133,8 +133,8 @@ def test_the_estimate_of_what_is_trained_on(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user"}]}\n', "jsonl:1: "),
         ('{"text": "fine"}\n\n{"text": \n', "jsonl:3: not JSON"),
         ("null\n", "jsonl:1: not a JSON object"),
-        ("\n\n", "no rows"),
-        ("", "no rows"),
+        ("\n\n", "no examples"),
+        ("", "no examples"),
     ],
 )
 def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -142,7 +142,7 @@ def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> No
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         dataset_lengths(file, None)
-    if message == "no rows":
+    if message == "no examples":
         with pytest.raises(UsageError, match=message):
             form_of(file, None)
 
@@ -222,7 +222,7 @@ def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) 
     with pytest.raises(UsageError, match="roles must alternate"):
         dataset_lengths(fine, str(mute))
     (mute / "chat_template.jinja").write_text("{{ raise_exception('') }}")
-    with pytest.raises(UsageError, match=r"chat template refuses the row$"):
+    with pytest.raises(UsageError, match=r"chat template refuses the example$"):
         dataset_lengths(fine, str(mute))
 
 

@@ -95,7 +95,7 @@ def test_what_is_no_image_is_named_with_its_row(content: bytes, tmp_path: Path) 
     (tmp_path / "one").write_bytes(content)
     with pytest.raises(UsageError, match="row 7: its image 'one' cannot be read") as caught:
         pictures_of("row 7", ["one"], tmp_path, sized)
-    assert "leave the row out" in str(caught.value.remedy)
+    assert "leave the example out" in str(caught.value.remedy)
 
 
 def test_a_plan_opens_no_image_beside_the_folder_either(tmp_path: Path) -> None:
@@ -132,13 +132,13 @@ def test_images_are_named_in_the_ways_of_other_tools(tmp_path: Path) -> None:
     [
         (
             {"messages": [ASK | {"content": "<image><image>"}], "images": ["a"]},
-            "places for 2 images, but the row names 1",
+            "places for 2 images, but the example names 1",
         ),
         (
             {"messages": [ASK | {"content": [{"type": "image"}]}], "images": ["a", "b"]},
-            "for 1 images, but the row names 2",
+            "for 1 images, but the example names 2",
         ),
-        ({"messages": [ASK | {"content": [{"type": "image"}]}]}, "but the row names 0"),
+        ({"messages": [ASK | {"content": [{"type": "image"}]}]}, "but the example names 0"),
         (
             {"messages": [ASK | {"content": [{"type": "image_url", "image_url": "a"}]}]},
             "neither text nor of type image",
@@ -299,7 +299,7 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(9, 9))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "<image> a cat", "image": "a.png"}))
     spec = spec_of(tmp_path, dataset=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(UsageError, match="a row with images needs messages"):
+    with pytest.raises(UsageError, match="an example with images needs messages"):
         set_up(spec, Target(device=resolve_device("cpu")))
 
 
@@ -313,7 +313,10 @@ def test_a_text_with_an_image_is_no_row(tmp_path: Path) -> None:
         ({"tokens_per_example": 100}, "an example of 100 tokens has no room for its image of 770"),
         ({"pins": {"seq_len": 512}}, "never truncated"),
         ({"mean_tokens": 100, "p99_tokens": 200}, "has no room for its image of 770"),
-        ({"image_size": "56x56", "pins": {"packing": True}}, "rows with images are not packed"),
+        (
+            {"image_size": "56x56", "pins": {"packing": True}},
+            "sequences with images are not packed",
+        ),
         (
             {"image_size": "56x56", "pins": {"quantization": "int8"}},
             "an 8-bit base is untested with images",

@@ -201,7 +201,7 @@ def test_a_margin_is_negative_where_there_is_room() -> None:
     assert replace(estimate, interval=(1.0, 2.0)).is_guess  # nobody measured this kind
     calibrated = replace(estimate, interval=(1.0, 2.0), calibration=calibration("t4"))
     assert not calibrated.is_guess and (calibrated.calibrated or "").startswith(
-        "card and host calibrated"
+        "GPU and host calibrated"
     )
 
 

@@ -141,13 +141,13 @@ def test_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no knob"
+        (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no setting"
          " 'lora_rnk'; did you mean "
          "'lora_rank' or 'lora_kernels' or 'lora_targets'?"),
         (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs"
          " are not permitted"),
         (HEAD + "  lora_rank: {values: [8], kind: system}\n",
-         "FILE:3: knobs.lora_rank.kind: lora_rank is a learning knob; leave out the key kind"),
+         "FILE:3: knobs.lora_rank.kind: lora_rank is a learning setting; leave out the key kind"),
         (HEAD + "  lora_rank: {values: [8], kind: hard}\n",
          "FILE:3: knobs.lora_rank.kind: Input should be 'system' or 'learning'"),
         (HEAD + "  precision:\n    values:\n      - fp32\n      - bf16_mixd\n",
@@ -185,9 +185,10 @@ def test_a_file(tmp_path):
          " lora, not 1\n"
          "FILE:3: knobs.method.max: method is one of full, lora, not 1"),
         (HEAD + "  compile:\n    values: [none]\n    when:\n      metod: lora\n",
-         "FILE:6: knobs.compile.when.metod: 'metod' is not another knob; did you mean 'method'?"),
+         "FILE:6: knobs.compile.when.metod: 'metod' is not another setting; did you"
+         " mean 'method'?"),
         (HEAD + "  compile: {values: [none], when: {compile: none}}\n",
-         "FILE:3: knobs.compile.when.compile: 'compile' is not another knob;"
+         "FILE:3: knobs.compile.when.compile: 'compile' is not another setting;"
          " did you mean 'copies'?"),
         (HEAD + "  compile: {values: [none], when: {method: [lora, {a: b}]}}\n",
          "FILE:3: knobs.compile.when.method: method is one of full, lora, not {'a': 'b'}"),
@@ -311,9 +312,9 @@ def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
 @pytest.mark.parametrize(
     ("knob", "value", "message"),
     [
-        ("lora_rnk", 8, "there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels' or"
-         " 'lora_targets'?"),
-        ("zzz", 8, "there is no knob 'zzz'"),
+        ("lora_rnk", 8, "there is no setting 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels'"
+         " or 'lora_targets'?"),
+        ("zzz", 8, "there is no setting 'zzz'"),
         ("lora_rank", 0, "--set lora_rank: lora_rank is a positive integer, not 0"),
         ("lora_rank", True, "--set lora_rank: lora_rank is a positive integer, not True"),
         ("seq_len", "1024", "--set seq_len: seq_len is a positive integer, not '1024'"),
@@ -329,7 +330,7 @@ def test_an_impossible_pin_is_a_usage_error(knob, value, message):
     assert str(caught.value) == message
     assert caught.value.remedy
     if knob not in KNOBS:
-        assert caught.value.remedy == "the knobs are " + ", ".join(KNOBS)
+        assert caught.value.remedy == "the settings are " + ", ".join(KNOBS)
 
 
 # --- clip and description

@@ -313,7 +313,7 @@ def test_a_micro_batch_is_no_larger_than_the_examples(installed):
             f"{examples} examples do not fill a global batch of 32" in text
             for text in setup.warnings
         )
-    with pytest.raises(UsageError, match=r"8: more rows than examples \(7\)"):
+    with pytest.raises(UsageError, match=r"8: more sequences than examples \(7\)"):
         set_up(StudySpec(model="mistral-7b", examples=7, pins={"micro_batch_size": 8}), H200)
     assert set_up(StudySpec(model="mistral-7b", space="lora", examples=32), H200).warnings == ()
 
@@ -378,7 +378,7 @@ def test_a_price_given_by_the_user(installed):
     [
         (
             StudySpec(model="mistral-7b", pins={"lora_rnk": 8}),
-            "there is no knob 'lora_rnk'; did you mean 'lora_rank'",
+            "there is no setting 'lora_rnk'; did you mean 'lora_rank'",
         ),
         (
             StudySpec(model="mistral-7b", pins={"seq_len": {"a": 1}}),

@@ -170,7 +170,7 @@ def test_every_section_and_trial_is_there(page: str) -> None:
 def test_no_heading_stands_twice_or_over_nothing(study: StudySummary, page: str) -> None:
     titles = re.findall(r"<h[23][^>]*>(.*?)</h[23]>", without_plotly(page))
     assert len(titles) == len(set(titles)) and "Why it won" in titles
-    assert "The same run on other cards" not in titles  # no estimates
+    assert "The same run on other GPUs" not in titles  # no estimates
     assert re.findall(r"<h2>[^<]*</h2>\s*</section>", page) == []
     bare = render(
         replace(study, recipe=replace(recipe_of(study), baseline=None, price=None)), "out"

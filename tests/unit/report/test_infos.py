@@ -300,7 +300,7 @@ def test_the_interval_of_a_share_widens_with_what_one_trial_decides() -> None:
 )
 def test_too_few_measured_trials_have_no_shares(study: StudySummary) -> None:
     assert infos.importances(study) == {}
-    assert "Which knobs the speed varies with" not in render(study, "out")
+    assert "Which settings the speed varies with" not in render(study, "out")
 
 
 def test_a_value_that_was_measured_once_is_no_comparison() -> None:

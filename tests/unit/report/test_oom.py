@@ -259,7 +259,8 @@ def test_without_a_known_cause_the_answer_is_the_least_excess() -> None:
     detail = replace(oom_detail(), terms_gib={"weights": 9.0})
     (answer, *_) = oom_report(study(row(0, Outcome.OOM, config=smallest, oom=detail))).answer()
     assert answer.endswith(
-        "First change: no knob reduces this memory: use a smaller model, or a GPU with more memory."
+        "First change: no setting reduces this memory: use a smaller model, or a GPU with more "
+        "memory."
     )
 
 

@@ -59,7 +59,7 @@ def test_each_group_of_knobs_has_its_factor() -> None:
         "batch": 0.9,
         "recomputation": 1.25,
         "compilation": 1.2,
-        "other knobs": 0.98,
+        "other settings": 0.98,
         WHOLE: 1.04,
     }
 
@@ -69,7 +69,7 @@ def test_steps_that_cannot_be_probed_share_a_factor_with_the_next() -> None:
     shared = factors(ratio, "padding or packing", "batch", "compilation")
     assert shared == {
         "padding or packing + batch + recomputation": 3.0 * 0.9 * 1.25,
-        "compilation + other knobs": 1.2 * 0.98,
+        "compilation + other settings": 1.2 * 0.98,
         WHOLE: 1.0,
     }
 

@@ -72,7 +72,7 @@ def test_a_case_has_full_rows_its_own_batch_and_model() -> None:
     [
         (
             {"lora_rnk": 8},
-            "odd: there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels' or"
+            "odd: there is no setting 'lora_rnk'; did you mean 'lora_rank' or 'lora_kernels' or"
             " 'lora_targets'?",
         ),
         ({"precision": "bf17"}, "odd: precision is one of"),

@@ -929,15 +929,13 @@ def test_padding_and_packing_are_said():
     made = selection(mixed)
     made.confirm(FAST, steady(0.5))
     (padding,) = made.recipe(FINGERPRINT).caveats
-    assert (
-        padding
-        == "25% of the tokens in a row (on average 511) are padding, which tokens/s does not count"
-    )
+    in_sequence = "25% of the tokens in a sequence (on average 511)"
+    assert padding == f"{in_sequence} are padding, which tokens/s does not count"
     add_measured(made, packed, steady(0.5))
     made.confirm(packed, steady(0.5))
     (packing,) = made.recipe(FINGERPRINT).caveats
     assert packing == (
-        "rows are packed: 2.7 examples per row on average,"
+        "sequences are packed: 2.7 examples per sequence on average,"
         " with 100.0% of the tokens used; a step has 42.7"
         " examples on average, "
         "32 were requested"

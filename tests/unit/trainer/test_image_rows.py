@@ -131,8 +131,8 @@ def test_a_row_of_a_dataset_has_the_tokens_and_values_that_were_computed(tmp_pat
 @pytest.mark.parametrize(
     ("row", "seq_len", "message"),
     [
-        ({"images": ["a.png", "a.png"]}, 200, "places for 1 images, but the row names 2"),
-        ({"images": []}, 200, "places for 1 images, but the row names 0"),
+        ({"images": ["a.png", "a.png"]}, 200, "places for 1 images, but the example names 2"),
+        ({"images": []}, 200, "places for 1 images, but the example names 0"),
         ({"images": ["b.png"]}, 200, "its image cannot be read: No such file"),
         ({"images": ["../a.png"]}, 200, "its image cannot be read: it is not below"),
         ({"messages": None, "text": "x"}, 200, "needs messages"),
@@ -142,7 +142,7 @@ def test_a_row_of_a_dataset_has_the_tokens_and_values_that_were_computed(tmp_pat
             200,
             "neither text nor of type image",
         ),
-        ({}, 20, "rows are truncated to 20 tokens"),
+        ({}, 20, "examples are truncated to 20 tokens"),
     ],
 )
 def test_a_row_that_cannot_be_trained_on_ends_the_run(
@@ -163,12 +163,13 @@ def test_what_the_template_or_the_processor_refuses_ends_the_run(tmp_path: Path)
 
     made.image_processor.preprocess = refuse
     rows = ImageRows(dataset(tmp_path), made, split=None, loss_on=None, seq_len=200)
-    with pytest.raises(SystemExit, match=r"rows\.jsonl:1: the processor refuses the row: "):
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:1: the processor refuses the example: "):
         rows[0]
     made.tokenizer.chat_template = "{{ raise_exception('no image') }}"
     rows = ImageRows(dataset(tmp_path), made, split=None, loss_on=None, seq_len=200)
     with pytest.raises(
-        SystemExit, match=r"rows\.jsonl:1: the tokenizer's chat template refuses the row: no image$"
+        SystemExit,
+        match=r"rows\.jsonl:1: the tokenizer's chat template refuses .*: no image$",
     ):
         rows[0]
 
@@ -271,5 +272,5 @@ def test_a_late_image_ends_where_the_study_says(tmp_path: Path) -> None:
 
 def test_a_dataset_without_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
-    with pytest.raises(BadDataset, match="has no rows"):
+    with pytest.raises(BadDataset, match="has no examples"):
         ImageRows(tmp_path / "rows.jsonl", processor(), split=None, loss_on=None, seq_len=9)

@@ -31,7 +31,7 @@ def test_labels_are_numbered_in_their_order() -> None:
     [
         ([("a", 1), ("b", 1)], "at least two labels"),
         ([("a", 1), ("b", "x")], "some labels are numbers"),
-        ([(None, 1)], "row 0: a row for classification needs text and label"),
+        ([(None, 1)], "row 0: an example for classification needs text and label"),
         ([("a", 1.5)], "the label 1.5 is neither"),
     ],
 )

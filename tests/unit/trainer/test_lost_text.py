@@ -176,7 +176,7 @@ def test_text_that_would_be_lost_is_refused_by_line(
         (
             "{{ raise_exception('no') }}",
             {"messages": [user("q"), assistant("a")]},
-            "chat template refuses the row: no",
+            "chat template refuses the example: no",
         ),
         (
             "{{ 'a' + 1 }}",

@@ -70,11 +70,11 @@ def test_nothing_is_left_of_what_failed(
     data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data.write_text('{"text": "fine"}\n{"words": 1}\n')
-    with pytest.raises(BadDataset, match=r"data\.jsonl:2: a row needs"):
+    with pytest.raises(BadDataset, match=r"data\.jsonl:2: an example needs"):
         tokenise(data, tokenizer)
     assert not list(cache_folder().iterdir())
     data.write_text("\n\n")
-    with pytest.raises(BadDataset, match="has no rows"):
+    with pytest.raises(BadDataset, match="has no examples"):
         tokenise(data, tokenizer)
     data.write_text('{"text": "fine"}\n')
     usage = shutil.disk_usage(data)

@@ -101,10 +101,10 @@ def test_without_held_out_examples_there_is_no_loss(
     )
     assert (alone["steps"], alone["held_out_loss"]) == (3, [])
     with pytest.raises(
-        SystemExit, match="1 rows do not fill a micro batch of 2: give more examples"
+        SystemExit, match="1 examples do not fill a micro batch of 2: give more examples"
     ):
         run(settings({"examples": 1}), tmp_path, capsys)
-    with pytest.raises(SystemExit, match="1 rows do not fill a micro batch of 2"):
+    with pytest.raises(SystemExit, match="1 examples do not fill a micro batch of 2"):
         run(settings({"examples": 2}), tmp_path, capsys, held_out=1, held_out_tokens=16)
 
 

@@ -182,8 +182,8 @@ def test_autocast_gives_the_kernel_its_16_bits() -> None:
 @pytest.mark.parametrize(
     ("how", "refused"),
     [
-        ({"segments": None}, "for packed rows"),
-        ({"mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "for packed rows"),
+        ({"segments": None}, "for packed sequences"),
+        ({"mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "for packed sequences"),
         ({"dropout": 0.1}, "does not support dropout"),
         ({"softcap": 50.0}, "does not support softcap"),
         ({"s_aux": torch.zeros(2)}, "does not support s_aux"),
