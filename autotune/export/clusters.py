@@ -340,7 +340,7 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """
     if device.vendor != "nvidia":
         return None
-    # If the card is not in the catalogue, its driver's name is in the study's fingerprint.
+    # If the card is not in the catalogue, take the driver's name of the card from the fingerprint.
     name = device.nvml_names[0] if device.nvml_names else fingerprint.device
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 

@@ -270,9 +270,9 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
 
 
 def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
-    """Return the content of the DeepSpeed file that a run names.
+    """Return the settings in the DeepSpeed file that a run names.
 
-    If this file is absent, return its name.
+    If the file is absent, the result contains only the file's name.
     """
     if not isinstance(file_name, str) or not file_name.strip():
         return {}
@@ -393,7 +393,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     )
 
     datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
-    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # most examples per dataset
+    samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # limit for each dataset
     double_quant = file.flag(
         key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant"))
     )

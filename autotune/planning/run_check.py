@@ -1,4 +1,4 @@
-"""Checks a run that another tool's file describes: whether it fits, its time, and useful changes.
+"""Checks whether a run that another tool's file describes fits, its time, and changes that help.
 
 The file's content is not executed.
 """

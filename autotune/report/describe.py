@@ -528,7 +528,8 @@ def failed_verification(result: Verification) -> str | None:
 def _compared(predicted: float, measured: float | None, more: str, less: str) -> str:
     """Compare as '3.2% slower than predicted' or, from a factor of LARGE on, '5.2 times slower'.
 
-    `more` and `less` are the words for a measured number above and below the prediction.
+    `more` is the word for a measured number above the prediction, and `less` the word for a number
+    below.
     """
     if not measured or not predicted:
         return "no prediction to compare with"

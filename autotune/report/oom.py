@@ -145,7 +145,7 @@ class OomReport:
 
     @property
     def configurations(self) -> tuple[OomEntry, ...]:
-        """The first entry of each configuration; a search may try a configuration twice."""
+        """One entry for each configuration, the first; a search may try a configuration twice."""
         return tuple(
             {tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values()
         )[::-1]
