@@ -22,7 +22,7 @@ class ExampleCard:
     usd_per_hour: float
 
     def price(self, device: str) -> Price:
-        """Return the price of the card, for a study in which `device` stands for the card."""
+        """Return the example card's price. `device` is the device that the study really uses."""
         return Price(
             provider=EXAMPLE,
             device=device,

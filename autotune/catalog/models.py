@@ -313,7 +313,7 @@ def _from_directory(path: Path) -> ModelSpec:
 
 
 def _processor_in(path: Path) -> dict[str, Any] | None:
-    """Return the settings for images in a model's directory.
+    """Return the settings for the processing of images from a model's directory.
 
     The settings are in preprocessor_config.json, or else in processor_config.json.
     """

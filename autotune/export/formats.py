@@ -23,8 +23,8 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "slurm": partial(clusters.export, system="slurm"),
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # the formats that every study writes
-# The formats that need accelerate.yaml to train on several GPUs. Axolotl does not, because its own
-# file has keys for them.
+# The formats that need accelerate.yaml to train on several GPUs. Axolotl needs no accelerate.yaml,
+# because its own file has keys for several GPUs.
 BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 

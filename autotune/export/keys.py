@@ -290,7 +290,8 @@ def inexpressible_knobs(tool: str, recipe: Recipe) -> list[str]:
     values = settings(tool, recipe)
     gaps_of_tool = []
     for knob, value in recipe.config.as_dict().items():
-        # If TRL was probed, the probe already ran these knobs as TRL does, so nothing is lost.
+        # If TRL was probed, the probe treated these knobs as TRL does, so what it measured holds
+        # for TRL's file.
         if tool == recipe.trainer == "trl" and knob not in ("checkpointing", "compile"):
             continue
         if reason := _gap(tool, knob, value, values):

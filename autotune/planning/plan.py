@@ -343,7 +343,7 @@ def _baseline(
 def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
     """Return the space without the values that no formula covers.
 
-    A knob that affects no formula is pinned to its value in `baseline`.
+    A knob on which no formula depends is pinned to its value in `baseline`.
     """
     for name in ("attention", "dora", "rslora", "loader_workers"):
         if (knob := space.knob(name)) and getattr(baseline, name) in knob.choices():

@@ -157,8 +157,8 @@ def sizes(models: Iterable[ModelSpec] = ()) -> list[ModelSpec]:
 
     Models count as one size if their numbers of parameters differ at most by the factor STEP. Each
     size is represented by the model with the longest context. Models without a formula, and models
-    with fewer than LEAST_PARAMS parameters, are left out. By default, the models are the
-    catalogue's.
+    with fewer than LEAST_PARAMS parameters, are left out. By default, `models` are all models of
+    the catalogue.
     """
     sized_models = [
         (model.params or 0, model) for model in models or list_models() if Sizes.of(model)

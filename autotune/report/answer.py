@@ -491,7 +491,7 @@ def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
 
 
 def _node_speeds(nodes: Sequence[Node]) -> Table:
-    """Return the table of speeds.
+    """Return the table of the nodes' speeds.
 
     If there is only one node, the columns that compare nodes are left out.
     """

@@ -116,7 +116,7 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
             "and recomputation by checkpointing counts as backward."
         )
 
-    # Sentences on the best times and the trace
+    # Sentences on the least possible times and on the trace
     if report.uncounted:
         notes.append(f"The best time of a micro batch is unknown: {report.uncounted}.")
     elif report.bounds[0].best_s is None:
