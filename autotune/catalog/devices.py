@@ -70,7 +70,7 @@ class DeviceSpec:
 
     @property
     def kind(self) -> str:
-        """`cpu`, or `cuda` for every GPU (torch's ROCm build says cuda too)."""
+        """`cpu`, or `cuda` for every GPU (torch's build for ROCm also calls its device cuda)."""
         return "cpu" if self.name == "cpu" else "cuda"
 
     @property

@@ -233,7 +233,8 @@ def _kubernetes(job: JobSpec) -> str:
     }
     pod = {
         "restartPolicy": "Never",
-        # This time limit starts when the pod runs, not while the pod waits for a GPU.
+        # This time limit begins when the pod starts to run. The time in which it waits for a GPU
+        # does not count.
         "activeDeadlineSeconds": job.limit_s,
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": label and {"nvidia.com/gpu.product": label},

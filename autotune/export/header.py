@@ -63,7 +63,7 @@ def yaml_sections(head: Iterable[str], sections: Iterable[tuple[str, dict[str, A
 
 
 def summary_lines(recipe: Recipe) -> list[str]:
-    """Return six lines: two on the file's content, two on results, two on the measurement."""
+    """Return six lines: two about the file's content, two about results, two about measurement."""
     winner = recipe.winner
     cost = winner.cost
     workload = recipe.workload

@@ -221,8 +221,8 @@ def attention_of(tool: str, config: TrainConfig) -> str:
 def finds_answers(data: TrainingData | None) -> bool | None:
     """Return whether TRL can find the assistant's answers in `data`, or None if that is unknown.
 
-    TRL finds answers if the chat template marks them. TRL replaces some known templates that do not
-    mark answers by copies that do.
+    TRL finds answers if the chat template marks them. TRL knows some templates that do not mark
+    answers, and replaces them by copies that mark answers.
     """
     if data is None or data.chat_template is None:
         return None

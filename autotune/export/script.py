@@ -89,7 +89,7 @@ def settings(recipe: Recipe) -> RunSettings:
             " differ."
         )
 
-    # With fewer examples, not even one batch would be full.
+    # With fewer examples, not a single batch would be full.
     one_batch = (
         math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
     )

@@ -2,9 +2,9 @@
 
 The step time on the device is the reference card's step time (`prediction/step_time`), converted to
 the device (`prediction/transfer`). Other users' measurements of the same method on the device
-correct the converted time. Without a calibration, the CPU time to launch kernels is that of a
-typical host. A calibration (`autotune calibrate`) replaces the assumptions about card and host by
-measurements.
+correct the converted time. Without a calibration, the estimate assumes the CPU time that a typical
+host takes to launch kernels. A calibration (`autotune calibrate`) replaces the assumptions about
+card and host by measurements.
 """
 
 from collections.abc import Callable, Sequence

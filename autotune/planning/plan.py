@@ -42,8 +42,9 @@ from autotune.report.values.plan import (
 from autotune.study.ranking import Scored, choose, explain_choice
 
 MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
-# Of a large space, every n-th configuration is estimated, with n up to this number. With a larger
-# n, enumerating the space would take longer than the estimates, so a random sample is estimated.
+# Of a large space, every n-th configuration is estimated, with n up to this number. For a larger n,
+# enumerating the space would take longer than the estimates. Then a random sample is estimated
+# instead.
 MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
 # The knobs that determine the memory that stays in use between steps

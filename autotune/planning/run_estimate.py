@@ -199,7 +199,8 @@ def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
     in_fp32 = FP32_BASE in run.notes
     low = high = memory
     if in_fp32 and run.config.quantization == "none":
-        # A weight takes 4 bytes instead of 2. The memory of the 16-bit casts is unknown.
+        # In float32, a weight takes 4 bytes instead of 2. The memory of its 16-bit casts is
+        # unknown.
         low = replace(low, weights=2 * low.weights)
     if run.config.offloads:
         low = replace(low, activations=0.0)
@@ -233,8 +234,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
         * sizes.linear_params
         / sizes.layers
     )
-    # A hidden state takes 4 bytes per value instead of 2. An evaluation holds four hidden states
-    # besides the tensors inside the current layer.
+    # With a float32 base, a hidden state takes 4 bytes per value instead of 2. An evaluation holds
+    # four hidden states besides the tensors inside the current layer.
     num_hidden = 4 if memory.phase is Phase.EVALUATE else num_recomputed
     checkpoints = config.tokens * num_hidden * sizes.hidden
     head = sizes.embedding if memory.logits else 0
@@ -279,7 +280,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:
     """Return the seconds per micro batch that casts of a float32 base take on the reference card.
 
-    Each cast of a value reads 4 bytes and writes 2 bytes.
+    For each value, a cast reads 4 bytes and writes 2 bytes.
     """
     sizes = Sizes.of(model)
     config = run.config

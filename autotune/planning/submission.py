@@ -21,7 +21,7 @@ from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
 # A submission states its raw tokens/s, and the tokens and the time of a step. The stated tokens/s
-# may differ from the tokens of a step divided by its time by at most this share.
+# may differ by at most this share from the quotient of these two numbers.
 AGREEMENT = 0.01
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -153,7 +153,7 @@ class Submission(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content of the file."""
+        """The content of the submission's file, as text."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @property

@@ -650,7 +650,7 @@ def micro_batch(report: ProfileReport) -> dict[str, Any] | None:
 
 
 def parallel_px(info: ParallelInfo) -> int:
-    """Return the least width of the figure in pixels.
+    """Return the smallest readable width of the figure, in pixels.
 
     At this width, no label of an axis reaches the next axis.
     """

@@ -24,7 +24,7 @@ from autotune.export.run import child
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
 # The prefix of torchrun's last error message. The message says that a process failed, but not why.
 OF_LAUNCHER = "torch.distributed.elastic"
-START_S = 900.0  # seconds for imports, weights and the first step
+START_S = 900.0  # seconds allowed for imports, weights and the first step
 ENDING_S = 10.0  # seconds that a killed process may take to end
 SLOWER = 10.0  # a run that takes this many times the measured time counts as hanging
 
@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.Error):
             one.kill()
     process.wait()
-    # Wait for the started processes, because they hold memory of the device until they end.
+    # Wait for the processes that were started: until they end, they hold memory of the device.
     psutil.wait_procs(started, ENDING_S)
 
 

@@ -131,7 +131,7 @@ class Run:
         return process.returncode, last_error(self.log, self._log_begins)
 
     def _last_asked(self) -> dict[str, str] | None:
-        """Return the model's answers to --ask from the script's result, the log's last JSON."""
+        """Return the model's answers to --ask, from the last line of JSON in the script's log."""
         session = self.log.read_bytes()[self._log_begins :].decode(errors="replace")
         for line in reversed(session.splitlines()):
             with suppress(ValueError, AttributeError):

@@ -59,11 +59,12 @@ class Plan(ShownAsTable):
     `best` is None if no configuration is certain to fit. `baseline` is the configuration that
     fine-tuning guides recommend. `num_estimated` of the `space_size` configurations were estimated.
     `seen` names the measurements of other users on this card, which corrected the speeds.
-    `from_reserve` says that only configurations of the space's reserve fit (`setup.open_reserve`).
-    `leanest` needs the least memory of all configurations that may win. `how_sure` says how the
-    numbers were estimated. `calibrated` says which of the numbers were calibrated and when.
-    `what_fits` maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the
-    values that are not in the search space, with reasons.
+    `from_reserve` says that no configuration of the search space fits, and that the plan is for its
+    reserve: values to try only if nothing else fits (`setup.open_reserve`). `leanest` needs the
+    least memory of all configurations that may win. `how_sure` says how the numbers were estimated.
+    `calibrated` says which of the numbers rest on a calibration, and when it was made. `what_fits`
+    maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the values that
+    are not in the search space, with reasons.
     """
 
     JSON: ClassVar = keys(
