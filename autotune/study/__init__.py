@@ -1,1 +1,1 @@
-"""The search: proposals, multi-fidelity evaluation, selection, confirmation, storage."""
+"""The search: it proposes, evaluates, confirms and selects configurations, and stores results."""

@@ -1,7 +1,7 @@
-"""Ablation of the winner: reset one knob at a time to the baseline's value and probe the result.
+"""Ablation: reset one knob of the winner at a time to the baseline's value, and probe the result.
 
-If the model can be truncated, these probes run on truncated models. For a fair comparison, the
-winner itself is probed again in the same way.
+If possible, these probes use models with only a few layers (truncated models). For a fair
+comparison, the winner itself is probed again in the same way.
 """
 
 import math
@@ -27,7 +27,7 @@ class AblatedKnob:
     """The winner with one knob set back to the baseline's value.
 
     `error` is the relative error of `tokens_per_s`. `peak_gib` is the peak of the reserved memory
-    or, if the probe ran out of memory, the memory that it needed.
+    or, if the probe ran out of memory, the memory that the probe needed.
     """
 
     knob: str
@@ -66,9 +66,9 @@ class Ablation:
     def ranked(self) -> list[AblatedKnob]:
         """Return the knobs, the most useful first.
 
-        First come the knobs without which the winner does not fit. Next come the knobs with a
-        measured speed, the knob first whose reset costs the most speed. Knobs without a result are
-        last.
+        First come the knobs without which the winner does not fit in memory. Next come the knobs
+        with a measured speed; the first of them is the knob whose reset costs the most speed. Knobs
+        without a result are last.
         """
         return sorted(
             self.undone,
@@ -82,9 +82,10 @@ class Ablation:
 def ablated_configs(
     winner: TrainConfig, baseline: TrainConfig
 ) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield each knob that differs, and the winner with only this knob set to the baseline's value.
+    """Yield each knob in which winner and baseline differ, and the winner with this knob reset.
 
-    Double quantisation needs quantisation, so the two knobs are reset together.
+    The reset knob has the baseline's value. Double quantisation needs quantisation, so the two
+    knobs are reset together.
     """
     for name in KNOBS:
         value = getattr(baseline, name)
@@ -116,7 +117,8 @@ def ablate(
     """Probe the winner itself, then the winner with each knob reset, then the winner itself again.
 
     If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if a
-    probe of the winner itself fails, or if the winner's two speeds differ by more than their error.
+    probe of the winner itself fails, or if its two speeds differ from each other by more than their
+    error.
     """
     evaluator = replace(evaluator, reuses=False)
     measured_winner = _ablated_winner(task, evaluator, winner)
@@ -150,7 +152,7 @@ def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> 
 
 
 def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
-    """Raise EnvironmentProblem if the winner's two speeds differ by more than their error."""
+    """Raise EnvironmentProblem if the difference of the winner's two speeds exceeds their error."""
     speeds = [one.tokens_per_s or 0.0 for one in (before, after)]
     difference = max(speeds) / min(speeds) - 1
     if difference > max(DISAGREEMENT, math.hypot(before.error, after.error)):

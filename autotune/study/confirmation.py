@@ -1,7 +1,8 @@
-"""The end of a study: measure the best configurations again until the winner is certain.
+"""Measure the best configurations again at the end of a study, until the winner is certain.
 
 Each measurement takes longer than a measurement of the search. The configurations are measured in
-rounds, so that a slow drift of the machine affects all of them.
+rounds: each round measures every configuration once, so that a slow drift of the machine's speed
+affects all of them equally.
 """
 
 from autotune.core.errors import Cancelled
@@ -11,21 +12,21 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
 
 AGAIN = "measuring the finalists again"
-# A configuration gets at most this number of confirmations, even if its measurements still disagree
-# or other processes disturbed them.
+# A configuration is confirmed at most this number of times, even if its measurements still disagree
+# with each other, or if other processes disturbed them.
 MAX_CONFIRMATIONS = 3
 
 
 def confirm_finalists(trials: SharedTrials) -> None:
-    """Measure the finalists and the baseline again; later rounds repeat only possible winners.
+    """Measure the finalists and the baseline again; after the first round, only possible winners.
 
     The likely winner and the baseline come first, because the budget may be used up before the
     other finalists are measured. A measurement that would not fit into the remaining time is
-    skipped. If the search measured an unconfirmed configuration as faster than the confirmed
-    results, this configuration becomes the likely winner and is measured next. At most
+    skipped. If the speed that the search measured for an unconfirmed configuration exceeds the
+    confirmed speeds, this configuration becomes the likely winner and is measured next. At most
     `limits.finalists` configurations become the likely winner, one after another. A finalist that
     fails is replaced by the next best configuration. A full run also evaluates and saves
-    checkpoints, so the winner's confirmation does both if time allows.
+    checkpoints, so the winner's confirmation evaluates and saves one, too, if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -126,7 +127,7 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
 
 
 def _confirm_leader(trials: SharedTrials, round_: int) -> None:
-    """Measure the leader until two measurements are undisturbed and one has saved a checkpoint.
+    """Measure the leader until it has two undisturbed measurements and one saved a checkpoint.
 
     The leader is the best configuration so far; it may change after each measurement.
     """
@@ -192,7 +193,7 @@ def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
 
 
 def measure_close_calls(trials: SharedTrials) -> None:
-    """Measure the whole model of each extrapolated configuration whose speed is close to the best.
+    """Measure the whole model for each configuration whose extrapolated speed is close to the best.
 
     Stops when the time of the search is used up.
     """

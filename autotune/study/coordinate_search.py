@@ -1,4 +1,4 @@
-"""The first moves of a search: change one knob at a time, starting from the best configuration.
+"""The first part of a search: change one knob of the best configuration at a time.
 
 Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
 gain in a few probes. Optuna's sampler continues from there and finds gains that need several
@@ -23,11 +23,11 @@ from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
-# The order of the knobs in each pass of the search. Attention comes first: without the scores of
-# eager attention, larger micro batches fit. Compilation comes late because it costs seconds for
-# each configuration, and only the best values of the earlier knobs need it. Quantisation, which may
-# turn on matrix products in fp8, comes last because products in fp8 are faster only in compiled
-# layers.
+# The order of the knobs in each pass of the search. Attention comes first, because attention without
+# stored scores leaves room for larger micro batches. Compilation comes late, because it takes
+# seconds for each configuration, and is then needed only with the best values of the earlier knobs.
+# Quantisation, which may turn on matrix products in fp8, comes last, because such products are
+# faster only in compiled layers.
 ORDER = (
     "attention",
     "loss",
@@ -43,9 +43,9 @@ ORDER = (
     "quantize_experts",
     "quantization",
 )
-# A move (a change of one knob) of one of these knobs frees memory and leaves the arithmetic
-# unchanged. A later move may use the freed memory, so the search accepts the move unless the new
-# configuration is slower by more than MIN_GAIN.
+# A change of one of these knobs (a move) frees memory and leaves the arithmetic unchanged. A later
+# move may use the freed memory, so the search accepts such a move, unless the new configuration is
+# slower than the current one by more than MIN_GAIN.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score exceeds this
@@ -53,12 +53,12 @@ MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score excee
 
 @dataclass(slots=True)
 class CoordinateSearch:
-    """Coordinate search in one study, among the configurations for `num_gpus`.
+    """Coordinate search in one study, among the configurations for `num_gpus` GPUs.
 
-    The trials of this search do not count against the limit on trials without an improvement. A
-    move (one changed knob) is accepted or rejected by the speed that truncated models predict.
-    Whole models are measured after each pass over the knobs, the most promising first. Until then,
-    `_waiting` holds the unfinished trials with their predicted scores.
+    The limit on trials without an improvement ignores the trials of this search. A move (a change
+    of one knob) is accepted or rejected by the speed that models with few layers predict (truncated
+    models). After each pass over the knobs, whole models are measured, the most promising first.
+    Until then, `_waiting` holds the unfinished trials with their predicted scores.
     """
 
     trials: SharedTrials
@@ -69,7 +69,7 @@ class CoordinateSearch:
     _seeds: list[TrainConfig] = field(default_factory=list)  # the best configurations by formula
 
     def run(self) -> None:
-        """Try the formula seeds, then change knobs until a pass over all knobs improves nothing.
+        """Try the formula's seeds, then change knobs until a pass over all knobs improves nothing.
 
         Compiling one candidate takes as long as evaluating several uncompiled candidates. If time
         is short, the search therefore starts with uncompiled configurations, until other processes
@@ -94,7 +94,7 @@ class CoordinateSearch:
         return self.trials.best(self.num_gpus)
 
     def _carry_over(self) -> None:
-        """If this GPU count has no result, start from the best configuration for other GPU counts.
+        """If this GPU count has no result, start from the best configuration of another GPU count.
 
         The sharding strategies are tried in order until one fits. The whole model is measured if
         time allows, so that this GPU count has its own measurement.
@@ -114,10 +114,11 @@ class CoordinateSearch:
             self._end_waiting()
 
     def _try_without_compiling(self) -> None:
-        """Try seeds, single-knob changes and neighbours of the best configuration, uncompiled.
+        """Try uncompiled configurations: seeds, then variants of the best configuration.
 
-        Stop when only the time to compile the best configuration is left. Also stop as soon as a
-        configuration that was compiled in advance is the best.
+        The variants first differ from the best configuration in one knob, then in a few. Stop when
+        only the time to compile the best configuration is left, or as soon as the best
+        configuration is one that was compiled in advance.
         """
         trials = self.trials
         self._try_seeds(compile="none")
@@ -148,7 +149,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try the compiled variants of the seeds and of the best configuration whose code exists.
+        """Try the seeds and the best configuration with compiled layers, if their code exists.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -187,15 +188,15 @@ class CoordinateSearch:
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
         """Change each knob in turn, except `leave_out`, and keep changes that improve the score.
 
-        If `leave_out` is "compile", stop as soon as a configuration compiled in advance is the
-        best.
+        If `leave_out` is "compile", stop as soon as the best configuration is one that was compiled
+        in advance.
         """
         space = self.trials.task.space
         current = best.config
         best_score = self.trials.score(best)
 
         if leave_out == "compile" and not set(space.choices("checkpointing")) <= set(SELECTIVE):
-            # Selective checkpointing also needs compilation, so its values are left out too.
+            # Selective checkpointing also needs compilation, so its values are left out, too.
             space, _ = space.narrow("checkpointing", lambda value: value not in SELECTIVE, "")
 
         for name in (name for name in ORDER if name != leave_out):
@@ -218,7 +219,8 @@ class CoordinateSearch:
     def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
         """Try one choice on truncated models; return its configuration and score.
 
-        If the truncated models do not decide the trial, it waits for a probe of the whole model.
+        If the truncated models do not decide the trial, the trial waits for a probe of the whole
+        model.
         """
         trials = self.trials
         proposal = trials.ask(chosen)
@@ -251,8 +253,8 @@ class CoordinateSearch:
     def _end_waiting(self, *, whole: bool = True) -> None:
         """End the waiting trials, the most promising first.
 
-        The whole model of a trial that can still win is measured. If `whole` is False, or if the
-        whole model would take too much time, the trial ends with its predicted speed instead.
+        If a trial can still win, its whole model is measured. If `whole` is False, or if a probe of
+        the whole model would take too much time, the trial ends with its predicted speed instead.
         """
         waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
         self._waiting = []
@@ -271,8 +273,9 @@ def next_move(
     knob = space.knob(name)
     for value in _faster_values(knob, current) if knob else ():
         moved = replace(current, **{name: value})
-        # Packing may need a smaller micro batch. Less recomputation may be faster even with a
-        # smaller micro batch. A larger micro batch may need an optimizer with less state.
+        # Some values fit only if another knob also changes: packing may need a smaller micro batch,
+        # and so may less recomputation, which may still be faster. A larger micro batch may need an
+        # optimizer with less state.
         shrinks = name in ("checkpointing", "packing")
         variants = smaller_batches(space, moved) if shrinks else iter([moved])
         if name == "micro_batch_size" and value > current.micro_batch_size:
@@ -283,8 +286,8 @@ def next_move(
             if getattr(space.config(chosen), name) != value or (
                 not shrinks and space.config(chosen) != config
             ):
-                # The knob has no effect with the values of the other knobs, or another knob would
-                # have to change too.
+                # With the values of the other knobs, this knob has no effect, or another knob would
+                # have to change, too.
                 continue
 
             outcome = tried.get(space.config(chosen).digest)
@@ -296,9 +299,9 @@ def next_move(
         if not fits:
             continue
         # The configuration with this value was tried and fits. For most knobs, the remaining values
-        # are slower, so the search of this knob ends. There are two exceptions. A larger and a
-        # smaller micro batch may both be faster. And if less recomputation needed a smaller micro
-        # batch, recomputing a few more layers may be faster.
+        # are slower, so the search of this knob ends here. There are two exceptions. First, both a
+        # larger and a smaller micro batch may be faster. Second, if less recomputation needed a
+        # smaller micro batch, it may be faster to recompute a few more layers.
         if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
@@ -313,7 +316,7 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
         smaller = sorted(value for value in values if value < present)
         return [*larger[:1], *smaller[-1:]]
     if knob.name == "quantization" and present != "none":
-        # Another quantisation changes the base weights, so it is no faster way to the same training
+        # Another quantisation changes the base weights, so it would lead to another training
         # result.
         return []
     speed_rank = KNOBS[knob.name].speed_rank
@@ -323,7 +326,7 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
 
 
 def _leaner_optimizer(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield a copy with the space's next leaner optimizer, if there is one."""
+    """Yield a copy whose optimizer is the next leaner one in the space, if there is one."""
     rank = KNOBS["optimizer"].memory_rank
     present = rank(config.optimizer)
     leaner = [value for value in space.choices("optimizer") if rank(value) < present]
@@ -334,7 +337,7 @@ def _leaner_optimizer(space: SearchSpace, config: TrainConfig) -> Iterator[Train
 def _grouped_seed(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
     """Yield a copy with compiled layers and grouped products of experts, if the space has them.
 
-    The formulas do not know the speed of mixtures, for which this change gains most.
+    The formulas do not cover mixtures of experts, which gain most from this change.
     """
     loss = min(space.choices("loss"), key=KNOBS["loss"].memory_rank)
     for variant in compiled_variants(space, [replace(config, loss=loss)]):
@@ -343,7 +346,7 @@ def _grouped_seed(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConf
 
 
 def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield this configuration, then copies with smaller and smaller micro batches."""
+    """Yield this configuration, and then copies of it with smaller and smaller micro batches."""
     yield config
     knob = space.knob("micro_batch_size")
     for size in sorted(knob.choices() if knob else (), reverse=True):

@@ -1,9 +1,10 @@
-"""The decomposition of a speed-up into factors, one per group of knobs.
+"""The decomposition of the winner's speed-up into factors, one for each group of knobs.
 
-The groups change one after another, from the baseline to the winner, and the factors multiply to
-the speed-up. If the configuration after a group's change cannot be probed, for example because no
-time is left, this group and the next one share a factor. Ablation (`study/ablation`) resets single
-knobs of the winner instead, and its effects do not multiply to the speed-up.
+The groups change one after another, from the baseline's values to the winner's, and the product of
+the factors is the speed-up. If the configuration after the change of a group cannot be probed, for
+example because no time is left, this group and the next group share a factor. Ablation
+(`study/ablation`), in contrast, resets single knobs of the winner, and the product of its effects
+is not the speed-up.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ WHOLE = "whole models instead of a few layers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """The useful tokens/s after a group of knobs changed, divided by the tokens/s before."""
+    """The useful tokens/s after a group of knobs changed, divided by the previous tokens/s."""
 
     name: str
     factor: float
@@ -57,8 +58,8 @@ def decompose(
 
     `speed` returns the tokens/s of a configuration, usually from truncated models, or None if the
     speed is unknown. `speedup` comes from whole models. The last factor, WHOLE, is chosen so that
-    the product of all factors is `speedup`. Returns None if winner and baseline are equal, or if
-    `speed` of one of them is unknown.
+    the product of all factors is `speedup`. Returns None if the winner is the baseline, or if the
+    speed of one of them is unknown.
     """
     if winner == baseline:
         return None

@@ -1,8 +1,8 @@
 """The trials of a study that several workers share.
 
-A worker begins a trial, records its result and reads the results of other workers. The module also
-decides when a search stops: the user asks for it, the time or the number of trials is used up, or
-many trials in a row brought no improvement.
+A worker begins a trial, records its result and reads the results of other workers. This module also
+decides when a search stops: if the user asks for it, if the time or the number of trials is used
+up, or if many trials in a row brought no improvement.
 """
 
 import random
@@ -38,54 +38,53 @@ REAP_EVERY_S = 15.0
 WHOLE_SHARE = 0.1  # the search spends at most this share of the budget on probes of whole models
 BASELINE_SHARE = 0.2  # all probes of baselines take at most this share of the budget
 CONFIRMATION_SHARE = 0.15  # at most this share of the budget is reserved for the confirmation
-# If the confirmation of a single configuration needs more than CONFIRMATION_SHARE, up to this share
-# of the budget is reserved for it.
+# If the confirmation of a single configuration needs more than CONFIRMATION_SHARE of the budget, up
+# to this share of the budget is reserved for the confirmation.
 LEAST_SHARE = 1 / 3
 
-# Numbers of candidates.
+# The next numbers are numbers of candidates.
 MANY = 15  # a search should evaluate at least this number of candidates
-# If the time is too short for this number of candidates, untried neighbours of the best
-# configuration are tried in place of the sampler's proposals.
+# If the time is too short for this number of candidates, untried configurations near the best one
+# are tried in place of the sampler's proposals.
 PLENTY = 40
 ENOUGH = 12  # time is reserved for the confirmation once this number of candidates is evaluated
 COMPILING_S = 5.0  # the assumed time to compile one candidate
 
-# If time is short, a candidate is tried only if its score by formula is at least this share of the
-# best configuration's score by formula.
+# If time is short, a candidate is tried only if the score that the formula predicts for it is at
+# least this share of the score that the formula predicts for the best configuration.
 WORTH = 0.5
-# A candidate whose code is compiled already is tried early if its score by formula is at least this
-# share of the best configuration's score by formula.
+# A candidate whose code is compiled already is tried early if the score that the formula predicts
+# for it is at least this share of the score that the formula predicts for the best configuration.
 ALIKE = 0.9
 
-# The time reserved for the confirmation assumes that each probe takes this many times its predicted
-# time.
+# For the confirmation, each probe gets this many times its predicted time.
 LATE = 1.2
 LEAST_NOISE = 0.005  # the smallest relative noise that a score is assumed to have
-# The key of the study's attribute that lists the numbers of the trials of coordinate searches.
+# The key of the study's attribute that lists which trials belong to coordinate searches.
 COORDINATE_TRIALS = "climbed"
 
 
 @dataclass(slots=True, kw_only=True)
 class SharedTrials:
-    """The trials of one study as one of its workers sees them, and this worker's limits.
+    """The trials of one study as one of its workers sees them, and the limits of this worker.
 
-    The budget counts from `started`, in seconds of `clock`. The limit on trials covers all workers
+    The budget begins at `started`, in seconds of `clock`. The limit on trials covers all workers
     and sessions.
 
     - `rows` holds the finished trials of all workers, and `selection` all measurements of each
       configuration.
     - `too_short_for` lists, in words, the parts of the study that the budget was too short for.
     - If `rank` is set, untried configurations of this LoRA rank are proposed first.
-    - `kept_s` seconds of the search time are reserved for the searches of other GPU counts.
+    - `kept_s` seconds of the search time are reserved for searches with other GPU counts.
     - `new_rows` returns the results that other workers stored since the last call.
     - `on_begin` is called when this worker begins to probe a trial. `on_trial` is called with every
       trial that this worker finished, and `on_trial_of_others` with every trial of other workers.
-    - `exempt` holds the numbers of coordinate search's trials. These trials do not count against
-      the limit on trials without an improvement.
-    - `moving` has the knob that coordinate search changes now, and the configuration in which it
-      changes this knob.
-    - `is_compiled` says whether the code of a compiled configuration exists already, from an
-      earlier trial or from compilation in advance.
+    - `exempt` holds the numbers of the trials of coordinate search, which the limit on trials
+      without an improvement ignores.
+    - `moving` has the knob that coordinate search is changing, and the configuration that this
+      change starts from.
+    - `is_compiled` says whether the code of a configuration with compiled layers exists already,
+      because of an earlier trial or of compilation in advance.
     """
 
     task: Task
@@ -113,7 +112,7 @@ class SharedTrials:
     _by_others: set[int] = field(default_factory=set)
     # This worker's unfinished trials: number -> config digest.
     _open: dict[int, str] = field(default_factory=dict)
-    # The results of other workers by trial number, and the trials among them that Optuna does not
+    # The results of other workers by trial number, and those of their trials that Optuna does not
     # know as finished yet.
     _results_of_others: dict[int, ProbeResult] = field(default_factory=dict)
     _unfinished_numbers: set[int] = field(default_factory=set)
@@ -121,14 +120,14 @@ class SharedTrials:
     _met_others: bool = False
     _reap_at: float = 0.0
     _promises: dict[TrainConfig, float] = field(default_factory=dict)
-    # Chooses among equally near configurations; it needs no cryptographic strength.
+    # Chooses among configurations with equally few changes; it needs no cryptographic strength.
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
 
     def __post_init__(self) -> None:
         self.selection = Selection(self.task)
 
     def resume(self, stored: list[StoredProbe]) -> None:
-        """Take over the results of earlier sessions, and finish or queue interrupted trials."""
+        """Take over earlier sessions' results, and finish or queue interrupted trials."""
         self._results_of_others = {
             row.trial: row.result
             for row in stored
@@ -167,7 +166,7 @@ class SharedTrials:
     def run_one(
         self, pruner: Pruner | None, wanted: dict[str, Any] | None = None
     ) -> TrialRecord | None:
-        """Run one trial of the `wanted` choice, or of the next proposal; return its record.
+        """Run a trial of the choice `wanted`, or of the next proposal; return the trial's record.
 
         Returns None if this worker has no trial left to run.
         """
@@ -181,8 +180,8 @@ class SharedTrials:
     ) -> TrialRecord:
         """Evaluate a trial that has begun, and record it.
 
-        `whole` allows a measurement of the whole model. The baseline is evaluated on truncated
-        models if possible, because its whole model is measured at the end of the study.
+        If `whole` is True, the whole model may be measured. The baseline is evaluated on models
+        with few layers if possible, because its whole model is measured at the end of the study.
         """
         self.on_begin(proposal.number, proposal.config)
         spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines else 0.0
@@ -192,11 +191,11 @@ class SharedTrials:
         )
 
     def ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
-        """Begin a trial of the `wanted` choice, or of the next proposal.
+        """Begin a trial of the choice `wanted`, or of the next proposal.
 
-        No two workers run the same configuration. If another worker is trying the proposed
-        configuration, or if its trial would take longer than the time left for the search, an
-        untried configuration takes its place; a `wanted` choice is not replaced. Returns None if
+        No two workers run the same configuration. A proposed configuration is replaced by an
+        untried one if another worker is trying it, or if its trial would take longer than the time
+        left for the search. A `wanted` choice is never replaced. Returns None if
         no configuration is left to try, or if the maximum number of trials is reached.
         """
         self.sync()
@@ -226,7 +225,7 @@ class SharedTrials:
         return proposal
 
     def _is_full(self, num_open: Callable[[], int]) -> bool:
-        """Whether finished and unfinished trials together reach the maximum number of trials."""
+        """Whether the finished and the unfinished trials together are as many as allowed."""
         maximum = self.limits.trials
         return (
             maximum is not None and num_open() + len(self.optimizer.finished_numbers()) >= maximum
@@ -235,7 +234,7 @@ class SharedTrials:
     def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
         """Finish a trial with its result, which is stored already.
 
-        If this call fails, `Optimizer.repair` later finishes the trial from the stored result.
+        If this call fails, `Optimizer.repair` finishes the trial later with the stored result.
         """
         digest = self._open.pop(proposal.number)
         counts = self._finish(proposal.number, evaluation)
@@ -286,7 +285,7 @@ class SharedTrials:
         return self.task.score(row.config, row.tokens_per_second) if row.tokens_per_second else 0.0
 
     def open_outcomes(self) -> dict[str, Outcome]:
-        """Map the digests of this worker's unfinished trials to OK, as if they had succeeded."""
+        """Return {digest: OK} of this worker's unfinished trials, as if they had succeeded."""
         return dict.fromkeys(self._open.values(), Outcome.OK)
 
     def digests(self) -> set[str]:
@@ -299,10 +298,10 @@ class SharedTrials:
         """Return an untried choice that differs least from the best configuration.
 
         The choice's predicted time is at most the time left for the search, minus `keep_s`. If time
-        is short and `promising` is True, choices with compiled code come first, in the order of
-        their scores by formula. The result is then None if, by formula, no choice has at least half
-        of the best configuration's score. `pinned` fixes the values of some knobs; the space must
-        contain these values.
+        is short and `promising` is True, choices whose code is compiled already come first, in the
+        order of the scores that the formula predicts. The result is then None if the formula
+        predicts for every choice less than half of the score that it predicts for the best
+        configuration. `pinned` fixes the values of some knobs; the space must contain these values.
         """
         best = self.best()
         space = self.task.space
@@ -320,9 +319,9 @@ class SharedTrials:
             alike = [one for one in promised if one[0] >= ALIKE * best_promise]
             ready = [one for one in alike if self._is_ready(space.config(one[1]))]
             if ready or fallback is not None:
-                # `fallback` is from the nearer group before this one. No configuration in that
-                # group had compiled code, and only one further group is searched for a
-                # configuration with compiled code.
+                # `fallback` is from the previous group, whose configurations have fewer changes,
+                # but no compiled code. Only one more group is searched for a configuration with
+                # compiled code.
                 return max(ready, key=lambda one: one[0])[1] if ready else fallback
 
             worth = [one for one in promised if one[0] >= WORTH * best_promise]
@@ -333,7 +332,10 @@ class SharedTrials:
     def _nearest(
         self, space: SearchSpace, centre: TrainConfig | None, most_s: float
     ) -> Iterator[list[dict[str, Any]]]:
-        """Yield groups of untried choices that take at most `most_s` seconds, the nearest first."""
+        """Yield groups of untried choices that take at most `most_s` seconds, the nearest first.
+
+        The nearest choices differ from `centre` in the fewest knobs.
+        """
         seen = self.coordinator.leased_digests() | self.digests() | set(self._open.values())
         lasts_s = self.duration_predictor()
         while nearest := neighbours(space, centre, seen, self.rank):
@@ -355,11 +357,11 @@ class SharedTrials:
         return self._promises[config]
 
     def await_others(self) -> bool:
-        """Wait a moment if another worker may still give back a trial; return whether to ask again.
+        """Wait a moment if another worker may put a trial back; return whether to ask again.
 
-        Another worker may give back a trial while any trial is running or queued. Also returns True
-        if another worker was trying a configuration when this worker last asked for a trial, even
-        if the other worker has finished since.
+        Another worker may put its trial back into the queue while any trial is running or queued.
+        Also returns True if another worker was trying a configuration when this worker last asked
+        for a trial, even if the other worker has finished since.
         """
         met_others = self._met_others
         self._met_others = False
@@ -375,7 +377,8 @@ class SharedTrials:
     def sync(self, *, reap: bool = False) -> None:
         """Take over the results of other workers.
 
-        Every 15 s, or if `reap` is True, also finish or queue the trials of workers that died.
+        Every 15 s, or if `reap` is True, the trials of dead workers are also finished or queued
+        again.
         """
         for row in self.new_rows():
             self.evaluator.learn(row.trial, row.result)
@@ -391,7 +394,8 @@ class SharedTrials:
             if self._unfinished_numbers
             else set[int]()
         )
-        # A trial that was given back is not in `finished`, even if its result was stored later.
+        # A trial that was put back into the queue is not in `finished`, even if its result was
+        # stored later.
         for number in sorted(finished):
             self._unfinished_numbers.remove(number)
             self._by_others.add(number)
@@ -419,8 +423,8 @@ class SharedTrials:
     def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
         """Add a result to the selection and, if `counts` is True, a record of the trial to `rows`.
 
-        `counts` is False if another worker gave the trial back. The result still enters the
-        selection, so the trial's configuration may still win.
+        `counts` is False if another worker put the trial back into the queue. The result is still
+        added to the selection, so the trial's configuration may win.
         """
         row = to_record(number, evaluation, self.task)
         if counts:
@@ -441,7 +445,7 @@ class SharedTrials:
         )
 
     def record_omission(self, what: str) -> None:
-        """Record a part of the study that the budget was too short for."""
+        """Record that the budget was too short for a part of the study, which `what` names."""
         if what not in self.too_short_for:
             self.too_short_for.append(what)
 
@@ -450,12 +454,12 @@ class SharedTrials:
         return self.should_stop() or self.clock() - self.started >= self.limits.budget_s
 
     def is_spent(self) -> bool:
-        """Whether the time left before the confirmation is too short for another candidate."""
+        """Whether the time left until the confirmation is too short for another candidate."""
         took = self.evaluator.truncated_s.values() or self.evaluator.whole_s.values()
         return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
-        """Whether the user, the budget or the limit on trials forbids another trial."""
+        """Whether the user, the budget or the limit on trials allows no more trials."""
         return self.should_stop() or self.is_spent() or self._is_full(lambda: len(self._open))
 
     def is_done(self) -> bool:
@@ -471,8 +475,8 @@ class SharedTrials:
     def num_stale(self) -> int:
         """Count the trials since the best score last improved by more than twice the noise.
 
-        These trials do not count: trials without a speed, reused results, trials in `exempt`, and
-        trials of other workers.
+        Trials without a speed, trials with reused results, trials in `exempt` and trials of other
+        workers are not counted.
         """
         best = 0.0
         num_stale = 0
@@ -508,11 +512,11 @@ class SharedTrials:
         return self.search_s() if enough else self.left_s() - self.kept_s
 
     def is_hurried(self) -> bool:
-        """Whether the time left may be too short for MANY candidates that compile."""
+        """Whether the time left may be too short for MANY candidates with compiled layers."""
         return self.num_missing() * self.compiled_s() > self.search_s()
 
     def lacks_plenty(self) -> bool:
-        """Whether the time left may be too short for PLENTY candidates if all of them compile.
+        """Whether the time left may be too short for PLENTY candidates with compiled layers.
 
         Also True if `is_hurried`.
         """
@@ -522,7 +526,7 @@ class SharedTrials:
         )
 
     def num_missing(self, wanted: int = MANY) -> int:
-        """The number of candidates still to evaluate, to reach `wanted`."""
+        """How many candidates must still be evaluated so that there are `wanted`."""
         return max(
             wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open),
             0,
@@ -555,12 +559,12 @@ class SharedTrials:
         return lasts_s
 
     def compiled_s(self) -> float:
-        """The typical seconds to evaluate a candidate that compiles; 0 before the first probe."""
+        """The typical seconds to evaluate a compiled candidate; 0 before the first probe."""
         took = self.evaluator.truncated_s.values()
         return statistics.median(took) + COMPILING_S if took else 0.0
 
     def spare_s(self) -> float:
-        """The seconds that the search may spend now on one whole model.
+        """The seconds that the search may now spend on a probe of one whole model.
 
         The result is 0 while `lacks_plenty` is True.
         """
@@ -584,7 +588,7 @@ class SharedTrials:
     def can_end(self, config: TrainConfig) -> bool:
         """Whether the shortest confirmation of `config` is predicted to end within the budget.
 
-        An unknown duration counts as 0.
+        An unknown duration is taken as 0.
         """
         return (self._short_confirmation_s(config) or 0.0) <= self.left_s()
 
@@ -592,8 +596,8 @@ class SharedTrials:
         """The seconds to reserve for confirmation.
 
         The confirmation measures each finalist and the baseline once, and the winner in every
-        round. If the likely winner's confirmation would not end before the budget is over, no time
-        is reserved for it, and the search uses the time.
+        round. If the confirmation of the likely winner would not end before the budget is over, no
+        time is reserved, and the search uses all of it.
         """
         finalists = self.selection.finalists(self.limits.finalists)
         if not finalists or not self.can_end(finalists[0]):
@@ -618,7 +622,7 @@ class SharedTrials:
     def confirmed_micro_steps(self, config: TrainConfig) -> int:
         """The number of micro batches in a step of a confirmation.
 
-        The number is smaller if a confirmation with longer steps would take more than half of the
+        The number is reduced if a confirmation with longer steps would take more than half of the
         time left.
         """
         shape = self.task.workload.run_shape(config)

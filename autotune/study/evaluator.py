@@ -1,10 +1,15 @@
-"""The stages of an evaluation: a candidate passes them, cheapest first, until a stage decides.
+"""The stages of an evaluation. A candidate passes them, the cheapest first, until one decides.
 
-Gate: refuse a configuration that is known or predicted not to fit. Low fidelity: real steps on two
-truncated models, extrapolated to the whole model. A configuration that will not fit or cannot win
-stops here. Full: real steps on the whole model, or the stored answer to the same request.
-Confirmation: longer measurements of the few possible winners. Every result is stored before the
-search uses it.
+1. Gate: a configuration that is known or predicted not to fit in memory is refused.
+
+2. Low fidelity: two truncated models, which have only a few layers, run real steps, and the results
+are extrapolated to the whole model. A configuration that will not fit or cannot win stops here.
+
+3. Full: the whole model runs real steps, or the stored answer to the same request is used.
+
+4. Confirmation: the few possible winners are measured longer.
+
+Every result is stored before the search uses it.
 """
 
 import math
@@ -51,15 +56,15 @@ from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
-# If a configuration with offloading runs out of memory, the device's or the host's memory ran out.
-# It was the host's memory if at least this share of the device's limit was still free.
+# If a configuration that offloads activations runs out of memory, either the device or the host had
+# too little. It was the host if at least this share of the device's memory limit was still free.
 HOST_BAND = 0.1
-# If the predicted memory differs from the limit by less than this share of the limit, probes of
-# truncated models decide whether it fits. In `benchmarks/plan.py memory`, the formula's error is at
-# most 1.3 % after correction by a measurement of the same configuration with another micro batch
-# size.
+# If the memory predicted for a configuration differs from the limit by less than this share of the
+# limit, probes of truncated models decide whether the configuration fits. The formula's error is at
+# most 1.3 % after the prediction was corrected with a measurement of the same configuration with
+# another micro batch size (`benchmarks/plan.py memory`).
 GATE_BAND = 0.03
-# This band replaces GATE_BAND for a formula's prediction that no measurement corrects. It is four
+# This share replaces GATE_BAND if no measurement corrected the formula's prediction. It is four
 # standard deviations of the formula's error.
 FORMULA_BAND = 2 * ERROR
 
@@ -68,7 +73,7 @@ Pruner = Callable[[TrainConfig, Extrapolation], str | None]
 
 
 class Prober(Protocol):
-    """Answers probe requests: either a worker measures now, or recorded results are replayed."""
+    """Answers probe requests: a worker measures now, or recorded results are replayed."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -80,7 +85,7 @@ class Prober(Protocol):
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """Return the number of layers and their repeating pattern, from the model's config.
 
-        Returns None if no truncated model, which has fewer layers, can be probed.
+        Returns None if no model with fewer layers can be probed.
         """
 
 
@@ -88,8 +93,8 @@ class Prober(Protocol):
 class Evaluation:
     """One candidate's result, whether it was stored already, and the seconds of its probes.
 
-    `is_own` says that this study itself measured the result that it reuses, for example to find a
-    baseline.
+    If `is_own` is true, the result is reused, but this study itself measured it, for example when
+    it looked for a baseline.
     """
 
     result: ProbeResult
@@ -102,8 +107,8 @@ class Evaluation:
 class _Need:
     """The reserved memory that a configuration is predicted to need, and the limit.
 
-    `by_formula` is the formula's prediction. `gib` is the memory peak by formula. If `corrected` is
-    True, a measurement has corrected it.
+    `by_formula` has the terms of the formula's prediction, and `gib` is the predicted peak. If
+    `corrected` is True, a measurement has corrected `gib`.
     """
 
     by_formula: MemoryBreakdown
@@ -118,14 +123,14 @@ class _Need:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Passes the candidates of one study through the stages, on one device.
+    """Passes the candidates of one study through the stages of evaluation, on one device.
 
     - `request` returns the request for a probe of a configuration with all layers of the model.
     - `model` is the digest of the model.
     - `formula` predicts the memory of a configuration with a given number of micro batches per
       step, or returns None if it cannot predict the memory.
-    - `shape` says after how many layers their pattern repeats. If `shape` is None, no probe has
-      fewer layers than the model, so there is no low-fidelity stage.
+    - `shape` says how many layers the model has, and after how many layers their pattern repeats.
+      If `shape` is None, every probe has all layers, so there is no low-fidelity stage.
     - If `shallow_only` is True, low fidelity is the last stage: no whole model is probed.
     - Stored results are reused only from `studies`, or from any study if `studies` is empty. If
       `reuses` is False, no stored result is reused, so that all results are equally recent.
@@ -148,7 +153,7 @@ class Evaluator:
     shallow_only: bool = False
     studies: tuple[str, ...] = ()
     reuses: bool = True
-    failures_in_a_row: int = 0  # probes that failed in a row for reasons other than memory
+    failures_in_a_row: int = 0  # the last probes that failed in a row, except for lack of memory
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
     whole_s: dict[TrainConfig, float] = field(default_factory=dict)
@@ -157,7 +162,7 @@ class Evaluator:
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
     _times: ProbeTimes = field(init=False)
-    # For each configuration whose truncated models failed, the reason. The whole model may succeed.
+    # For each configuration whose truncated models failed, the reason. Its whole model may succeed.
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)
     # The seconds of each configuration's probes since its last evaluation ended.
     _seconds: dict[TrainConfig, float] = field(default_factory=dict)
@@ -176,7 +181,7 @@ class Evaluator:
     def learn_from_others(self) -> None:
         """Learn from other studies' measurements of this model on this device.
 
-        Probes that ran out of memory do not count, because they may have had another memory limit.
+        Probes that ran out of memory are ignored, because they may have had another memory limit.
         """
         rows = (
             [row for study in self.studies for row in self.store.probes_of_study(study)]
@@ -188,10 +193,10 @@ class Evaluator:
                 self.learn(None, row.result)
 
     def learn(self, trial: int | None, result: ProbeResult) -> None:
-        """Learn from a probe's measurement, or from the fact that the probe ran out of memory."""
+        """Learn from a probe: from its measurement, or from the fact that it ran out of memory."""
         config = result.config
         measurement = result.measurement
-        if result.rung is Rung.NODE:  # a check of a node, which may be another node than this one
+        if result.rung is Rung.NODE:  # a check of a node, perhaps of another node than this one
             return
 
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):
@@ -205,9 +210,9 @@ class Evaluator:
             return
         is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
-            # The result comes from a study whose rows have other lengths. For padded rows, the
-            # lengths change only the time, so the measured memory is learned. For packed rows, the
-            # lengths may also change the memory.
+            # The result comes from a study whose rows have other lengths than this study's. For
+            # padded rows, the lengths change only the time, so the measured memory is learned. For
+            # packed rows, the lengths may also change the memory, so nothing is learned.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -238,9 +243,9 @@ class Evaluator:
     ) -> Evaluation:
         """Pass a candidate through the stages until one of them decides.
 
-        Without a pruner, the whole model is measured, regardless of its predicted speed. If the
-        whole model is also certain to fit, the truncated models are skipped. If a probe of the
-        whole model would take longer than `spare_s`, the prediction of the truncated models is the
+        Without a pruner, the whole model is measured, whatever its predicted speed is. If the whole
+        model will then certainly fit, the truncated models are skipped. If a probe of the whole
+        model would take longer than `spare_s`, the prediction from the truncated models is the
         result. Raises TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
@@ -249,8 +254,8 @@ class Evaluator:
             return predicted
 
         request = self.request(config)
-        # If other processes disturbed the times, the times may be too long, so no configuration is
-        # excluded because of them.
+        # If other processes disturbed the times, they may be too long, so they exclude no
+        # configuration.
         if pruner is not None and predicted is not None and predicted.disturbed is None:
             reason = pruner(config, predicted)
             if reason is not None:
@@ -282,9 +287,9 @@ class Evaluator:
         Returns the decision of these stages or, if they do not decide, a prediction for the whole
         model.
 
-        Returns None if the truncated models predict nothing. Also returns None, without probing
-        truncated models, if `skip_if_fits` is True and the whole model is certain to fit. A second
-        call reuses the results of the first.
+        Returns None if the truncated models predict nothing. Also returns None, without a probe of
+        truncated models, if `skip_if_fits` is True and the whole model will certainly fit. A second
+        call reuses the results of the first call.
         """
         request = self.request(config)
         stored = self._find(request, Rung.FULL, Rung.CONFIRM)
@@ -314,7 +319,7 @@ class Evaluator:
         return self._conclude(trial, answer) if isinstance(answer, ProbeResult) else answer
 
     def shallowest(self, config: TrainConfig) -> ProbeRequest | None:
-        """Return the request for a model with the fewest layers that include each kind of layer.
+        """Return the request for a model with the fewest layers that still has each kind of layer.
 
         Returns None if the micro batches do not divide the global batch, or if the shape of the
         model is unknown.
@@ -328,22 +333,22 @@ class Evaluator:
             return None
 
     def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
-        """The predicted seconds of a confirmation, or None without a probe to predict from."""
+        """The predicted seconds of a confirmation, or None if no probe allows a prediction."""
         evaluate = config not in self.saved
         return self._times.whole_s(
             replace(self._confirmation(config, micro_steps), evaluate=evaluate)
         )
 
     def fits_into(self, spare_s: float, config: TrainConfig) -> bool:
-        """Whether a probe of the whole model should take less than `spare_s` seconds.
+        """Whether a probe of the whole model is predicted to take less than `spare_s` seconds.
 
-        An unknown duration counts as 0.
+        An unknown duration is taken as 0.
         """
         took_s = 0.0 if spare_s == math.inf else self._times.whole_s(self.request(config))
         return (took_s or 0.0) < spare_s
 
     def _would_ask(self, result: ProbeResult, measurement: Measurement) -> bool:
-        """Whether this study's request for the configuration equals the request of the result."""
+        """Whether this study would send the same request as the one that led to a result."""
         try:
             own = self.request(result.config)
         except ValueError:  # the micro batch does not divide this study's global batch
@@ -371,8 +376,8 @@ class Evaluator:
     ) -> ProbeResult:
         """Measure a finalist again, with more micro batches per step.
 
-        If `whole` is True, the first such confirmation of a configuration also evaluates and saves
-        a checkpoint.
+        If `whole` is True, the probe also evaluates and saves a checkpoint, unless an earlier
+        confirmation of this configuration did so.
         """
         evaluate = whole and config not in self.saved
         request = replace(self._confirmation(config, micro_steps), evaluate=evaluate)
@@ -391,7 +396,7 @@ class Evaluator:
         )
 
     def reference(self, config: TrainConfig) -> Measurement | None:
-        """Measure a whole model outside the search, to get its losses as a reference for others.
+        """Measure a whole model outside the search; its losses are the reference for other formats.
 
         Returns None if the probe failed.
         """
@@ -404,7 +409,7 @@ class Evaluator:
         return self._store_result(None, known).measurement
 
     def reject(self, config: TrainConfig, reason: str) -> ProbeResult:
-        """Store the rejection of a finalist whose losses differ from its reference's losses."""
+        """Reject a finalist whose losses differ from its reference's losses, and store this."""
         return self._store_result(
             None, _decision(self.request(config), Outcome.NUMERICS, Rung.CONFIRM, reason)
         )
@@ -453,7 +458,7 @@ class Evaluator:
         return need is None or need.ratio <= 1.0
 
     def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
-        """Refuse a request whose predicted memory is above the limit by more than the error."""
+        """Refuse a request whose predicted memory, minus its error, exceeds the limit."""
         need = self._need(request)
         if need is None or need.ratio <= 1 + (GATE_BAND if need.corrected else FORMULA_BAND):
             return None
@@ -472,8 +477,8 @@ class Evaluator:
     def _need(self, request: ProbeRequest) -> "_Need | None":
         """The memory that the formula predicts for a request, or None without a prediction.
 
-        If a similar configuration was measured, the prediction is multiplied by that
-        configuration's ratio of measured to predicted memory.
+        If a similar configuration was measured, the prediction is corrected: it is multiplied by
+        the measured memory of the similar configuration, divided by its predicted memory.
         """
         config = _with_longest_rows(request)
         by_formula = self.formula(config, request.micro_steps)
@@ -500,7 +505,7 @@ class Evaluator:
     def _low_fidelity(
         self, request: ProbeRequest, trial: int | None
     ) -> ProbeResult | Extrapolation | None:
-        """Probe two truncated models; return the decision or the prediction that they yield.
+        """Probe two truncated models; return the decision or the prediction that follows from them.
 
         Returns None if the truncated models predict nothing.
         """
@@ -510,8 +515,9 @@ class Evaluator:
             return None
 
         for depth in pair:
-            # Attention kernels make a plan for each new row length, and one plan serves all layers.
-            # So the extra time for a new length is measured with only one number of layers.
+            # Attention kernels make a plan for each new row length, and all layers use the same
+            # plan. So the added time for a new length is measured with only one of the two numbers
+            # of layers.
             short = replace(truncate_request(request, depth), new_lengths=depth == pair[0])
             stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")
@@ -572,7 +578,7 @@ class Evaluator:
         if first.disturbed is None:
             return self._store_result(trial, self._add_time_parts(first))
 
-        # If the budget, the user or a kill stops the second probe, the first result stands.
+        # If the budget, the user or a kill stops the second probe, the result of the first is used.
         first = self._add_time_parts(first)
         fingerprint = self.prober.fingerprint
         kept = self.store.keep(self.study, trial, first, fingerprint, model=self.model)
@@ -603,7 +609,7 @@ class Evaluator:
 
         In its first step, a new worker loads libraries and kernels, which takes up to half a minute
         if files are not cached. Later candidates do not have this cost. So if nothing is compiled,
-        the first steps of a new worker count as if they were as short as later steps.
+        the first steps of a new worker are assumed to be as short as its later steps.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
@@ -620,7 +626,7 @@ class Evaluator:
         return seconds
 
     def _add_time_parts(self, result: ProbeResult) -> ProbeResult:
-        """Add the host's share of the time and the kernel times to a whole model's result.
+        """Add the host's share of the time, and the kernel times, to the result of a whole model.
 
         The share and the kernel times come from the probes of truncated models.
         """
@@ -654,9 +660,9 @@ class Evaluator:
 def truncate_request(request: ProbeRequest, depth: int) -> ProbeRequest:
     """Return the request for a truncated model of `depth` layers.
 
-    Its steps are timed for at least 0.7 s, or for `request.min_timed_s` if that is shorter. The
-    speed of a card at its power limit swings within tenths of a second, so less than 0.7 s would be
-    too inaccurate.
+    Its steps are timed for at least 0.7 s, or for `request.min_timed_s` if that is shorter. If a
+    card is at its power limit, its speed goes up and down within tenths of a second, so times of
+    less than 0.7 s would be too inaccurate.
     """
     min_timed_s = min(request.min_timed_s, 0.7)
     return replace(
@@ -665,7 +671,7 @@ def truncate_request(request: ProbeRequest, depth: int) -> ProbeRequest:
 
 
 def _ran_out_on_device(result: ProbeResult) -> bool:
-    """Whether the device ran out of memory, not the host, which holds offloaded activations."""
+    """Whether the device ran out of memory, and not the host, which holds offloaded activations."""
     oom = result.oom
     if oom is None or not result.config.offloads:
         return oom is not None
@@ -673,7 +679,7 @@ def _ran_out_on_device(result: ProbeResult) -> bool:
 
 
 def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
-    """The least memory that a configuration needs, according to a probe with memory to spare.
+    """The least memory that a configuration needs, according to a probe that had free memory left.
 
     Communication runs on its own CUDA streams. While the device has free memory, other streams do
     not reuse memory blocks that the communication freed. On two H200s, ranks therefore reserved up
@@ -704,7 +710,7 @@ def _decision(
 def _predicted(
     request: ProbeRequest, outcome: Outcome, reason: str | None, predicted: Extrapolation
 ) -> ProbeResult:
-    """Return a decision that holds the measurement predicted by truncated models."""
+    """Return a decision whose measurement was predicted from truncated models."""
     decision = _decision(request, outcome, Rung.SHALLOW, reason, measurement=predicted.measurement)
     if predicted.disturbed is None:
         return decision
@@ -725,5 +731,5 @@ def _predicted_oom(
 
 
 def _with_longest_rows(request: ProbeRequest) -> TrainConfig:
-    """The configuration whose memory a probe measures: its rows have the greatest length."""
+    """The configuration, with the length of the longest rows, which need the most memory."""
     return replace(request.config, seq_len=request.longest.length)

@@ -1,4 +1,4 @@
-"""The initial feasible configuration, found before the search: the baseline if it fits."""
+"""Find a first configuration that fits, before the search begins: the baseline, if it fits."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,9 +21,10 @@ from autotune.study.evaluator import FAILED, Evaluator
 class Feasible:
     """The configurations that were tried before a search.
 
-    `tried` are the first configurations of the study; their results are stored. If `opens_reserve`
+    `tried` has the first configurations of the study, whose results are stored. If `opens_reserve`
     is True, no configuration of the normal space fits, so the search uses the reserve space, which
-    adds knob values of last resort. `problem` is set if no configuration fits.
+    also has knob values that cost quality but save memory. `problem` is set if no configuration
+    fits.
     """
 
     tried: list[TrainConfig]
@@ -52,7 +53,8 @@ def find_feasible(
             tried_configs.append(config)
             result = evaluator.evaluate(config, None, spare_s=0.0).result
             if result.outcome in FAILED:
-                # The winner is compared with the baseline, so the baseline is worth a second try.
+                # The winner will be compared with the baseline, so the baseline is worth a second
+                # try.
                 result = evaluator.evaluate(config, None, spare_s=0.0).result
                 evaluator.failures_in_a_row = 0
 
@@ -61,9 +63,9 @@ def find_feasible(
             say(f"the baseline does not fit: {result.reason}")
         return False
 
-    # A probe of a baseline that may not fit can take a fifth of the budget, so the baselines that
-    # do not fit by formula are probed last. By then, the measured memory of a smaller baseline
-    # rules most of them out.
+    # A probe of a baseline that does not fit can take a fifth of the budget. So the baselines that
+    # the formula predicts not to fit are probed last. By then, the measured memory of a smaller
+    # baseline excludes most of them without a probe.
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
@@ -115,7 +117,7 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
     """Return the error which says that no configuration fits.
 
-    The message has the memory that the smallest configuration needs, and its speed if known.
+    The message says how much memory the smallest configuration needs, and its speed if known.
     """
     need = "more memory than is available"
     speed_note = ""

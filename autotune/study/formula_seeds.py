@@ -1,10 +1,11 @@
-"""Warm start by formula: the fastest configuration that fits, for each possible host speed.
+"""Start a search from the configurations that formulas predict to be the fastest.
 
-For GPU-bound steps, the formulas' error is a few percent (`step_time`). Without a calibration, the
-time that the host needs to launch the kernels is unknown. If memory is short, this time decides
-whether small micro batches or recomputation are faster. For each host speed, the formulas give the
-fastest configuration, called a seed. The search probes the seeds, and coordinate search continues
-from the fastest. The seeds differ from the present configuration only in the knobs of VARIED.
+For GPU-bound steps, the error of the formulas is a few percent (`step_time`). Without a
+calibration, the time that the host needs to launch the kernels is unknown. If memory is short, this
+time decides whether small micro batches or recomputation are faster. So for each of several host
+speeds, the formulas give the fastest configuration that fits in memory, called a seed. The search
+probes the seeds, and coordinate search continues from the fastest seed. A seed differs from the
+search's current configuration only in the knobs of VARIED.
 """
 
 import math
@@ -25,13 +26,13 @@ VARIED = (
     *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
     *("packing", "packed_attention", "padding", "sharding", "lora_kernels"),
 )
-# Possible times that the host needs to launch kernels, relative to the formula's assumption.
+# Possible times that the host needs to launch kernels, divided by the time in the formula.
 HOSTS = (1.0, 0.67, 0.5)
 MAX_CONFIGS = 20_000  # the formulas rank at most this number of configurations, in about 5 s
 
 
 def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
-    """Yield each seed once, the seed for the slowest host first; `current` is left out.
+    """Yield each seed once, beginning with the seed for the slowest host; leave out `current`.
 
     Yields no seed if the formulas do not know the model or the card.
     """
@@ -92,7 +93,7 @@ def formula_speed(task: Task, config: TrainConfig) -> float:
 def _tokens_per_s(task: Task, prediction: Estimate | None) -> float:
     """The useful tokens/s of all GPUs together; 0 if `prediction` is None.
 
-    If the interconnect's bandwidth is unknown, the time of communication counts as 0.
+    If the interconnect's bandwidth is unknown, communication is assumed to take no time.
     """
     if prediction is None or prediction.single_gpu is None:
         return 0.0
@@ -112,7 +113,7 @@ def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:
     space = task.space
     for knob in space.knobs:
         value = getattr(current, knob.name)
-        # A LoRA rank of None (full fine-tuning) cannot be pinned.
+        # A LoRA rank of None (full fine-tuning) cannot be fixed in a space.
         if knob.name not in VARIED and value is not None:
             space = space.pin(knob.name, value)
     choices = (

@@ -18,8 +18,8 @@ from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Projections, Recipe, StudySummary, TrainingData, TrialRecord
 
-# Projects the winner's run to other devices. The float argument is the share of memory to keep
-# free.
+# A function that projects the winner's run to other devices. Its float argument is the share of
+# memory to keep free.
 Project = Callable[[Selection, Recipe, float], Projections]
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
@@ -100,7 +100,7 @@ def restore(
 
 
 def _trials_of_own_results(stored: list[StoredProbe]) -> set[int | None]:
-    """Return the trials whose result was stored after a probe of their configuration.
+    """Return the trials for whose configuration an earlier row of the study had a probe.
 
     `stored` has the rows of one study in the order in which they were written.
     """
@@ -184,7 +184,7 @@ def training_data(record: StudyRecord) -> TrainingData | None:
 
 
 def _is_of(decomposition: Decomposition | None, recipe: Recipe) -> bool:
-    """Whether a decomposition was made for this recipe's winner and this recipe's baseline."""
+    """Whether a decomposition was made for the winner and the baseline of this recipe."""
     baseline = recipe.baseline and recipe.baseline.config
     return decomposition is not None and (decomposition.winner, decomposition.baseline) == (
         recipe.config,

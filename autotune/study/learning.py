@@ -1,7 +1,8 @@
-"""Find a winner's learning rate with short real trainings; the better rates are trained longer.
+"""Find a winner's learning rate with short real trainings; better rates are trained longer.
 
-Each training is a complete run, with warm-up and a cosine schedule that ends at zero. The best rate
-over few steps may be too large for many steps, so the last round is as long as the budget allows.
+Each training is a complete run, with warm-up and a cosine schedule that ends at zero. The rate that
+is best for few steps may be too large for many steps, so the last round is as long as the budget
+allows.
 """
 
 import math
@@ -19,9 +20,10 @@ STEP = 2.0  # the ratio of neighbouring rates
 # that diverges reveals the upper limit, but a low rate only learns more slowly.
 BELOW = 3
 ABOVE = 5
-# For each round: the number of rates, and the steps relative to the first round.
+# For each round: the number of rates, and the number of steps divided by the steps of the first
+# round.
 ROUNDS = ((9, 1), (4, 2), (2, 4))
-FEW = ((5, 1), (2, 3))  # the rounds for a small budget; they try only every second rate
+FEW = ((5, 1), (2, 3))  # the rounds for a small budget, which try only every second rate
 # At most this number of rates is added to the first round, below the lowest or above the highest.
 BEYOND = 2
 SEEDS = 2  # the number of seeds in the last round
@@ -33,8 +35,8 @@ class Attempt:
     """One training with one learning rate and one seed.
 
     `loss` is the loss of the held-out examples after the training, or None if the training diverged
-    or failed; `reason` then says why. `curve` has pairs: a step, and the mean training loss since
-    the step of the previous pair.
+    or failed; `reason` then says why. `curve` is a list of pairs. Each pair has a step, and the
+    mean training loss since the step of the previous pair.
     """
 
     learning_rate: float
@@ -65,11 +67,12 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The trainings of one configuration with different learning rates, in the order of time.
+    """The trainings of one configuration with different learning rates, the oldest first.
 
     `run_steps` is the number of optimizer steps of the full run, and `held_out` the number of
     held-out examples. `others` are other configurations, trained with the best rate for comparison.
-    `default` is the usual rate of the fine-tuning method; a search by an older version has None.
+    `default` is the usual rate of the fine-tuning method, or None if an older version ran the
+    search.
     """
 
     JSON: ClassVar = native_fields_plus(
@@ -90,7 +93,7 @@ class Learning:
         return tuple(attempt for attempt in self.attempts if attempt.steps == longest)
 
     def losses(self) -> dict[float, tuple[float, ...]]:
-        """Map each rate of the last round to its losses, one for each seed."""
+        """The losses of each rate in the last round, one for each seed."""
         ordered = sorted(self.last_round, key=lambda attempt: (attempt.learning_rate, attempt.seed))
         grouped = groupby(ordered, key=lambda attempt: attempt.learning_rate)
         return {rate: tuple(map(_loss, attempts)) for rate, attempts in grouped}
@@ -103,7 +106,7 @@ class Learning:
 
     @property
     def is_sure(self) -> bool:
-        """Whether, for every seed, the best rate has the lowest loss of the last round."""
+        """Whether the best rate has the lowest loss of the last round for every seed."""
         losses = self.losses()
         best = losses.pop(self.learning_rate)
         return all(
@@ -132,7 +135,7 @@ class Learning:
         return (*self.attempts, *(attempt for other in self.others for attempt in other.attempts))
 
     def difference(self, other: Compared) -> str:
-        """Compare the held-out losses of another configuration with the winner's, in words.
+        """Compare another configuration's held-out losses with the winner's, in words.
 
         The words are "learned more" or "learned less" only if all seeds agree.
         """
@@ -190,10 +193,10 @@ def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
 
 
 def _max_trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
-    """Return the most trainings that a round can have.
+    """Return the largest number of trainings that a round can have.
 
-    The first round may add rates below or above the others. In the last round, each rate is trained
-    with several seeds, and the default rate is one of them.
+    In the first round, rates may be added below or above the others. In the last round, each rate
+    is trained with several seeds, and the default rate is one of them.
     """
     number, _ = rounds[place]
     return (
@@ -208,9 +211,9 @@ def search(
 ) -> tuple[Attempt, ...]:
     """Search the rates around a default by successive halving.
 
-    `train` takes a learning rate, the number of steps and a seed. If the lowest or the highest rate
-    is the best of the first round, up to BEYOND rates beyond it are tried, until one of them is not
-    better.
+    `train` takes a learning rate, the number of steps and a seed. If the best rate of the first
+    round is the lowest or the highest, up to BEYOND rates beyond it are tried, until a rate is not
+    better than the previous one.
     """
     candidates = rates(default)[:: 1 if rounds[0][0] == len(rates(default)) else 2]
     steps = rounds[0][1]

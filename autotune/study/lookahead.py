@@ -1,4 +1,4 @@
-"""Predicts the next configurations of a search, so that their code is compiled in advance."""
+"""Predict the next configurations of a search, so that their code can be compiled in advance."""
 
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -40,10 +40,10 @@ class Lookahead:
 def shallow_requests(
     evaluator: Evaluator, configs: Iterable[TrainConfig], known: Container[str] = ()
 ) -> dict[str, ProbeRequest]:
-    """Return requests that compile the code of these configurations, by the key of the code.
+    """Return requests that compile the code of these configurations, as {key of the code: request}.
 
-    At most MOST requests are returned. Configurations for several GPUs are left out, and
-    configurations whose code has a key in `known`.
+    At most MOST requests are returned. Two kinds of configurations are left out: those for several
+    GPUs, and those whose code has a key in `known`.
     """
     requests: dict[str, ProbeRequest] = {}
     for config in configs:
@@ -72,10 +72,11 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
     """Yield untried configurations with compiled layers, the most likely next one first.
 
     Coordinate search will continue from its current configuration or, if the running trial is
-    better, from that trial's configuration. So the compiled variants of these two configurations
-    come first, then copies of them with one changed knob. Outside coordinate search, the best
-    configuration so far counts as the current one. Then follow more capable variants of the best
-    configuration, and configurations similar to it, the fastest by formula first.
+    better, from the configuration of that trial. So the compiled variants of these two
+    configurations come first, followed by copies of the two with one changed knob. Outside
+    coordinate search, the best configuration so far takes the place of the current one. Next come
+    variants of the best configuration that are more capable. Last come configurations similar to
+    the best; the first of these is the one that the formula predicts to be the fastest.
     """
     space = trials.task.space
     best = trials.best()
@@ -110,8 +111,8 @@ def _moves(
 ) -> Iterator[TrainConfig]:
     """Yield the configurations that coordinate search would try next.
 
-    For each knob, the knob `name` first, the search would change this knob in each configuration of
-    `centres`.
+    The search would change each knob in each configuration of `centres`, and the knob `name` before
+    all others.
     """
     space = trials.task.space
     place = ORDER.index(name)
@@ -125,7 +126,7 @@ def _moves(
 def _neighbours(trials: SharedTrials, tried: dict[str, Outcome]) -> Iterator[TrainConfig]:
     """Yield the compiled configurations with the fewest differences from the best configuration.
 
-    The first has the best score by formula.
+    The first is the one with the best score that the formula predicts.
     """
     best = trials.best()
     if best is None:

@@ -1,7 +1,7 @@
 """The loop of a study: it tries configurations, records them, and measures the best ones again.
 
 This module uses the database, the GPU and the screen only through interfaces. Every result is
-stored before Optuna gets it, so a study that is killed continues without loss.
+stored before Optuna gets it, so a study that was killed can continue without loss.
 """
 
 import math
@@ -18,7 +18,7 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-# Until this number of trials has a speed, helping workers try neighbours of the best trial.
+# Until this number of trials has a speed, helpers try configurations near the best trial.
 STARTUP = 8
 
 
@@ -54,12 +54,12 @@ class Study:
     def work(self, is_over: Callable[[], bool]) -> None:
         """Try configurations of a study that another session leads.
 
-        First run the queued trials, then the neighbours of the best configuration, then the
+        First run the queued trials, then try configurations near the best one, and then the
         sampler's proposals. `is_over` returns whether the leader has stopped searching.
         """
         trials = self.trials
         with trials.return_trials_on_failure():
-            repeated = False  # True if an earlier trial had tried the last trial's configuration
+            repeated = False  # True if the last trial's configuration had been tried before
             while not trials.is_done() and not is_over():
                 self._hold_rank()
                 wanted = None
@@ -76,7 +76,7 @@ class Study:
                 repeated = row is not None and row.config.digest in known
             trials.sync(reap=True)
 
-        # The leader may have closed the queue before this worker gave its trial back.
+        # The leader may have closed the queue before this worker put its unfinished trial back.
         if is_over():
             trials.optimizer.close_queue()
 
@@ -98,10 +98,10 @@ class Study:
         trials.kept_s = 0.0
 
     def _hold_rank(self) -> None:
-        """As soon as a configuration with LoRA was tried, propose only the most frequent LoRA rank.
+        """Propose only the most frequent LoRA rank, once a configuration with LoRA was tried.
 
-        The code for this rank is compiled already. Another rank changes the speed by 1 to 2 % and
-        costs a compilation for each micro batch size. Higher ranks are tried at the end of the
+        The code for this rank is compiled already. Another rank changes the speed by only 1 to 2 %,
+        but needs a compilation for each micro batch size. Higher ranks are tried at the end of the
         search.
         """
         trials = self.trials
@@ -111,14 +111,14 @@ class Study:
             trials.optimizer.hold({"lora_rank": trials.rank})
 
     def _sample(self) -> None:
-        """Run the sampler's proposals until a limit is reached or no configuration is left."""
+        """Run the trials that the sampler proposes, until a limit or the end of the space."""
         trials = self.trials
         had_best = trials.best() is not None
         self._hold_rank()
         while not trials.is_done():
             known = trials.digests()
-            # If time is short, the sampler would have too little data, so an untried neighbour of
-            # the best configuration is tried instead.
+            # If time is short, the sampler would have too little data, so an untried configuration
+            # near the best one is tried instead.
             wanted = trials.pick_untried() if trials.lacks_plenty() else None
             row = trials.run_one(trials.selection.prune_reason, wanted)
 
@@ -146,10 +146,10 @@ class Study:
     def _raise_capability(self) -> None:
         """Try the best configuration with its learning knobs at their most capable values.
 
-        First all learning knobs are raised together, then each of them alone. Then configurations
-        that are about as fast as the best one are tried too, with the learning knobs of the likely
-        winner: chance decides which of these nearly equal configurations is measured as the
-        fastest, and the winner must not depend on chance.
+        First all learning knobs are raised together, then each of them alone. Then the
+        configurations that are about as fast as the best one get the learning knobs of the likely
+        winner, and are tried too. Chance decides which of these nearly equal configurations is
+        measured as the fastest, and the winner must not depend on chance.
         """
         best = self.trials.best()
         if best is None:
@@ -165,7 +165,7 @@ class Study:
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
         """Return up to three configurations that are about as fast as `best`.
 
-        Their learning knobs have the likely winner's values. GPU-bound configurations are
+        Their learning knobs are set to the likely winner's values. GPU-bound configurations are
         preferred, then configurations with less memory.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
@@ -193,8 +193,8 @@ class Study:
     def _try_sizes(self, config: TrainConfig) -> None:
         """Try this configuration; while it does not fit, try smaller and smaller micro batches.
 
-        No pruner is used: each candidate is measured as a whole model. Most candidates are close to
-        the best configuration, so an extrapolation could not decide between them.
+        No candidate is pruned; each is measured as a whole model. Most candidates are about as fast
+        as the best configuration, so an extrapolation would be too inexact to compare them with it.
         """
         trials = self.trials
         outcomes = {row.config: row.outcome for row in trials.rows}

@@ -1,7 +1,7 @@
-"""Finds the configurations of a space that differ least from a given configuration.
+"""Find the configurations of a space that differ least from a given configuration.
 
-Each of these configurations is made by changing a few knobs, so the size of the space does not
-matter.
+They are made by changing a few knobs of the given configuration, so they are found quickly even in
+a large space.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,11 +18,11 @@ COMPILED = "per_layer"
 def neighbours(
     space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the choices that differ least from `best`, among those that were not tried yet.
+    """Return the untried choices (knob values) that differ least from `best`.
 
-    `seen` holds the digests of the tried configurations. With `rank`, choices with another LoRA
-    rank are returned only if all choices with this rank were tried. The list is empty if the whole
-    space was tried. Without `best`, the default configuration takes its place.
+    `seen` holds the digests of the tried configurations. If `rank` is given, choices with another
+    LoRA rank are returned only if all choices with this rank were tried. The list is empty if the
+    whole space was tried. Without `best`, the default configuration takes its place.
     """
     centre = best or TrainConfig()
     if rank is not None:
@@ -61,9 +61,9 @@ def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> lis
 
 
 def choices_by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield every choice of the space once, in the order of the differences from `centre`.
+    """Yield every choice of the space once, those with the fewest changes of `centre` first.
 
-    The choice with the fewest differences comes first.
+    A change is a knob whose value differs from the value in `centre`.
     """
     for distance in range(len(space.knobs) + 1):
         yield from choices_at_distance(space, centre, distance)
@@ -72,10 +72,10 @@ def choices_by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dic
 def choices_at_distance(
     space: SearchSpace, centre: TrainConfig, distance: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the choices that differ from `centre` in exactly `distance` active knobs.
+    """Yield the choices that differ from `centre` in exactly `distance` knobs with an effect.
 
     If a value of `centre` is not in the space, the nearest value of the space takes its place. Each
-    choice is made by changing `distance` knobs; other choices are never generated.
+    choice is made by changing `distance` knobs, so no other choices are generated.
     """
 
     def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:

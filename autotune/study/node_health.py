@@ -1,6 +1,6 @@
-"""Compares a node with the other nodes of its fleet, to find nodes that are slow or hot.
+"""Compare a node with the other nodes of its study, to find nodes that are slow or hot.
 
-Each node measures the baseline before its results count, and again every 10 minutes.
+Each node measures the baseline before its first trial, and again every 10 minutes.
 """
 
 import statistics
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from autotune.study.storage.probe_store import ProbeStore
 
 # A healthy node differs from the median of the other nodes by at most these values. The values for
-# speed and memory are relative.
+# speed and memory are fractions of that median.
 MAX_SPEED_DIFFERENCE = 0.05
 MAX_MEMORY_DIFFERENCE = 0.02
 MAX_KELVIN = 10.0
-# A memory difference below this value never counts: torch reserves 20 MiB at a time, which is a
-# large share of a tiny model's memory.
+# A difference in memory below this value is ignored, because torch reserves 20 MiB at a time, which
+# is a large share of a tiny model's memory.
 SEGMENT_GIB = 0.02
 CHECK_EVERY_S = 600.0
 
@@ -105,8 +105,8 @@ def differences(
 class NodeMonitor:
     """Compares this node with the study's other nodes every CHECK_EVERY_S seconds.
 
-    The readings are stored, but they do not count as results of the study. `selection` holds the
-    study's measurements so far. `timed` says whether speeds and temperatures are compared.
+    The readings are stored, but they are not results of the study. `selection` holds the study's
+    measurements so far. `timed` says whether speeds and temperatures are compared.
     """
 
     prober: "Prober"
@@ -124,9 +124,9 @@ class NodeMonitor:
         return time.monotonic() >= self._next_s
 
     def check(self) -> list[str]:
-        """Measure the baseline and describe how this node differs from the others.
+        """Measure the baseline, and describe how this node differs from the others.
 
-        The list is empty if there is no measured baseline yet.
+        The list is empty if the study has not measured a baseline yet.
         """
         self._next_s = time.monotonic() + CHECK_EVERY_S
         task = self.selection.task
@@ -134,8 +134,8 @@ class NodeMonitor:
         measured = self.selection.record(baseline).measured if baseline else None
         if baseline is None or measured is None:
             return []
-        # The study's own measurement of the baseline counts as the first reading. The leader or a
-        # worker made it.
+        # The study's own measurement of the baseline, by the leader or a worker, is the first
+        # reading.
         others = [NodeReading.of(measured)]
         others += [
             NodeReading.of(row.result.measurement)
@@ -153,7 +153,7 @@ class NodeMonitor:
         else:
             own = NodeReading.of(result.measurement)
             if self._is_warm:
-                # This GPU has worked since its first check, so it is warmer than the other GPUs
+                # This GPU has worked since its first check, so it is now warmer than the other GPUs
                 # were at their first checks.
                 own = replace(own, temperature_c=None)
             reasons = differences(own, others, timed=self.timed)

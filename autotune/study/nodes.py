@@ -1,7 +1,7 @@
-"""Compares the nodes of a study by each node's latest measurement of the baseline.
+"""Compare the nodes of a study by the latest measurement of the baseline on each node.
 
-A node is a process that probes for the study. Older versions stored probes without a node's name;
-these probes count as one unnamed node.
+A node is a process that probes for the study. Older versions stored probes without the name of the
+node; all these probes are shown as one unnamed node.
 """
 
 import statistics
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autotune.study.storage.probe_store import StoredProbe
 
 UNNAMED = "unnamed"
-# The values that the driver reports.
+# The values that the GPU's driver reports.
 TOLD = keys("temperature_c", "sm_clock_mhz", "power_w", "utilization", "throttle_reasons")
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT, Outcome.NUMERICS)
 WHOLE = (Rung.FULL, Rung.CONFIRM, Rung.NODE)
@@ -31,14 +31,15 @@ class Node:
     """One process that probed for a study.
 
     - `name` is the name of its worker: host, pid and start time in ticks, separated by colons.
-    - A reading is a measurement of the baseline. Without a reading, the fields that describe it are
-      None.
+    - A reading is a measurement of the baseline on this node. The fields that describe the reading
+      are None if there is none.
     - `num_failed` counts probes that failed for reasons other than memory.
-    - `config` is the configuration of the reading, taken at `read_at`.
+    - `config` is the configuration that the reading measured, and `read_at` is the time of the
+    reading.
     - `variation` is the relative standard deviation of the timed micro batches. `relative_speed` is
       the speed divided by the median speed of the other nodes.
-    - `apart` says in words how the node differs from the median of the other nodes. It is empty if
-      there are no differences or no other nodes.
+    - `apart` says in words how the node differs from the median of the other nodes. `apart` is
+      empty if there are no differences or no other nodes.
     - `unmeasured` is the reason for a missing reading, or None.
     """
 
@@ -63,7 +64,7 @@ class Node:
 
     @property
     def telemetry(self) -> Telemetry:
-        """The driver's report while the baseline was timed; missing values are None."""
+        """The driver's report while the baseline was timed; a value that it lacks is None."""
         return (self.measurement and self.measurement.telemetry) or Telemetry()
 
 
@@ -108,8 +109,8 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
     """Return the configuration by which the nodes are compared.
 
-    If nodes were checked, it is the configuration that the checks measure. Otherwise it is the
-    first of the study's baselines that fits.
+    If nodes were checked, the result is the configuration that the checks measured. Otherwise the
+    result is the first of the study's baselines that fits in memory.
     """
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}
@@ -121,8 +122,8 @@ def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
 def _unmeasured_reason(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
     """Return why a node has no reading of the baseline.
 
-    The reason is the outcome of its last probe of the baseline, or that it never probed the
-    baseline.
+    The reason is the outcome of the node's last probe of the baseline, or that the node never
+    probed the baseline.
     """
     last = next((one for one in reversed(results) if one.config in baselines), None)
     if last is None:
@@ -145,10 +146,10 @@ def _latest_result(
 
 
 def _reading(result: ProbeResult) -> NodeReading:
-    """Return the measured values of a node from the result of a probe on this node.
+    """Return the values that a probe measured on its node.
 
-    If the worker had run earlier probes, the temperature is left out, because these probes warmed
-    the card.
+    If the worker had run earlier probes, the temperature is left out, because these earlier probes
+    warmed the card.
     """
     assert result.measurement is not None
     reading = NodeReading.of(result.measurement)
@@ -214,7 +215,7 @@ class NodeRow:
 
     @property
     def evidence(self) -> Evidence | None:
-        """The evidence for the speed, or None without a speed."""
+        """How the speed was obtained (`Evidence`), or None without a speed."""
         return Evidence.MEASURED if self.node.performance else None
 
 

@@ -1,7 +1,8 @@
-"""The numerics check: whether a cheaper number format trains like the reference.
+"""Check whether a cheaper number format trains like the reference format.
 
-The check compares the losses of the same micro batches. It needs real weights, because with random
-weights, the loss is about the logarithm of the vocabulary's size, whatever the format.
+The check compares the losses of the same micro batches in both formats. The check needs real
+weights, because with random weights, the loss is about the logarithm of the vocabulary's size in
+every format.
 """
 
 import statistics
@@ -10,15 +11,15 @@ from dataclasses import replace
 from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 
-# A format is unsound if the mean relative difference of its losses exceeds this value. bf16 itself
-# rounds losses to 0.4 %.
+# A format is unsound if its losses differ from the losses of the reference by more than this
+# fraction on average. bf16 itself rounds a loss by up to 0.4 %.
 BOUND = 0.02
 REFERENCE = "bf16 under autocast (fp32 on devices without bf16) and 32-bit optimizer state"
 FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
 
 
 def coarse_formats(config: TrainConfig) -> str:
-    """Name the number formats that are coarser than the reference's, or return "" if none is.
+    """Name the number formats that are coarser than the reference format, or return "" if none is.
 
     Example: 'fp16_mixed and adamw_8bit'.
     """
@@ -51,9 +52,11 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
 
 
 def deviation(measurement: Measurement, reference: Measurement) -> float | None:
-    """The mean relative difference of two probes' losses, over the micro batches that both ran.
+    """The mean relative difference between the losses of two probes.
 
-    The difference is None if the probes have no micro batch in common.
+    Only the micro batches that both probes ran are compared.
+
+    The result is None if the probes have no micro batch in common.
     """
     shared = list(zip(measurement.losses, reference.losses, strict=False))
     return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

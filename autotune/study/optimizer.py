@@ -1,8 +1,8 @@
 """The interface to Optuna, which proposes configurations and learns their outcomes.
 
-A trial that runs out of memory gets the state PRUNED, and a positive memory margin as its
-constraint. It never gets FAIL, because samplers ignore failed trials. FAIL marks trials that have
-to run again. Finished trials are returned as plain data.
+A trial that runs out of memory gets Optuna's state PRUNED, and its memory margin, which is
+positive, as its constraint. Such a trial never gets the state FAIL, because samplers ignore failed
+trials. FAIL marks trials that have to run again. Finished trials are returned as plain data.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from autotune.study.storage.optuna_storage import opened_storage, optuna_errors,
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
 METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
-UNNAMED_S = 5.0  # a running trial without its worker's name is left alone for this time
+UNNAMED_S = 5.0  # a running trial without its worker's name is not changed for this time
 MAX_REASON = 500  # characters
 # POSTPONED is the attribute of a trial that was still queued when its study ended. TOO_LATE is the
-# reason that is stored with the trial.
+# reason that is stored with such a trial.
 POSTPONED = "postponed"
 TOO_LATE = "the study ended before this trial began; a resumed study tries it"
 
@@ -57,7 +57,7 @@ class FinishedTrial:
 
 
 class Optimizer:
-    """One Optuna study, created or continued. The caller closes it.
+    """One Optuna study, which is created or continued. The caller closes the Optimizer.
 
     A continued study must have the same space.
     """
@@ -76,8 +76,8 @@ class Optimizer:
         self._space = space
         self.outages = outages or Outages()
         self.outages.watch(storage.engine)
-        # The trials that this worker began. A second optuna.Trial object for such a trial would
-        # sample its values again.
+        # The trials that this worker began. They are kept, because a second optuna.Trial object for
+        # such a trial would sample the trial's values again.
         self._own_trials: dict[int, optuna.Trial] = {}
         self._is_asking = False  # stays True if a broken connection interrupted `ask`
         self._withdrawn: set[int] = set()
@@ -142,12 +142,12 @@ class Optimizer:
     def repair(
         self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple
     ) -> int:
-        """Finish trials that a killed session left running, or fail and queue them again.
+        """End trials that a killed session left running: finish them, or queue them again.
 
         Args:
-            settle: Finishes the trial of this number if its probe is stored, and returns whether it
-                was stored.
-            workers: The names of the live workers, whose trials are left alone. A trial without a
+            settle: Finishes the trial of this number if the result of its probe is stored, and
+                returns whether the result is stored.
+            workers: The names of the live workers, whose trials are not changed. A trial without a
                 worker's name waits for UNNAMED_S, because its worker may just have begun it.
 
         Returns:
@@ -180,7 +180,7 @@ class Optimizer:
             self._study.enqueue_trial(chosen)
 
     def hold(self, params: dict[str, Any]) -> None:
-        """From now on, propose only configurations with these values of these knobs."""
+        """From now on, propose only configurations with the knob values in `params`."""
         with _without_experimental_warnings():
             self._study.sampler = optuna.samplers.PartialFixedSampler(params, self._study.sampler)
 
@@ -193,7 +193,10 @@ class Optimizer:
         return bool(self._trials_in_state(TrialState.WAITING, TrialState.RUNNING))
 
     def close_queue(self) -> None:
-        """Mark the queued trials as failed: no worker begins them before the study is resumed."""
+        """Mark the queued trials as failed, so that no worker begins them.
+
+        A resumed study queues them again (`reopen_queue`).
+        """
         for trial in self._trials_in_state(TrialState.WAITING):
             self._postpone(trial.number)
 
@@ -207,12 +210,12 @@ class Optimizer:
             storage = self._study._storage  # Optuna has no public way to end a queued trial
             storage.set_trial_user_attr(trial_id, POSTPONED, True)
             storage.set_trial_user_attr(trial_id, "reason", TOO_LATE)
-            # Optuna cannot copy a study with a finished trial that never ran.
+            # Optuna cannot copy a study that has a finished trial which never ran.
             storage.set_trial_state_values(trial_id, TrialState.RUNNING)
             self._finish(number, TrialState.FAIL)
 
     def reopen_queue(self) -> int:
-        """Queue the choices again that earlier sessions could not try, and return their number.
+        """Queue again the choices that earlier sessions had no time to try; return their number.
 
         Choices that have been tried in the meantime are left out.
         """
@@ -231,8 +234,8 @@ class Optimizer:
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """Begin a trial of the choice `wanted`.
 
-        Without `wanted`, the next choice in the queue is tried, or a choice of the sampler if the
-        queue is empty.
+        A choice is {knob: value}. Without `wanted`, the next choice in the queue is tried or, if
+        the queue is empty, a choice of the sampler.
         """
         if self._is_asking:
             # The last call of this method was interrupted and may have left a running trial behind.
@@ -262,7 +265,7 @@ class Optimizer:
         return proposal
 
     def _propose(self, trial: optuna.Trial, worker: str) -> Proposal:
-        """Let a trial choose the values of the active knobs."""
+        """Let a trial choose a value for each knob that has an effect."""
         if worker:
             trial.set_user_attr("worker", worker)
         chosen: dict[str, Any] = {}
@@ -271,7 +274,7 @@ class Optimizer:
                 continue
             values = knob.possible(chosen)
             if len(values) == 1 < len(knob.choices()):
-                chosen[knob.name] = values[0]  # the earlier knobs' values leave only this value
+                chosen[knob.name] = values[0]  # the values of earlier knobs allow only this value
             elif knob.low is not None and knob.high is not None:
                 chosen[knob.name] = trial.suggest_int(knob.name, knob.low, knob.high, log=knob.log)
             else:
@@ -320,7 +323,7 @@ class Optimizer:
         reused: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """Finish a trial. A positive margin marks the trial as infeasible.
+        """Finish a trial. If one of `margins` is positive, the trial is infeasible.
 
         Returns False if another worker considered this worker dead, and put the trial back into the
         queue. The trial then stays there.
@@ -330,7 +333,7 @@ class Optimizer:
             contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError),
         ):
             trial = self._own_trials.pop(number, None)
-            if trial is None:  # begun by a killed session; Optuna has no public way to get its id
+            if trial is None:  # a killed session began it; Optuna has no public way to get the id
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
 
             state = self._trial(number).state
@@ -352,7 +355,8 @@ class Optimizer:
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)
-                # SLOW: the predicted value shows the sampler how far the trial is from the best.
+                # SLOW: the predicted value shows the sampler how far the trial is from the best
+                # trial.
                 trial.report(value, step=0)
             return self._finish(number, TrialState.PRUNED)
         return False
@@ -370,7 +374,7 @@ class Optimizer:
 
     @retry_on_outage
     def withdraw(self, number: int) -> bool:
-        """Mark a trial as failed, so that it does not count.
+        """Mark a trial as failed, so that it is ignored.
 
         Returns False if another worker was quicker.
         """

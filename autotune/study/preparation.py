@@ -1,4 +1,4 @@
-"""The preparation of one session of a study. It finds invalid options before GPU time is spent.
+"""Prepare a session of a study, and find invalid options before any GPU time is spent.
 
 This module does not import torch.
 """
@@ -31,9 +31,9 @@ from autotune.study.worker_group import further_cards, require_ray
 class SessionPlan:
     """Everything that one session of a study needs: task, target, storage and time.
 
-    `cards` has the GPU of each additional local worker, or None for a worker on the CPU. `started`
-    is the time.monotonic() at which the budget starts. `preparation_s` is the time before
-    `started`; it is not part of the budget. Most of this time is spent reading the dataset.
+    `cards` has the GPU of each additional worker on this machine, or None for a worker on the CPU.
+    `started` is the time.monotonic() at which the budget starts. `preparation_s` is the time before
+    `started`, which is mostly spent on reading the dataset and is not part of the budget.
     """
 
     spec: StudySpec
@@ -85,7 +85,8 @@ def prepare_session(
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    # If the spec lists configurations to probe, the pins are applied to each of them later.
+    # If the spec lists configurations to probe, its pins (fixed knobs) are later applied to each of
+    # them.
     searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)
@@ -118,7 +119,7 @@ def prepare_session(
 
 
 def _with_counted_gpu(spec: StudySpec) -> StudySpec:
-    """If the card's name has a number of GPUs, such as 8xh100, move the number to `gpus`."""
+    """Move the number in a card's name, such as 8 in 8xh100, to the field `gpus`."""
     num_gpus, gpu = split_count(spec.gpu)
     if num_gpus is None:
         return spec
@@ -130,7 +131,7 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
-    """Let one GPU simulate one of several ranks, if the user asks for it or has too few GPUs.
+    """Let one GPU simulate a rank of several GPUs, if the user asks for this or has too few GPUs.
 
     Raises UsageError if the interconnect bandwidth is unknown.
     """

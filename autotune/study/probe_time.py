@@ -1,10 +1,11 @@
-"""Predicts how long a probe of a whole model takes.
+"""Predict how long a probe of a whole model takes.
 
 The prediction uses an earlier probe of the whole model, or probes of models with fewer layers. The
-times of loading and of a micro batch are assumed to be linear in the number of layers. A probe has
-warm-up steps (the lead), then rounds of steps (`probe.schedule`). The time of the lead and the
-first round is assumed to be proportional to their number of micro batches and to the time of a
-micro batch. Only complete rounds are timed; the first round is timed only sometimes.
+time to load the model and the time of a micro batch are assumed to be linear in the number of
+layers. A probe has warm-up steps (the lead), and then rounds of steps (`probe.schedule`). The lead
+and the first round together are assumed to take a time that is proportional to their number of
+micro batches and to the time of a micro batch. Only complete rounds are timed, and the first round
+is timed only in some probes.
 """
 
 import statistics
@@ -15,11 +16,11 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
 WHOLE = 0  # stands for all layers in dictionaries whose keys are numbers of layers
-# The evaluation of a micro batch is only a forward pass, and takes at most this share of the time
-# of a training micro batch.
+# To evaluate a micro batch needs only a forward pass, which takes at most this share of the time to
+# train on the micro batch.
 EVALUATED = 0.5
-# The warm-up steps and the first timed round take at most the time of this number of average micro
-# batches. All time beyond that counts as compilation.
+# The warm-up steps and the first timed round are assumed to take at most as long as this number of
+# average micro batches. The rest of their measured time is attributed to compilation.
 FIRST_MICROS = 12
 
 
@@ -28,8 +29,8 @@ class _ProbeTime:
     """The times of one probe in seconds. A step has `micro_steps` micro batches.
 
     `micro_s` is the mean time of a micro batch. `first_s` is the time of the warm-up steps and of
-    the first timed round. `new_length_s` is the extra time for a micro batch of a new length, or
-    None if no new length was tried.
+    the first timed round. `new_length_s` is the additional time of a micro batch with a new length,
+    or None if no new length was tried.
     """
 
     micro_s: float
@@ -40,15 +41,15 @@ class _ProbeTime:
 
 @dataclass(slots=True)
 class ProbeTimes:
-    """The probe times of one model, by configuration and number of layers.
+    """The times of the probes of one model, by configuration and number of layers.
 
     `shape` has the number of layers of the whole model.
     """
 
     shape: ModelShape | None
     _times_of: dict[TrainConfig, dict[int, _ProbeTime]] = field(default_factory=dict)
-    # For each number of layers, the longest time to load the model. The longest is kept because
-    # loading is faster if the model was loaded before.
+    # For each number of layers, the longest time to load the model. The longest time is kept,
+    # because loading is faster if the same model was loaded before.
     _loads_s: dict[int, float] = field(default_factory=dict)
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
@@ -86,8 +87,8 @@ class ProbeTimes:
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._extrapolate(micros)
 
-        # The schedules of this request and of the known probe. Attention's plans for all lengths
-        # exist already, because the known probe made them.
+        # The schedules of this request and of the known probe. The attention kernels have their
+        # plans for all lengths already, because the known probe made them.
         schedule = Schedule.plan(request, planned=True)
         known_schedule = Schedule.plan(
             replace(request, micro_steps=known.micro_steps), planned=True
@@ -118,7 +119,8 @@ class ProbeTimes:
     def _extrapolate(self, by_depth: dict[int, float]) -> float:
         """Extrapolate a time linearly from two numbers of layers to the whole model.
 
-        If only one number of layers was probed, the time is assumed to be proportional to it.
+        If only one number of layers was probed, the time is assumed to be proportional to the
+        number of layers.
         """
         wide = max(by_depth)
         num_layers = self.shape.num_layers if self.shape else wide

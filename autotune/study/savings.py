@@ -1,4 +1,4 @@
-"""The savings of a full run with a study's winner, beside the cost of the search."""
+"""What a full run with a study's winner saves, and what the search cost."""
 
 import math
 from dataclasses import dataclass
@@ -29,9 +29,10 @@ class Savings:
 
     @property
     def pays(self) -> bool | None:
-        """Whether one run saves more than the search cost; None if the interval does not tell.
+        """Whether one run saves more than the search cost; None if this is uncertain.
 
-        Without a price, times are compared.
+        It is uncertain if the interval of the savings contains the cost of the search. Without a
+        price, hours are compared instead of USD.
         """
         if self.interval_usd is None or self.search_usd is None:
             (low, high), spent = self.interval_hours, self.search_hours
@@ -41,7 +42,7 @@ class Savings:
 
     @property
     def runs_to_pay(self) -> int | None:
-        """The number of such runs that save as much as the search cost; None if a run saves 0."""
+        """How many runs save as much as the search cost; None if a run saves nothing."""
         saved, spent = self.usd, self.search_usd
         if saved is None or spent is None:
             saved, spent = self.hours, self.search_hours

@@ -15,7 +15,7 @@ from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
-# The JSON keys of a recommended row.
+# The JSON keys of the row that is recommended
 CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")
 
 
@@ -23,11 +23,11 @@ CHOICE = keys("num_gpus", "hosts", strategy="parallelism.name")
 class RankPlan:
     """The best configuration of one parallel strategy, on GPUs split evenly over `hosts` hosts.
 
-    `estimate` describes one GPU, but its cost is the cost of all GPUs. `estimate` is None if
-    training is impossible; `problem` then gives the reason. `step` and `accumulation` also describe
-    one GPU. `num_without_speed` is the number of further configurations that fit but whose speed
-    cannot be predicted. `efficiency` is the speed per GPU, divided by the speed per GPU at the
-    smallest number of GPUs.
+    `estimate` describes one GPU, except that its cost is the cost of all GPUs. `estimate` is None
+    if training is impossible; `problem` then says why. `step` and `accumulation` also describe one
+    GPU. `num_without_speed` is how many other configurations fit, but have a speed that cannot be
+    predicted. `efficiency` is the speed per GPU, divided by the speed per GPU at the smallest
+    number of GPUs.
     """
 
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
@@ -59,7 +59,7 @@ class RankPlan:
 
     @property
     def label(self) -> str:
-        """The configuration in one line, with the strategy's precision; "" if there is none."""
+        """The configuration and the strategy's precision in one line, or "" without a configuration."""
         if self.estimate is None:
             return ""
         config = self.estimate.config
@@ -105,9 +105,9 @@ class RankPlan:
 class GpuPlan(ShownAsTable):
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
-    `how_sure` says in words how the numbers were obtained. Besides the `limit_gib` for tensors, the
-    CUDA context of a process takes `context_gib`. `left_out` names the values that are not in the
-    search space, with reasons.
+    `how_sure` says in words how the numbers were obtained. A GPU has `limit_gib` for tensors, and
+    also `context_gib` for the CUDA context of a process. `left_out` names the values that were
+    removed from the search space, and the reasons.
     """
 
     JSON: ClassVar = keys(
@@ -147,7 +147,7 @@ class GpuPlan(ShownAsTable):
 
     @property
     def has_unknown_speed(self) -> bool:
-        """Whether comparisons leave out a row, because it fits but its speed is unknown."""
+        """Whether a row that fits has an unknown speed, so that comparisons leave it out."""
         return has_unknown_speed(self.rows)
 
     @property
@@ -158,7 +158,7 @@ class GpuPlan(ShownAsTable):
 
     @property
     def fastest(self) -> RankPlan | None:
-        """The row with the most tokens/s; ties go to fewer GPUs."""
+        """The row with the most tokens/s; of equally fast rows, the one with the fewest GPUs."""
         return fastest(self.trainable)
 
     @property
@@ -178,8 +178,8 @@ class GpuPlan(ShownAsTable):
 class Scaling:
     """The run on each number of GPUs, the fewest first.
 
-    The winner uses `own` GPUs. For a number of GPUs in `known`, the row is the study's best
-    configuration with this number. For any other number, the row is a projection of the winner.
+    The winner uses `own` GPUs. For the numbers of GPUs in `known`, a row has the study's best
+    configuration for this number. For other numbers of GPUs, a row is a projection of the winner.
     """
 
     own: int = 1
@@ -188,7 +188,7 @@ class Scaling:
 
     @property
     def has_unknown_speed(self) -> bool:
-        """Whether comparisons leave out a row, because it fits but its speed is unknown."""
+        """Whether a row that fits has an unknown speed, so that comparisons leave it out."""
         return has_unknown_speed(self.rows)
 
     @property
@@ -202,7 +202,7 @@ class Scaling:
 
 
 def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tuple[RankPlan, ...]:
-    """Return the rows with their efficiency: the speed per GPU, divided by `reference`'s.
+    """Return the rows with their efficiency: their speed per GPU, divided by that of `reference`.
 
     A row's efficiency is None if a speed is unknown.
     """
@@ -223,14 +223,14 @@ def has_unknown_speed(rows: Sequence[RankPlan]) -> bool:
 
 
 def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
-    """Return the row with the most tokens/s; ties go to fewer GPUs."""
+    """Return the row with the most tokens/s; of equally fast rows, the one with the fewest GPUs."""
     return max(rows, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
 
 
 def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
-    """Of the rows that end within `within_hours`, return the row with the fewest GPU-hours.
+    """Return the row with the fewest GPU-hours, of the rows whose run takes at most `within_hours`.
 
-    All GPU-hours have the same price, so this row is also the cheapest.
+    All GPU-hours have the same price, so the run of this row is also the cheapest.
     """
     known = [
         (row.hours, row) for row in rows if row.hours is not None and row.hours <= within_hours

@@ -1,7 +1,7 @@
-"""Selects the winner from the measurements of all configurations.
+"""Select the winner from the measurements of all configurations.
 
-The result also has the winner's speed-up and the caveats for the user. The module reads and writes
-no files: it gets probe results, and returns a Recipe.
+The result, a Recipe, also has the winner's speed-up and the caveats for the user. This module gets
+the results of probes from its caller, and reads and writes no files.
 """
 
 import statistics
@@ -42,8 +42,9 @@ from autotune.study.numerics import BOUND, REFERENCE, coarse_formats, deviation,
 from autotune.study.ranking import Scored, choose, explain_choice, score_to_beat
 from autotune.study.summary import Candidate, Recipe
 
-WORTH_SAYING = 0.005  # a wait for other GPUs above this share of a micro batch's time is reported
-# A larger relative difference between the step times of search and confirmation is reported.
+WORTH_SAYING = 0.005  # waits for other GPUs above this share of a micro batch's time are reported
+# If a configuration's step times in the search and in the confirmation differ by more than this
+# fraction, the difference is reported.
 MAX_STEP_TIME_GAP = 0.03
 
 
@@ -51,12 +52,13 @@ MAX_STEP_TIME_GAP = 0.03
 class CandidateRecord:
     """The measurements of one configuration: search probes and confirmations.
 
-    Confirmations outrank search probes. `extrapolated` comes from models with fewer layers.
-    `undecided` says that, according to `extrapolated`, the configuration may still win. `late_s` is
-    the extra time of the first step, compared with later steps. `cannot_win` marks a baseline that
-    failed its confirmation; the winner is still compared with it. `disturbed` holds results whose
-    times were changed by other work on the machine. Their times count only if there is no other
-    result; their memory always counts. `reused` says that an earlier study made the measurement
+    If there are confirmations, they are used instead of search probes. `extrapolated` is the
+    measurement that was extrapolated from models with fewer layers. `undecided` says that,
+    according to `extrapolated`, the configuration may still win. `late_s` is how much longer the
+    first step took than later steps. `cannot_win` marks a baseline that failed its confirmation;
+    the winner is still compared with this baseline. `disturbed` holds results whose times were
+    changed by other work on the machine. Their times are used only if there is no other result;
+    their memory is always used. `reused` says that an earlier study made the measurement
     `measured`; since then, the machine's speed may have changed.
     """
 
@@ -72,7 +74,7 @@ class CandidateRecord:
 
     @property
     def search_measurements(self) -> list[Measurement]:
-        """The measurement of the search, in a list that may be empty.
+        """The measurement that the search made, as a list of one item, or an empty list.
 
         A measurement of the whole model is preferred to an extrapolation, and both are preferred to
         a disturbed measurement.
@@ -84,12 +86,12 @@ class CandidateRecord:
 
     @property
     def best_known(self) -> list[Measurement]:
-        """The measurements that count: the confirmations if there are any, else the search's."""
+        """The measurements to use: the confirmations if there are any, else the search's."""
         return self.confirmed or self.search_measurements
 
     @property
     def disturbed_wholes(self) -> list[Measurement]:
-        """The disturbed measurements of the whole model, whose memory counts in any case."""
+        """The disturbed measurements of the whole model; their memory is valid in any case."""
         return _measurements(one for one in self.disturbed if not one.is_prediction)
 
     @property
@@ -99,9 +101,9 @@ class CandidateRecord:
 
     @property
     def evidence(self) -> Evidence:
-        """The evidence for the speed.
+        """How the speed was obtained (`Evidence`).
 
-        The evidence is "measured" if a probe of the whole model was undisturbed.
+        The speed is "measured" if a probe of the whole model was undisturbed.
         """
         if self.measured or self.confirmed:
             return Evidence.MEASURED
@@ -110,9 +112,9 @@ class CandidateRecord:
 
     @property
     def memory_evidence(self) -> Evidence:
-        """The evidence for the memory.
+        """How the memory was obtained (`Evidence`).
 
-        The evidence is "measured" if the whole model was probed, even if other work disturbed the
+        The memory is "measured" if the whole model was probed, even if other work disturbed the
         probe.
         """
         is_whole = self.measured or self.confirmed or self.disturbed_wholes
@@ -123,13 +125,13 @@ class CandidateRecord:
 class Selection:
     """The measurements of a study, as one record for each configuration.
 
-    `records` has the digests of configurations as keys. Some knobs, such as the LoRA rank, separate
-    results: configurations with the same values of these knobs form a result cell. Reports list the
-    best configuration of each cell. A configuration that was pruned after an extrapolation may be
-    the best of its cell. It can win only if every configuration was pruned in this way.
-    `references` holds the measurements in the reference number format. The losses of other formats
-    are compared with the losses of these measurements. A failed measurement is None. `tried` holds
-    every configuration with a result.
+    `records` has the digests of configurations as keys. Some knobs, such as the LoRA rank, change
+    what the model learns: configurations with the same values of these knobs form a result cell.
+    Reports list the best configuration of each result cell. A configuration that was pruned after
+    an extrapolation may be the best of its cell, but it can win only if all configurations were
+    pruned in this way. `references` holds the measurements in the reference number format, or None
+    for a measurement that failed. The losses of other formats are compared with the losses of these
+    measurements. `tried` holds every configuration with a result.
     """
 
     task: Task
@@ -189,7 +191,7 @@ class Selection:
             self.record_startup(result)
 
     def record_startup(self, result: ProbeResult) -> None:
-        """Record how long a probe of a whole model took to start: worker, loading, first step."""
+        """Record how long a whole model's probe took to start, to load, and for its first step."""
         seconds = result.seconds
         measurement = result.measurement
         if "start" in seconds:
@@ -197,7 +199,8 @@ class Selection:
         self._longest_load_s = max(self._longest_load_s, seconds.get("load", 0.0))
 
         if "first_step" in seconds and measurement is not None:
-            # The phase `first_step` lasts until step times settle, for at least two steps.
+            # The phase `first_step` lasts until the step times are steady, and for at least two
+            # steps.
             warm_s = measurement.warm_s
             warm_s = (
                 2 * step_time_s(measurement, measurement.micro_steps) if warm_s is None else warm_s
@@ -227,8 +230,9 @@ class Selection:
     def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
         """Exclude a configuration that failed its confirmation.
 
-        A baseline with `fits` is kept: it cannot win, but the winner is still compared with it.
-        Otherwise a smaller and slower baseline would take its place and exaggerate the speed-up.
+        If `fits` is True, the configuration is a baseline that is kept: it cannot win, but the
+        winner is still compared with it. Otherwise a smaller and slower baseline would take its
+        place, and the speed-up would be exaggerated.
         """
         self.caveats.append(
             f"{config.label()} succeeded in the search but failed its confirmation: {reason}"
@@ -245,9 +249,10 @@ class Selection:
     def close_calls(self) -> list[TrainConfig]:
         """Return the extrapolated configurations that should be measured as whole models.
 
-        The best comes first. The result has the best configuration of each result cell, if its cost
-        exceeds the cost of the cheapest measured configuration by at most the slack. It also has
-        configurations that were pruned, but that may win over the configurations measured since.
+        The best comes first. The result has the best configuration of each result cell, if this
+        configuration costs at most the slack more than the cheapest measured configuration. The
+        result also has pruned configurations that may win over the configurations measured since
+        then.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -278,7 +283,7 @@ class Selection:
     def leader(self) -> TrainConfig | None:
         """Return the present winner.
 
-        Only confirmed configurations, and others that surely beat them, can be the winner.
+        Only confirmed configurations can win, and unconfirmed ones that surely beat all of them.
         """
         pool = self._add_faster(self._score_confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
@@ -286,9 +291,9 @@ class Selection:
     def may_win(self, config: TrainConfig) -> bool:
         """Whether a configuration may still win, given the noise of the confirmations.
 
-        The configuration may still win if it comes first once its score is raised by the noise and
-        all other scores are lowered by the noise. If all its confirmations were disturbed, it may
-        always still win.
+        The configuration may still win if it would be chosen after its score is raised by the noise
+        and all other scores are lowered by the noise. The result is also True if all confirmations
+        of the configuration were disturbed.
         """
         record = self.record(config)
         if record.num_confirmations and not record.confirmed:
@@ -304,12 +309,12 @@ class Selection:
         return bool(tilted) and choose(tilted, self.task.floors.slack).config == config
 
     def rival(self) -> TrainConfig | None:
-        """Return the configuration that would win if unconfirmed measurements counted too.
+        """Return the configuration that would win if unconfirmed measurements were also considered.
 
-        The result is None if this configuration is confirmed. The result is also None before the
-        first confirmation, and if the configuration ties with the best confirmed one. It is None
-        for a run with a deadline too, because only confirmations measure the run's pauses for
-        evaluation and checkpoints.
+        The result is None if this configuration is confirmed, if it ties with the best confirmed
+        configuration, and before the first confirmation. The result is also None for a run with a
+        deadline, because only confirmations measure the run's pauses for evaluation and
+        checkpoints.
         """
         confirmed = self._score_confirmed()
         if not confirmed or self.task.within_hours is not None:
@@ -322,15 +327,15 @@ class Selection:
         return likely.config if is_new and not likely.equals(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
-        """Return this configuration's reference if it still has to be measured, or None.
+        """Return the configuration's reference if this still has to be measured, or None.
 
-        The losses of the two configurations are compared.
+        The losses of the configuration are compared with the losses of the reference.
         """
         reference = self._reference_of(config)
         return None if reference is None or reference.digest in self.references else reference
 
     def distrust_reason(self, config: TrainConfig) -> str | None:
-        """The reason not to trust a configuration's number formats; None if they can be trusted."""
+        """Why a configuration's number formats cannot be trusted, or None if they can."""
         difference = self._deviation(config)
         if difference is None or difference <= BOUND:
             return None
@@ -381,7 +386,7 @@ class Selection:
         return next((config for config in self.task.baselines if config in known), None)
 
     def pool(self) -> list[Scored]:
-        """Return the configurations that may win, scored by the search's measurements."""
+        """Return the configurations that may win, with scores from the search's measurements."""
         return self._score(
             (record, record.search_measurements)
             for record in self._contenders()
@@ -389,7 +394,7 @@ class Selection:
         )
 
     def finalists(self, count: int) -> list[TrainConfig]:
-        """Return the configurations to confirm: `count`, and one for each other number of GPUs.
+        """Return the configurations to confirm: `count`, plus one for each other number of GPUs.
 
         The likely winner comes first. The best configurations for the other numbers of GPUs follow,
         and then the fastest of the remaining configurations.
@@ -410,7 +415,7 @@ class Selection:
         return list(ordered)[: count + len(of_others)]
 
     def _best_of_numbers(self, pool: list[Scored]) -> list[Scored]:
-        """Return the winner for each number of GPUs, the smallest number first."""
+        """Return the best configuration for each number of GPUs, the smallest number first."""
         by_number: dict[int, list[Scored]] = {}
         for scored in pool:
             by_number.setdefault(scored.config.num_gpus, []).append(scored)
@@ -442,7 +447,7 @@ class Selection:
         if task.score(config, speed * (1 + error)) >= bar:
             return None
 
-        if task.is_late(config, speed) and bar > 2 * score:  # it ends too late, others in time
+        if task.is_late(config, speed) and bar > 2 * score:  # it misses the deadline, others do not
             return (
                 f"predicted {speed:,.0f} tokens/s (±{error:.0%}): it would end too late (--within)"
             )
@@ -450,7 +455,7 @@ class Selection:
         return f"predicted {speed:,.0f} tokens/s (±{error:.0%}), {needed:,.0f} are needed to win"
 
     def candidate(self, config: TrainConfig) -> Candidate:
-        """Return a configuration with its speed, memory, cost and evidence."""
+        """Return a configuration with its speed, memory and cost, and how each was obtained."""
         task = self.task
         record = self.record(config)
         performance = run_performance(task, config, record.best_known)
@@ -480,8 +485,8 @@ class Selection:
     ) -> CostProjection:
         """The cost of the full run, or of a run with `examples` examples if this number is given.
 
-        `of` has the measurements to use, by default `best_known`. If other GPUs were probed in
-        place of the target, the run's pauses (for evaluation and checkpoints) are unknown.
+        `of` has the measurements to use, by default `best_known`. If the probes ran on other GPUs
+        than the target, the run's pauses for evaluation and checkpoints are unknown.
         """
         task = self.task
         return project(
@@ -499,7 +504,7 @@ class Selection:
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
         """The power of all devices in W. Each device is assumed to draw as much power as the first.
 
-        The power is None if other GPUs were probed in place of the target.
+        The power is None if the probes ran on other GPUs than the target.
         """
         telemetry = None if self.task.is_projected(config) else measurement.telemetry
         return telemetry.power_w and telemetry.power_w * config.num_gpus if telemetry else None
@@ -507,8 +512,8 @@ class Selection:
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
         """Return the winner with all facts about it, or None without any measurement."""
         likely = self.finalists(1)
-        # If the likely winner is unconfirmed, the study was cut short, and unconfirmed
-        # configurations may win too.
+        # If the likely winner is unconfirmed, the study ended early, and unconfirmed configurations
+        # may win, too.
         in_time = likely and self.record(likely[0]).confirmed
         pool = self._add_faster(self._score_confirmed() if in_time else self._known_contenders())
         if not pool:
@@ -581,10 +586,10 @@ class Selection:
         return statistics.pstdev(steps) / statistics.fmean(steps) if len(steps) > 1 else 0.0
 
     def disagreement(self, config: TrainConfig) -> float:
-        """The relative difference of the step times of a configuration's confirmations.
+        """By how much the step times of a configuration's confirmations differ from each other.
 
-        The result is the longest step time divided by the shortest, minus 1. A single confirmation
-        is compared with the search's measurement.
+        The result is the longest step time divided by the shortest, minus 1. If there is only one
+        confirmation, it is compared with the search's measurement.
         """
         accumulation = self.task.workload.run_shape(config).accumulation
         steps = [step_time_s(measurement, accumulation) for measurement in self._repeats(config)]
@@ -600,8 +605,8 @@ class Selection:
     def unsteadiness_reason(self, *configs: TrainConfig) -> str | None:
         """The reason why the machine is too unsteady to compare the configurations, or None.
 
-        The machine is too unsteady if all measurements of a configuration were disturbed, or if
-        they differ by more than their own intervals.
+        The machine is too unsteady if all measurements of a configuration were disturbed, or if the
+        intervals of its measurements do not overlap.
         """
         for config in configs:
             if self.record(config).evidence is Evidence.DISTURBED:
@@ -623,10 +628,9 @@ class Selection:
         return max(lows) <= min(highs)
 
     def _contenders(self) -> list[CandidateRecord]:
-        """Return the records of configurations that were measured or may win by extrapolation.
+        """Return the records that were measured, or whose extrapolation says that they may win.
 
-        If there is no such configuration, return all records with a measurement or an
-        extrapolation.
+        If there is no such record, return all records with a measurement or an extrapolation.
         """
         known = [record for record in self.records.values() if record.best_known]
         return [
@@ -636,7 +640,7 @@ class Selection:
     def _records_by_evidence(self) -> list[CandidateRecord]:
         """Return the records with a measurement of the search.
 
-        Those with an extrapolation come first.
+        Records with an extrapolation come first.
         """
         known = [record for record in self.records.values() if record.search_measurements]
         return sorted(known, key=lambda record: record.extrapolated is None)
@@ -647,18 +651,19 @@ class Selection:
         )
 
     def _known_contenders(self) -> list[Scored]:
-        """Return the configurations that may win, each scored by its best known measurements."""
+        """Return the configurations that may win, scored by their best known measurements."""
         return self._score((record, record.best_known) for record in self._contenders())
 
     def _add_faster(self, pool: list[Scored]) -> list[Scored]:
         """Return the pool, and the unconfirmed configurations that surely beat its winner.
 
-        The budget may leave no time to confirm them, and a slower configuration must not win only
-        because it was confirmed. All other contenders are checked, and the baseline. A
-        configuration is added if its score at its slowest step exceeds the winner's score at the
-        winner's fastest step, and if it would also win with this lower score. So a more capable
-        winner that costs little more is not beaten. With a deadline, only the baseline can be
-        added, because only confirmations measure the run's pauses.
+        The budget may leave no time to confirm these configurations, and a slower configuration
+        must not win only because it was confirmed. All other contenders and the baseline are
+        checked. A configuration is added under two conditions: its score at its slowest step
+        exceeds the winner's score at the winner's fastest step, and it would also win with this
+        lower score. Because of the second condition, it does not replace a more capable winner that
+        costs little more. With a deadline, only the baseline can be added, because only
+        confirmations measure the run's pauses.
         """
         if not pool:
             return pool
@@ -690,7 +695,7 @@ class Selection:
     ) -> bool:
         """Whether `measurements`, by default the best known ones, show a CPU-bound configuration.
 
-        The result is False if other GPUs were probed in place of the target.
+        The result is False if the probes ran on other GPUs than the target.
         """
         known = self.record(config).best_known if measurements is None else measurements
         return not self.task.is_projected(config) and any(
@@ -712,7 +717,8 @@ class Selection:
             noise = max(TIE, self.noise(record.config))
             largest = max(measurements, key=lambda measurement: measurement.peak_reserved_gib)
 
-            # The run's duration is slow to compute and matters only if the run has a deadline.
+            # The run's duration takes long to compute, and is needed only if the run has a
+            # deadline.
             hours = None
             if self.task.within_hours is not None:
                 hours = self._project(
@@ -733,7 +739,7 @@ class Selection:
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
-        """List what in the measurements gives reason to doubt the winner."""
+        """List the reasons in the measurements to doubt the winner."""
         record = self.record(winner.config)
         baseline = self.baseline()
         if all(
@@ -759,8 +765,8 @@ class Selection:
             return [*doubts, "the winner was not measured a second time: the study was cut short"]
 
         if record.measured and record.confirmed:
-            # A confirmation that had little time has fewer micro batches per step, so the search's
-            # step time is computed for the same number.
+            # A confirmation that had little time has fewer micro batches per step. So the step time
+            # that the search measured is converted to the same number of micro batches.
             gap = statistics.median(
                 step_time_s(record.measured, one.micro_steps) / statistics.median(one.step_s) - 1.0
                 for one in record.confirmed
@@ -823,7 +829,7 @@ class Selection:
 
 
 def _measurements(results: Iterable[ProbeResult]) -> list[Measurement]:
-    """Return the measurements of results that have one."""
+    """Return the measurements of those results that have a measurement."""
     return [result.measurement for result in results if result.measurement is not None]
 
 
@@ -851,7 +857,7 @@ def _best_of_cells(pool: list[Scored]) -> list[Scored]:
 
 
 def _example_values(task: Task) -> str:
-    """Name the user's invented values of an example card, or return "" for a real device.
+    """Say which values of an example card are invented, or return "" for a real device.
 
     Example: '0.30 GiB (--memory-gib) and $0.60/h (--price) are made up'.
     """
@@ -862,7 +868,7 @@ def _example_values(task: Task) -> str:
 
 
 def _assumed_examples(workload: Workload) -> list[str]:
-    """Say in sentences what is assumed about the lengths and the number of the examples."""
+    """Say in sentences what is assumed about the examples: their lengths and their number."""
     caveats = []
     lengths = workload.lengths
     if lengths.source == "assumed":

@@ -1,9 +1,9 @@
-"""One process's session of a study: its prober, its database, and the functions that use them.
+"""One process's session of a study, with its prober and its database.
 
-The session closes prober and connections at its end. `Leader` runs a study. `work` helps with a
-study that another process leads. `explain` resets one knob of a winner at a time, and probes the
-resulting configurations. A session first starts the worker process, because loading torch takes
-seconds. Meanwhile, the session opens the database.
+The session closes the prober and the connections at its end. `Leader` runs a study. `work` helps
+with a study that another process leads. `explain` resets one knob of a winner at a time, and probes
+the resulting configurations. A session first starts its worker process, which needs seconds to
+import torch. Meanwhile, the session opens the database.
 """
 
 import math
@@ -85,10 +85,10 @@ JOIN_RETRY_S = 2.0
 class Session:
     """The prober and the database of one process, as a context manager that closes them.
 
-    `folder` holds logs, and results that wait for the database. Probes end when the user asks to
-    stop, or at `until` in seconds of time.monotonic(). `num_gpus` GPUs take part in each probe.
-    `reached` says that this process has reached the database before. Then even the session's first
-    connection is retried during an outage.
+    `folder` holds logs, and results that could not be written to the database yet. Probes end when
+    the user asks to stop, or when time.monotonic() reaches `until`. `num_gpus` GPUs take part in
+    each probe. `reached` says that this process has reached the database before. In this case, even
+    the session's first connection is retried if the database is unreachable.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Session:
         """Start `number` processes that compile code in advance, and return their handle.
 
         The processes end with this session. Returns None if `number` is 0 or a probe uses several
-        GPUs. Also returns None if the memory of other processes is unknown, because the worker's
-        own memory would then be unknown too.
+        GPUs. Also returns None if the memory that other processes hold is unknown, because the
+        worker's own memory would then be unknown, too.
         """
         prober = self.prober
         if number == 0 or not isinstance(prober, WorkerProber) or not prober.knows_memory_of_others:
@@ -180,7 +180,7 @@ class Session:
     ) -> Evaluator:
         """Return an evaluator for a task; its probes are stored under the name `study`.
 
-        With `fresh`, the evaluator reuses no results of other studies.
+        If `fresh` is True, the evaluator reuses no results of other studies.
         """
         # The constants of the memory formula were measured only with these pairs of trainer and
         # objective.
@@ -206,7 +206,7 @@ def _explain_study_name(study: str) -> str:
 
 
 def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
-    """Predict a probe's memory by formula; a simulated rank uses no memory for NCCL."""
+    """Predict a probe's memory with the formula; a simulated rank uses no memory for NCCL."""
     objective = task.workload.objective
     breakdown = memory_of(
         task.model, task.workload.with_mask(config), micro_steps, objective=objective
@@ -219,11 +219,11 @@ def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreak
 
 
 class Leader:
-    """The process that leads a study: it sets up, searches, confirms and keeps the record.
+    """The process that leads a study: it searches, confirms, and keeps the study's record.
 
     `on_resumed` is called once, with the trials of earlier sessions. `on_trial` is called with each
     new trial when it ends. `failure` holds an error that ended the search early. The caller raises
-    it once the results so far are written.
+    this error after it has written the results so far.
     """
 
     def __init__(
@@ -271,9 +271,10 @@ class Leader:
             note(f"preparing the dataset took {taken}, which does not count against the budget")
 
     def _asked_gib(self) -> float | None:
-        """The memory that the user allows.
+        """The memory in GiB that the user allows.
 
-        For an example card, this is the card's memory plus the memory that the libraries hold.
+        For an example card, the result is the card's memory plus the memory that the libraries
+        hold.
         """
         spec = self.plan.spec
         example_gib = self.plan.setup.task.example_gib
@@ -282,7 +283,7 @@ class Leader:
         return round(example_gib + self.session.prober.context_gib / (1 - spec.headroom), 2)
 
     def search(self) -> None:
-        """Search for the fastest configurations and measure them again at full depth.
+        """Search for the fastest configurations, and measure them again with all their layers.
 
         If no configuration fits, the study still stores what was tried.
 
@@ -344,8 +345,8 @@ class Leader:
         Return the setup, and the shape of the layers. Raises UsageError.
         """
         setup = self.plan.setup
-        # All sessions use the same conversion to the target GPU, so that their speeds are
-        # comparable.
+        # All sessions of a study use the same conversion to the target GPU, so that their speeds
+        # can be compared.
         if self._before is not None and setup.task.carried is not None:
             before = self._before.task
             setup = replace(
@@ -429,8 +430,8 @@ class Leader:
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
             except KeyboardInterrupt:
-                # This exception only arrives if the caller does not handle signals, for example in
-                # a notebook.
+                # This exception is raised only if the caller does not handle signals, for example
+                # in a notebook.
                 stop.request()
             finally:
                 is_stopped = stop() or self.failure is not None
@@ -462,7 +463,7 @@ class Leader:
     def _look_ahead(self, trials: SharedTrials) -> None:
         """Make each trial request the compilation of likely next configurations.
 
-        Keep a record of the compiled code.
+        Also record which code is compiled.
         """
         ahead = self._ahead
         trying = trials.on_begin
@@ -488,7 +489,7 @@ class Leader:
         trials.is_compiled = is_compiled
 
     def _end_lookahead(self) -> None:
-        """Stop compilation in advance, so that confirmations run alone on the machine."""
+        """Stop the compilation in advance, so that it does not disturb the confirmations."""
         if self._ahead is None:
             return
         compiled = self._ahead.compile_seconds()
@@ -513,7 +514,7 @@ class Leader:
             evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
         )
         # The probes are stored under a separate study's name, as in `explain`. No stored result is
-        # reused, so all speeds come from one round of probes.
+        # reused, so that all speeds were measured at about the same time.
         separate_evaluator = replace(
             evaluator,
             study=_explain_study_name(trials.task.study),
@@ -732,9 +733,9 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
 def _watched_rows(
     session: Session, record: StudyRecord, selection: Selection, *, allow_mixed: bool
 ) -> Callable[[], list[StoredProbe]]:
-    """Check that this node is like the others, and return a function that reads new results.
+    """Check that this node is as healthy as the others; return a function that reads new results.
 
-    Before it reads, the function repeats the check if the last check was 10 minutes ago.
+    The function first repeats the check if the last check was at least 10 minutes ago.
     """
     node = NodeMonitor(
         session.prober,
@@ -811,7 +812,7 @@ def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
 def explain(
     session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig
 ) -> Ablation:
-    """Probe a study's winner, each time with another of its knobs reset, and record the results.
+    """Probe a study's winner with one knob reset, for each of its knobs, and record the results.
 
     A reset knob gets the baseline's value.
 

@@ -1,7 +1,7 @@
 """The additional workers of a study, on the other GPUs of this machine or of a Ray cluster.
 
-Each of these workers is an `autotune worker` process, which ends no later than the leader. A lost
-worker is not restarted: once its leases (reservations) expire, the other workers try its
+Each of these workers is an `autotune worker` process, which ends before the leader or with it. A
+lost worker is not restarted: once its leases (reservations) expire, the other workers try its
 configurations.
 """
 
@@ -24,10 +24,10 @@ from autotune.study.storage.location import make_writable
 
 LEAVE_S = 20.0  # after the search, workers have this time to finish their probes
 RAY_START_S = 60.0
-# In a study that probes on CPUs, each node gets one worker per unit of this Ray resource.
+# In a study that probes on CPUs, each node gets one worker for each unit of this Ray resource.
 RAY_RESOURCE = "autotune"
-# Ray sets this variable to 1 in its processes, but a CPU worker must use the leader's number of
-# threads.
+# Ray sets this variable to 1 in its processes, but a worker on a CPU must use as many threads as
+# the leader.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 # Workers get the database's URL in this variable. The URL may hold a password, which other users
 # could read on a command line.
@@ -36,7 +36,7 @@ WAITING = "waiting for the other workers to finish their probes"
 
 
 def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
-    """Return the GPU of each worker except the leader; on a CPU, None for each.
+    """Return the GPU of each worker except the leader, or None for each worker on a CPU.
 
     Raises EnvironmentProblem if there are too few GPUs.
     """
@@ -82,7 +82,7 @@ def local_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """While the block runs, run a worker process on each of these GPUs (None: the CPU).
+    """While the block runs, run a worker on each of these GPUs, or on the CPU for None.
 
     At the end of the block, the workers have LEAVE_S seconds to finish. After an error, or once
     `is_over` returns True, the workers are ended at once. A failed worker is reported.
@@ -142,14 +142,14 @@ def ray_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """While the block runs, run a worker on each GPU of a Ray cluster that is of this GPU's type.
+    """While the block runs, run a worker on each GPU of this type in a Ray cluster.
 
     The GPU that the leader uses gets no worker. Ray only places the workers: an actor holds a GPU
-    and starts `autotune worker` as a process that ends with the actor. Without an address there are
-    no workers. The workers end in the same way as in `local_workers`.
+    and starts `autotune worker` as a process that ends with the actor. Without an address, there
+    are no workers. The workers end in the same way as in `local_workers`.
 
     Raises:
-        EnvironmentProblem: there is no such cluster, or it has no device to probe on.
+        EnvironmentProblem: there is no such cluster, or the cluster has no device to probe on.
         UsageError: the nodes of the cluster cannot share the database.
     """
     if address is None:
@@ -252,7 +252,7 @@ def _connect(address: str) -> None:
             remedy="start one with `ray start --head`",
         ) from None
     finally:
-        for number, handler in handlers.items():  # Ray replaces them
+        for number, handler in handlers.items():  # Ray replaces the signal handlers
             with suppress(ValueError):  # only the main thread may set handlers
                 signal.signal(number, handler)
 
@@ -262,7 +262,7 @@ def workers_by_node(
 ) -> dict[str, int]:
     """Return the number of workers of each node.
 
-    A GPU counts if Ray gives it the same type as the GPU of the node `home`.
+    A node gets a worker for each GPU that has, in Ray, the same type as the GPU of the node `home`.
     """
 
     def gpu_types(node: str) -> set[str]:
@@ -287,7 +287,7 @@ class _WorkerActor:
     def begin(
         self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str
     ) -> None:
-        """Start the worker. On the leader's own GPU, start no worker and only hold the GPU.
+        """Start the worker. If this actor holds the leader's GPU, start no worker.
 
         `leader` identifies the leader's GPU: (node id, CUDA_VISIBLE_DEVICES).
         """

@@ -1,1 +1,1 @@
-"""How a study is stored and shared: database, probe table, leases, outbox."""
+"""Store a study and share it between workers: database, probe table, leases and outbox."""

@@ -1,7 +1,7 @@
-"""The gateway to a study's database: its URL, connections, outages and errors.
+"""The access to a study's database: its URL, connections, outages and errors.
 
-A session waits through an outage. Every error is raised as a StorageError in plain words, with the
-true cause and without a password.
+If the database is unreachable, a session waits. Every error is raised as a StorageError, whose
+message has the true cause in plain words and no password.
 """
 
 import os
@@ -34,7 +34,7 @@ WAIT_S = 300.0
 # The remedy for a table row that this version cannot read.
 OTHER = "use the version of autotune that wrote it, or another database with --storage"
 RETRY_EVERY_S = 1.0
-TRIES = 4  # the attempts at an operation whose connection breaks
+TRIES = 4  # how often an operation is tried if its connection breaks
 # The attempts to create the tables. An attempt fails if another process creates the same table at
 # the same time, so there are more attempts than tables.
 TABLE_TRIES = 30
@@ -45,9 +45,9 @@ Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
 # With these timeouts, PostgreSQL's client gives up on a host that does not respond. The first
-# limits a connection attempt (in s), and the second limits the time that sent data stays
-# unacknowledged (in ms). The last three limit the wait for an answer: seconds before the first
-# keepalive, seconds between keepalives, and the number of keepalives.
+# timeout limits an attempt to connect (in s), and the second limits the time until the host
+# acknowledges sent data (in ms). The last three limit the wait for an answer: the seconds before
+# the first keepalive, the seconds between keepalives, and the number of keepalives.
 LIBPQ_TIMEOUTS = {
     "connect_timeout": 10,
     "tcp_user_timeout": 10_000,
@@ -79,8 +79,8 @@ class Outages:
 
     The wait lasts at most `seconds`. Only the thread that created this object waits; in other
     threads, operations fail at once. `say` reports the outage and its end, and `should_stop` ends
-    the wait. With `reached`, the session waits even for its first connection. The session never
-    waits for SQLite files.
+    the wait. If `reached` is True, the session waits even for its first connection. The session
+    never waits for an SQLite file.
     """
 
     def __init__(
@@ -100,14 +100,14 @@ class Outages:
         self._until: float | None = None
 
     def waits(self) -> bool:
-        """Whether a failed operation should be tried again now in this thread."""
+        """Whether an operation that failed now, in this thread, should be tried again."""
         return (
             self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
         )
 
     @contextmanager
     def fail_fast(self) -> Iterator[None]:
-        """Let operations inside this block fail without waiting."""
+        """Let operations inside this block fail at once if the database is unreachable."""
         seconds = self._seconds
         self._seconds = 0.0
         try:
@@ -185,11 +185,14 @@ def retry_on_outage(
 class Database:
     """The connections of one component to one database.
 
-    Errors become StorageError, and operations wait through outages.
+    Errors are raised as StorageError, and operations wait while the database is unreachable.
     """
 
     def __init__(self, url: str, outages: Outages, tables: sa.MetaData) -> None:
-        """Create missing tables. Raises StorageError, or UsageError for an unusable URL."""
+        """Create missing tables.
+
+        Raises StorageError, or UsageError for an unusable URL.
+        """
         self.url = url
         with storage_errors(url):
             self.engine = sa.create_engine(_parsed(url), **engine_options(url))
@@ -268,7 +271,7 @@ def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
 
 
 def one_at_a_time(engine: sa.Engine) -> None:
-    """Make SQLite lock its file when a transaction begins, and not only at its first write.
+    """Make SQLite lock its file when a transaction begins, and not only when it first writes.
 
     Otherwise two workers could both read that a trial is queued, and both take it.
     """
@@ -281,7 +284,10 @@ def one_at_a_time(engine: sa.Engine) -> None:
 
 
 def network_drive(url: str) -> str | None:
-    """The type of an SQLite file's network file system; None for local disks and servers."""
+    """The type of the network file system that holds an SQLite file.
+
+    The result is None for a file on a local disk, and for a database server.
+    """
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None

@@ -1,9 +1,10 @@
-"""The workers of a study, their leases of configurations, and the detection of lost workers.
+"""The workers of a study, the configurations that each has leased, and which workers are lost.
 
-A lease reserves a configuration for one worker. Each lease is a unique row of the database, so two
-workers never probe the same configuration. Each worker counts its heartbeats in the database. The
-other workers measure, by their own clocks, how long that count has not changed, so the clocks of
-the machines need not agree. A worker on this machine counts as lost as soon as its process ends.
+A lease reserves a configuration for one worker. The database accepts only one lease for each
+configuration, so two workers never probe the same one. Each worker increases a heartbeat count in
+the database. The other workers measure, by their own clocks, how long that count has not changed,
+so the clocks of the machines need not agree. A worker on this machine is lost as soon as its
+process ends.
 """
 
 import json
@@ -38,7 +39,7 @@ _workers = sa.Table(
 _leases = sa.Table(
     "autotune_leases",
     _metadata,
-    sa.Column("id", sa.Integer, primary_key=True),  # increases in the order of the leases
+    sa.Column("id", sa.Integer, primary_key=True),  # a later lease has a larger number
     sa.Column("study", sa.String(255), nullable=False),
     sa.Column("config", sa.String(16), nullable=False),
     sa.Column("trial", sa.Integer, nullable=False),
@@ -58,7 +59,7 @@ class Worker:
     host: str
     realm: str
     pid: int
-    started: int  # in ticks since the boot, because the system's clock may be changed
+    started: int  # in ticks since the boot, because the system's clock can be set
     device: str
     leads: bool = False
 
@@ -200,8 +201,8 @@ class Leases:
 
         now = self._clock()
         at_work = {self.name: self._me}
-        # If this process was paused (database unreachable, process stopped), its observations are
-        # stale, so it starts to observe again.
+        # If this process was paused (because it was stopped, or the database was unreachable), it
+        # has missed heartbeats, so it starts to observe the other workers again.
         if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
             self._was_paused = False
@@ -217,7 +218,7 @@ class Leases:
                 self.forget(name)
 
         # Delete the leases of workers that are no longer in the table. A worker that was removed
-        # during a pause may have taken another lease before it was killed.
+        # while it was paused may have taken another lease before it was killed.
         with self._database.begin() as connection:
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
@@ -229,7 +230,8 @@ class Leases:
 
         A worker is alive if its process runs on this machine, or if its heartbeats continue.
 
-        If there are workers on other machines, this method waits 2.5 heartbeat intervals.
+        If there are workers on other machines, this method waits for 2.5 heartbeat intervals to
+        observe them.
         """
         others = {name: worker for name, worker in self.workers().items() if name != self.name}
         if any(worker.lives_here() is None for worker in others.values()):
@@ -262,10 +264,10 @@ class Leases:
             connection.execute(_workers.delete().filter_by(study=self._study, name=name))
 
     def _beat(self) -> None:
-        """Count a heartbeat.
+        """Increase this worker's heartbeat count.
 
-        A worker that is missing in the table is added: it is new, or it was considered lost during
-        a pause.
+        If this worker is missing in the table, it is added: it is new, or it was considered lost
+        during a pause.
         """
         with self._database.begin() as connection:
             self._count_up(connection)
@@ -285,7 +287,7 @@ class Leases:
             )
 
     def _beat_on(self, stop: threading.Event) -> None:
-        """Count heartbeats until `stop` is set, even if the database fails."""
+        """Increase the heartbeat count until `stop` is set, even if the database fails."""
         while not stop.wait(BEAT_S):
             with suppress(StorageError):
                 self._beat()

@@ -65,7 +65,7 @@ def shared_url(storage: str | None) -> str:
 
 
 def study_directory(out: str | None, study: str) -> Path:
-    """Return the directory of a study's files: `out`, or one under runs/ with the study's name."""
+    """Return the directory of a study's files: `out`, or a folder in runs/ named like the study."""
     return Path(out) if out else DEFAULT_ROOT / slug(study)
 
 
@@ -86,8 +86,8 @@ def to_stored_directory(out: Path, url: str) -> str:
 def from_stored_directory(stored: str, url: str, study: str) -> Path:
     """Return the study's directory from the text that `to_stored_directory` returns.
 
-    A relative path is resolved from the directory that now contains the database. If this host
-    lacks the directory of an absolute path, return one under runs/.
+    A relative path is resolved from the directory that now contains the database. If an absolute
+    path does not exist on this host, return a directory under runs/.
     """
     from autotune.study.storage.database import sqlite_folder
 

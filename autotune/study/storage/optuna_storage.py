@@ -11,14 +11,14 @@ from autotune.core.errors import StorageError
 from autotune.study.storage.database import engine_options, public_url, storage_errors, with_tables
 from autotune.study.storage.study_record import StudyRecord
 
-_compatible: set[str] = set()  # URLs of databases whose tables suit this version of Optuna
+_compatible: set[str] = set()  # the URLs of databases whose tables this version of Optuna can use
 
 
 def optuna_storage(url: str) -> RDBStorage:
     """Open Optuna's storage on this database. The caller must dispose of the storage's engine.
 
-    Optuna's check of the tables is slow, because it reads all migrations. So the check happens once
-    per process and database.
+    Optuna's check of the tables is slow, because it reads all migrations. So each process checks a
+    database only once.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url not in _compatible:
@@ -42,7 +42,7 @@ def opened_storage(url: str) -> Iterator[RDBStorage]:
 def optuna_errors(url: str) -> Iterator[None]:
     """Convert Optuna's errors to StorageError with the true cause.
 
-    Optuna hides every cause behind the same message.
+    Optuna's own message is the same for every cause.
     """
     with storage_errors(url):
         try:

@@ -1,8 +1,8 @@
 """The table of probe results, in the same database as Optuna's tables.
 
 A result is found by its probe request and its fingerprint (the device and the packages). Rows are
-added, never changed. A result that cannot be written, or that will probably be replaced, waits in a
-file (`outbox`), because a result costs GPU time.
+added, but never changed. If the database cannot be reached, or if a result will probably be
+replaced, the result waits in a file (`outbox`) instead of being lost, because it costs GPU time.
 """
 
 import json
@@ -38,7 +38,7 @@ _probes = sa.Table(
     sa.Column("result", sa.Text, nullable=False),
     sa.Column("circumstances", sa.Text, nullable=False),
 )
-# Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
+# The outcomes that would be the same if the probe ran again; a crash or a timeout may not be.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
 # Transactions commit in any order, so a row may become visible after rows with higher ids. Each
 # query for new rows therefore also covers this number of ids below the highest id that was read.
@@ -47,7 +47,7 @@ LATE_ROWS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProbe:
-    """One table row. `trial` is None for probes outside the search, such as confirmations."""
+    """A row of the table. `trial` is None for probes outside the search, such as confirmations."""
 
     trial: int | None
     result: ProbeResult
@@ -84,9 +84,10 @@ class ProbeStore:
         *,
         model: str = "",
     ) -> None:
-        """Append one result durably. `model` is the digest of the model's config.
+        """Append a result, which then survives a crash.
 
-        Raises StorageError if both the database and the outbox fail.
+        `model` is the digest of the model's config. Raises StorageError if both the database and
+        the outbox fail.
         """
         row = self._row(study, trial, result, fingerprint, model)
         if self._outbox is None:
@@ -205,9 +206,10 @@ class ProbeStore:
 
     @retry_on_outage
     def has_measured(self, study: str, config: TrainConfig) -> bool:
-        """Whether a study has itself probed a configuration. A result that it reused took no time.
+        """Whether a study has itself probed a configuration.
 
-        The probe may be of any number of layers, and of any of the study's sessions and workers.
+        The probe may have had any number of layers, and any session and worker of the study may
+        have run it. A result that the study only reused is recognised by its time, which is 0.
         """
         query = sa.select(_probes.c.result).where(
             _probes.c.study == study, _probes.c.config == config.digest
@@ -237,7 +239,7 @@ class ProbeStore:
             connection.execute(_probes.delete().where(_probes.c.study == study))
 
     def probes_of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
-        """Return every row with this model and this fingerprint, in the order of writing.
+        """Return every row of this model and this fingerprint, in the order of writing.
 
         The rows may belong to any study.
         """

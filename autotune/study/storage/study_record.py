@@ -1,8 +1,8 @@
-"""The record of a study in its database: all facts about the study except trials and probes.
+"""The record of a study in its database: everything about the study except trials and probes.
 
-The record is versioned and has named fields. Each field is a user attribute of the Optuna study, as
+The record has a schema version. Each of its fields is a user attribute of the Optuna study, as
 JSON, so the leader and its workers can update their own fields independently. A record of another
-schema version is refused, because its probe results are not comparable.
+schema version is refused, because results of its probes cannot be compared with new results.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -23,13 +23,13 @@ from autotune.study.summary import Quality, Verification
 
 SCHEMA_VERSION = 2  # version 1 was a dictionary named "facts", without a version number
 _VERSION = "schema_version"  # this key is written last, so a record with a version is complete
-_WORKER = "worker_seconds:"  # a key is this prefix and a worker's name
+_WORKER = "worker_seconds:"  # a key consists of this prefix and a worker's name
 
 
 class StudyPhase(StrEnum):
-    """The phase of a study's leader; workers help while the phase is SEARCHING.
+    """What a study's leader is doing; workers help while the phase is SEARCHING.
 
-    A user or a failure stopped a STOPPED study before its end.
+    STOPPED means that a user or a failure stopped the study before its end.
     """
 
     SEARCHING = "searching"
@@ -56,7 +56,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTerms:
-    """The settings of all probes of a study: memory limit in GiB, fraction kept free, and seed."""
+    """The settings that all probes of a study share.
+
+    These are the memory limit in GiB, the fraction of it to keep free, and the seed.
+    """
 
     memory_gib: float
     headroom: float
@@ -78,9 +81,9 @@ class StudyRecord:
     """One study as its database knows it.
 
     `out` is the study's directory in the form that `location.from_stored_directory` reads.
-    `wall_seconds` counts all sessions, `earlier_seconds` the sessions before the current one,
-    `worker_seconds` the time of each additional worker. `limits` and `phase` are None until the
-    search begins.
+    `wall_seconds` is the time of all sessions, `earlier_seconds` the time of the sessions before
+    the current one, and `worker_seconds` the time of each additional worker. `limits` and `phase`
+    are None until the search begins.
     """
 
     task: Task
@@ -110,7 +113,7 @@ class StudyRecord:
     def identity(self) -> dict[str, Any]:
         """Return the values that must stay the same when the study continues.
 
-        The keys name these values in error messages.
+        The keys are the names of these values in error messages.
         """
         task = self.task
         return {
@@ -125,7 +128,8 @@ class StudyRecord:
             "trainer": task.trainer,
             "workload": task.workload.facts(),
             "sequences distributed over GPUs by length": task.workload.dealt,
-            # Other processes on the GPU change the memory a little, so whole GiB are compared.
+            # The available memory varies a little with other processes on the GPU, so only whole
+            # GiB are compared.
             "memory in GiB": round(self.terms.memory_gib),
             "headroom": self.terms.headroom,
             "fingerprint": to_data(self.fingerprint),
