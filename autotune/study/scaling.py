@@ -59,7 +59,7 @@ class RankPlan:
 
     @property
     def label(self) -> str:
-        """The configuration and the strategy's precision in one line, or "" without a configuration."""
+        """The configuration and the strategy's precision in one line; "" if there is none."""
         if self.estimate is None:
             return ""
         config = self.estimate.config
