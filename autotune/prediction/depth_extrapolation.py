@@ -228,9 +228,9 @@ def extrapolate(
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
         # Once the device's queue is full, the host waits before it issues more work, and the wait
-        # counts as host time. Two layers do not fill the queue, but the deeper probe may fill it.
-        # So the line through the host times of both probes may be too steep. The host time of an
-        # added layer is therefore assumed to be at most the host time of a layer in the shallow
+        # is measured as host time. Two layers do not fill the queue, but the deeper probe may fill
+        # it. So the line through the host times of both probes may be too steep. The host time of
+        # an added layer is therefore assumed to be at most the host time of a layer in the shallow
         # probe.
         host = min(
             _line(low.host_micro_s, high.host_micro_s, factor),
@@ -246,7 +246,7 @@ def extrapolate(
 def count_at_depth(
     low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int
 ) -> DryCount:
-    """Return a dry probe's count for `num_layers` layers from the counts of two truncated models.
+    """Return a dry probe's result for `num_layers` layers, from those of two truncated models.
 
     All numbers in a DryCount are affine in the number of layers. The memory of each segment is
     extrapolated separately.
@@ -298,9 +298,9 @@ def _times(
     takes_shortest = share > FREE_SHARE
     middle = _middle(low, takes_shortest)
     micro, error = _time(low.micro_step_s, high.micro_step_s, factor, depth_ratio, middle)
-    # The rest of a step is its time outside the micro batches, without the mean pause between two
-    # of them. A delay in a pause lengthens the mean pause, so the rest seems too short. The
-    # shortest rest is therefore unreliable, and the median is used.
+    # The rest of a step is the time of the step outside its micro batches, without the mean pause
+    # between two micro batches. A delay in a pause lengthens the mean pause, so the rest seems too
+    # short. The shortest rest is therefore unreliable, and the median is used.
     typical = middle
     if takes_shortest:
         typical = statistics.median

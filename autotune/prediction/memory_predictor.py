@@ -201,8 +201,8 @@ class MemoryPredictor:
 
         If `micro_steps` is 1, and no known configuration has one micro batch per step, LoRA
         configurations with two micro batches are returned. The temporary memory of these
-        configurations is a lower bound: gradients of adapters exist during all of the second micro
-        batch, so they count as static memory. With one micro batch, the gradients appear only
+        configurations is a lower bound: their gradients exist during all of the second micro batch,
+        so they are part of the static memory. With one micro batch, the gradients appear only
         during the backward pass. The gradients of adapters are small, so the bound is close.
         """
 

@@ -51,7 +51,7 @@ Moment = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedBuffers:
-    """The settings that determine DeepSpeed's extra memory.
+    """The settings that determine how much memory DeepSpeed needs for its buffers.
 
     `bucket` is the number of gradients in a bucket, or None for the Trainer's value `auto`. `live`
     is the number of parameters that stage 3 may keep gathered, or None for the parameters of two
@@ -104,7 +104,7 @@ class Shares:
     ) -> "Shares":
         """Return the numbers of parameters of any model, from the totals that a probe counted.
 
-        Modules that are trained whole count as adapters.
+        The parameters of modules that are trained whole are included in `adapters`.
         """
         full = config.method == "full"
         trained = measured.trainable_params

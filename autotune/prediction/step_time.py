@@ -168,7 +168,7 @@ class StepTimeEstimate:
         return self.device_error + (self.host_error - self.device_error) * self.host_share
 
     def longer(self, factor: float, rest: float = 1.0) -> "StepTimeEstimate":
-        """Multiply the micro batch times by `factor`, and the rest of a step by `rest`."""
+        """Multiply the micro batch times by `factor`, and the time after them by `rest`."""
         return replace(
             self,
             products_s=factor * self.products_s,
@@ -328,7 +328,7 @@ def _step_time(
     recomputed = 0.0
     if config.checkpoint_every is not None:
         recomputed = math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
-    own, untrained = objective.passes  # extra forward passes without gradients
+    own, untrained = objective.passes  # additional forward passes without gradients
     passes = own + untrained
     head, of_logits = _head(sizes, compiled, objective)
 

@@ -151,7 +151,7 @@ def speed_transfer(
         side: the side of the square matrices that the products multiply, for
             `Calibration.products_tflops`.
         alike: whether the calibration's training used the method that the speed is for. If so, this
-            training counts as one more measurement.
+            training is used like one more measurement.
     """
     if source.name == target.name:
         return SpeedTransfer(products=1.0, bytes=1.0, error=0.0, fp8=1.0, profiled_error=0.0)

@@ -13,11 +13,11 @@ from autotune.core.probe_types import Measurement
 # because they then change a step time by less than the tolerance of `autotune verify`.
 HARMLESS = 0.05
 FULL = 0.9  # if at least this share of the cores is in use, other work delays the host
-# A probe counts as disturbed if the range of its step times exceeds this share of their median. 8
-# of 1,158 probes on H200s and H100s (`benchmarks/data`) have a larger range.
+# A probe is treated as disturbed if the range of its step times exceeds this share of their median.
+# 8 of 1,158 probes on H200s and H100s (`benchmarks/data`) have a larger range.
 STEADY_RANGE = 0.5
-# If this environment variable is set, no probe counts as disturbed. Tests set the variable, because
-# probes of tests run at the same time and always disturb each other.
+# If this environment variable is set, no probe is treated as disturbed. Tests set the variable,
+# because probes of tests run at the same time and always disturb each other.
 ASSUME_QUIET = "AUTOTUNE_ASSUME_QUIET"
 
 

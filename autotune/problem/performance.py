@@ -88,9 +88,9 @@ def step_time_s(
 ) -> float:
     """Return the seconds of an optimizer step, from the median times of its parts.
 
-    The parts are `accumulation` micro batches, and the rest of the step. The share
-    `new_length_share` of the micro batches have a new row length, and each of these takes the
-    measured extra time `new_length_s`.
+    The parts are `accumulation` micro batches, and the time of the step after them. The share
+    `new_length_share` of the micro batches have a new row length, and each of these takes longer,
+    by the measured time `new_length_s`.
     """
     micro = statistics.median(measurement.micro_step_s) + new_length_share * (
         measurement.new_length_s or 0.0

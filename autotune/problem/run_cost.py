@@ -86,7 +86,7 @@ class CostProjection:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The parts of the run whose time is not counted."""
+        """The parts of the run whose time is not included."""
         pauses = self.pauses
         evaluates = pauses is None or (pauses.num_evaluations and pauses.evaluation_s is None)
         saves = pauses is None or pauses.checkpoint_s is None

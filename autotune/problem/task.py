@@ -36,8 +36,9 @@ class Task:
         calibration: the calibration of `device`, of `measured_on`, or of another card in the same
             host.
         world: whether the other ranks of a probe are simulated (`fake`) or real. If they are
-            simulated, the time of communication by formula is added to the measured time. In both
-            cases, the wait for the GPU with the longest rows is added by formula, too.
+            simulated, the time of communication is added to the measured time. In both cases, the
+            wait for the GPU with the longest rows is added. Formulas predict the communication and
+            the wait.
         within_hours: the time limit of the full run.
         example_gib: the memory of the invented example card, if a CPU runs the probes in its place.
     """

@@ -180,7 +180,8 @@ def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
     """Whether a configuration's training losses agree with those measured for its reference.
 
     The reference is the same configuration in a trusted number format. The comparison needs real
-    weights, and time to measure the reference; otherwise the configuration counts as sound.
+    weights, and time to measure the reference. Without both, the configuration is assumed to be
+    sound.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)

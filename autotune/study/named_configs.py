@@ -1,4 +1,4 @@
-"""A suite: named configurations, probed unchanged and compared with published numbers."""
+"""A suite: named configurations that are probed unchanged and compared with published numbers."""
 
 import json
 import statistics
@@ -40,12 +40,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """The result of a case. A case is a named configuration of a suite.
+    """The result of a case, which is a named configuration of a suite.
 
-    `tokens_per_s` counts `seq_len` tokens for each row, including padding. `with_context_gib` is
-    the peak of reserved memory plus the memory of the CUDA context. `interval` is the 80 % interval
-    of an estimated `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval
-    of an estimated `peak_reserved_gib`; it is None for a measured peak. `tight` means that the
+    `tokens_per_s` includes padding: each row has `seq_len` tokens. `with_context_gib` is the peak
+    of reserved memory plus the memory of the CUDA context. `interval` is the 80 % interval of an
+    estimated `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval of an
+    estimated `peak_reserved_gib`; it is None for a measured peak. `tight` means that the
     configuration may not fit, or that less than a tenth of the memory is free.
     """
 
@@ -88,7 +88,7 @@ class ConfigResult:
 
     @property
     def verdict(self) -> str:
-        """Whether the case fits in memory, in words; the outcome's name if its probe failed."""
+        """Whether the case fits in memory, in words, or the outcome's name if the probe failed."""
         if self.case.excluded:
             return "not predicted"
         if self.outcome is Outcome.OK:
@@ -96,9 +96,9 @@ class ConfigResult:
         return NO_FIT if self.outcome is Outcome.OOM else self.outcome.value
 
     def published_pairs(self) -> dict[str, tuple[float | str, float | str | None]]:
-        """Return (published, ours) by name for every published number.
+        """Return {name: (published, ours)} for every published number.
 
-        The outcome is included if the published outcome or ours is OOM.
+        The outcome is included if either the published outcome or our outcome is OOM.
         """
         theirs = self.case.published or Published()
 
@@ -125,7 +125,7 @@ class ConfigResult:
         }
 
     def known_pairs(self) -> dict[str, tuple[float | str, float | str]]:
-        """Return (published, ours) by name, for the numbers where both are known."""
+        """Return {name: (published, ours)} for the numbers where both are known."""
         return {
             name: (theirs, ours)
             for name, (theirs, ours) in self.published_pairs().items()
@@ -133,12 +133,12 @@ class ConfigResult:
         }
 
     def ratios(self, names: Collection[str]) -> list[float]:
-        """Return published / ours for each number in `names` if both are known."""
+        """Return the ratio published / ours for each name in `names`, if both numbers are known."""
         pairs = [pair for name, pair in self.known_pairs().items() if name in names]
         return [float(theirs) / float(ours) for theirs, ours in pairs]
 
     def cells(self) -> tuple[str, ...]:
-        """Return table cells: name, configuration, verdict, speed, memory, published numbers."""
+        """Return a table row: name, configuration, verdict, speed, memory and published numbers."""
         published = "; ".join(
             f"{name} {_number(theirs)}"
             + (
@@ -162,7 +162,7 @@ class ConfigResult:
 
     @property
     def published(self) -> dict[str, Pair]:
-        """Every published number with the number that this suite found, by name."""
+        """By name, every published number with the number that this suite found."""
         return {
             name: Pair(theirs=theirs, ours=ours)
             for name, (theirs, ours) in self.published_pairs().items()
@@ -179,7 +179,7 @@ class SourcedResult:
     source: str | None
 
 
-# The units of published speeds. If a case has both, they express the same speed.
+# The units of published speeds. If a case has numbers in both units, they express the same speed.
 SPEEDS = ("tokens/s", "samples/s")
 PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
@@ -197,10 +197,10 @@ COLUMNS = {
 
 
 def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfig, Task]]:
-    """Yield each case with its configuration and its own task.
+    """Yield each case with its configuration and its task.
 
-    The task has the case's model and gradient accumulation. All rows of the task have full length.
-    Raises UsageError for invalid knobs and values.
+    Each case has a task of its own, with the case's model and gradient accumulation. All rows of
+    the task have `seq_len` tokens. Raises UsageError for invalid knobs and values.
     """
     for case in spec.configs:
         knobs = spec.pins | case.knobs
@@ -249,7 +249,7 @@ def probe_configs(
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
 ) -> list[ConfigResult]:
-    """Probe each case with full rows, or take its stored result.
+    """Probe each case with rows of full length, or take its stored result.
 
     After each probe, suite.json and suite.md are written. If `should_stop` returns True or a probe
     is cancelled, the remaining cases have no result.
@@ -358,7 +358,7 @@ def to_config_result(
 
 
 def agreement(results: list[ConfigResult]) -> str:
-    """Compare results with published numbers in one line; return "" without published numbers."""
+    """Compare results with published numbers in one line; return "" without such numbers."""
     judged_results = [
         one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)
     ]
@@ -409,7 +409,7 @@ def _number(value: float | str) -> str:
 
 
 def _relative_difference(one: float | str, other: float | str) -> str:
-    """Return the relative difference of our number to the published number, such as ' (+3 %)'."""
+    """Return by how much our number differs from the published number, such as ' (+3 %)'."""
     return (
         ""
         if isinstance(one, str) or isinstance(other, str)

@@ -1,8 +1,9 @@
-"""Ranks measured configurations: the cheapest wins, unless a more capable one costs little more.
+"""Rank measured configurations: the cheapest wins, unless a more capable one costs little more.
 
 The score of a configuration is its useful tokens per second (`performance.score`). A more capable
-configuration can learn more, for example with a higher LoRA rank. It wins if it costs at most 5 %
-more than the cheapest configuration; these 5 % are the default of the slack.
+configuration can learn more, for example with a higher LoRA rank. The more capable configuration
+wins if it costs at most a certain fraction more than the cheapest. This fraction is called the
+slack, and its default is 5 %.
 """
 
 import math
@@ -14,9 +15,9 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.problem.search_space import SearchSpace
 
-# A configuration is tight if less than this share of the memory limit is free. More free memory
-# than this is not worth a measurable loss of speed; it only decides between configurations whose
-# speeds tie.
+# A configuration is tight if less than this share of the memory limit is free. A tight
+# configuration may lose to a slower one. If more than this share is free, free memory only decides
+# between configurations whose speeds tie.
 ROOMY = 0.1
 
 
@@ -24,10 +25,10 @@ ROOMY = 0.1
 class Scored:
     """A configuration that fits, with its score and the free share of the memory limit.
 
-    `noise` is the relative difference that two measurements of the same configuration may have.
-    `spread` is the range of the timed steps, relative to the reported step time (`Performance`).
-    With the default `spread`, the configuration neither beats another nor is beaten. `host_bound`
-    marks a CPU-bound configuration.
+    `noise` is by which fraction two measurements of the same configuration may differ. `spread` is
+    the range of the timed steps, relative to the reported step time (`Performance`). With the
+    default `spread`, which is unlimited, the configuration neither beats another nor is beaten.
+    `host_bound` is True for a CPU-bound configuration.
     """
 
     config: TrainConfig
@@ -38,10 +39,10 @@ class Scored:
     spread: tuple[float, float] = (-1.0, math.inf)
 
     def ties(self, other: "Scored") -> bool:
-        """Whether the two scores differ by no more than the noise.
+        """Whether the two scores differ from each other by no more than the noise.
 
         A few long steps on a busy machine make the noise large. Even then, two configurations do
-        not tie if all steps of one are slower than all steps of the other.
+        not tie if all steps of one take longer than all steps of the other.
         """
         ratio = max(self.score, other.score) / min(self.score, other.score)
         return ratio - 1 <= max(self.noise, other.noise) and not (
@@ -53,7 +54,7 @@ class Scored:
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:
-        """Whether the scores tie, and capability and free memory prefer neither configuration."""
+        """Whether the scores tie, capability is the same, and both or neither are tight."""
         return _class(self) == _class(other) and self.ties(other)
 
 
@@ -72,7 +73,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
 
 
 def score_to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
-    """Return the lowest score with which `choose` would prefer the candidate to the others.
+    """Return the lowest score with which `choose` would prefer the candidate to all others.
 
     Raises ValueError without others.
     """
@@ -86,9 +87,9 @@ def score_to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> 
 
 
 def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
-    """Return the candidates with the best `_class` among those within the slack, the fastest first.
+    """Return the candidates of the best `_class` that are within the slack, the fastest first.
 
-    A candidate is within the slack if it costs at most `slack` more than the cheapest.
+    A candidate is within the slack if it costs at most the fraction `slack` more than the cheapest.
     """
     ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
     best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
@@ -100,14 +101,14 @@ def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
 
 
 def _class(candidate: Scored) -> tuple[Any, ...]:
-    """The criteria that count more than speed within the slack; larger is better."""
+    """The criteria that, within the slack, are more important than speed; larger is better."""
     return candidate.config.capability, candidate.free_fraction >= ROOMY
 
 
 def _tie_break(candidate: Scored) -> tuple[bool, float]:
     """The criteria that decide between equally fast configurations; larger is better.
 
-    Free memory counts in whole percent: smaller differences do not matter.
+    Free memory is rounded to whole percent, because smaller differences do not matter.
     """
     return not candidate.host_bound, round(candidate.free_fraction, 2)
 
@@ -123,8 +124,8 @@ def explain_choice(
     """Explain in words why `choose` preferred the winner.
 
     The text also says why no more capable configuration of the space won. `best` describes the
-    configuration with the highest score. The text calls the user's minimum requirements "floors";
-    all configurations of the space meet them.
+    configuration with the highest score. The text calls the user's quality limits "floors"; all
+    configurations of the space meet these limits.
     """
     cheapest = max(candidates, key=lambda candidate: candidate.score)
     capability = winner.config.capability
@@ -156,8 +157,9 @@ def explain_choice(
 def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     """Return configurations of the space that are more capable than `config`.
 
-    The first has every learning knob at its most capable value. Then come configurations with only
-    one knob raised to its most capable value, and configurations with the LoRA ranks in between.
+    In the first of them, every learning knob has its most capable value. Then come configurations
+    with only one knob raised to its most capable value, and configurations with the LoRA ranks in
+    between.
     """
     raised = {
         knob.name: max(

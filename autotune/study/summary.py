@@ -1,4 +1,4 @@
-"""Recipe and StudySummary: the result of a study, as values that reports and exporters read."""
+"""Recipe and StudySummary: the result of a study, in the form that reports and exporters read."""
 
 import math
 from dataclasses import dataclass
@@ -48,14 +48,14 @@ CARD = keys(  # the JSON keys of another GPU
     evidence="cost.evidence",
     measurements_on_this_card="num_observations",
 )
-# Memory is stable if its peaks grow by at most this share, or by at most CREEP_GIB.
+# The memory of a run is stable if its peaks grow by at most this fraction, or by at most CREEP_GIB.
 CREEP = 0.02
 CREEP_GIB = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One configuration with all its measurements and projections."""
+    """A configuration with its measured speed and memory, and with the cost projected from them."""
 
     JSON: ClassVar = keys(
         "config",
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def energy_j_per_token(self) -> float | None:
-        """The joules per useful token, or None if the driver does not report the power."""
+        """The joules for each useful token, or None if the driver does not report the power."""
         telemetry = self.measurement.telemetry
         power_w = telemetry.power_w if telemetry else None
         return None if power_w is None else power_w / self.performance.tokens_per_second
@@ -92,8 +92,8 @@ class Candidate:
 class TrainingData:
     """The dataset of a study, which the exported run trains on.
 
-    `path` is absolute, or a name on the Hub (org/name[:config]). `files` are the paths of a local
-    dataset's files. `chat_template` is the template of the study's tokenizer, if it is known.
+    `path` is an absolute path, or a name on the Hub (org/name[:config]). `files` are the paths of a
+    local dataset's files. `chat_template` is the template of the study's tokenizer, if it is known.
     """
 
     path: str
@@ -107,9 +107,9 @@ class Recipe:
     """The winner of a study, and the facts that reports and exporters need about it.
 
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
-    `learning` has the learning rates that were tried for the winner. `unsteady` is the reason why
-    the measurements are too unsteady to state a speed-up, or None. `alone` says that only the
-    winner was tried.
+    `learning` has the learning rates that were tried for the winner. `unsteady` says why the
+    measurements vary too much to state a speed-up, or is None. `alone` is True if the winner is the
+    only configuration that was tried.
     """
 
     study: str
@@ -127,7 +127,7 @@ class Recipe:
     by_gpus: tuple[Candidate, ...] = ()
     within_hours: float | None = None  # the deadline of the full run, in hours from its start
     example_gib: float | None = None  # the memory of the example card that the CPU simulates
-    numerics: str = ""  # the evidence on the winner's number formats
+    numerics: str = ""  # in words, how much the winner's number formats change its losses
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
     learning: Learning | None = None
@@ -143,10 +143,10 @@ class Recipe:
 
     @property
     def is_rate_learned(self) -> bool:
-        """Whether a search found the learning rate."""
-        # Records without a default come from older versions, which set LoRA's alpha to twice the
-        # rank. Today alpha is twice the rank only at rank 16, so the rates of older versions apply
-        # only to rank 16 and to full fine-tuning.
+        """Whether a search found the winner's learning rate."""
+        # Records without a default rate come from older versions, which set LoRA's alpha to twice
+        # the rank. Today, alpha is twice the rank only at rank 16. So the rates that older versions
+        # found are used only for rank 16 and for full fine-tuning.
         return self.learning is not None and bool(
             self.learning.default or self.config.lora_rank in (None, 16)
         )
@@ -167,7 +167,7 @@ class Recipe:
 
     @property
     def shape(self) -> RunShape:
-        """The division of the full run's examples into optimizer steps."""
+        """How the full run divides its examples into optimizer steps."""
         return self.workload.run_shape(self.config)
 
     @property
@@ -197,24 +197,29 @@ class Recipe:
 
     @property
     def speedup_evidence(self) -> Evidence:
-        """The evidence for the speed-up: the weaker evidence of winner and baseline."""
+        """How the speed-up was obtained (`Evidence`).
+
+        Of the evidence for the winner's speed and for the baseline's speed, it is the less reliable
+        one.
+        """
         if self.unsteady is not None:
             return Evidence.DISTURBED
         return weakest(*(one.evidence for one in (self.winner, self.baseline) if one))
 
     @property
     def differs(self) -> bool:
-        """Whether the speeds of winner and baseline differ by more than the measurement error."""
+        """Whether the winner's and the baseline's speed differ by more than their error."""
         low, high = self.speedup_interval or (1.0, 1.0)
         return not low <= 1.0 <= high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One finished trial. `margin` is needed memory / limit - 1, positive without enough memory.
+    """A finished trial.
 
+    `margin` is (needed memory / limit) - 1, which is positive if the configuration does not fit.
     `reused` says that the result was stored before the trial began. `is_own` says that this study
-    itself had measured it.
+    itself had measured the result.
     """
 
     number: int
@@ -241,9 +246,9 @@ class TrialRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """The training of one finalist: held-out loss before and after, or the reason for a failure.
+    """The training of one finalist: the held-out loss before and after, or why the training failed.
 
-    `full_run_hours` and `full_run_usd` are projections of its full run.
+    `full_run_hours` and `full_run_usd` are the predicted time and cost of the finalist's full run.
     """
 
     config: TrainConfig
@@ -259,8 +264,8 @@ class Learned:
 class Quality:
     """The finalists, each trained for `steps` optimizer steps from one seed.
 
-    All train on the same `trained_on` examples. A loss is the mean loss per token over `held_out`
-    other examples, each truncated to `tokens` tokens.
+    All finalists train on the same examples, whose number is `trained_on`. A loss is the mean loss
+    per token over `held_out` other examples, each truncated to `tokens` tokens.
     """
 
     steps: int
@@ -279,7 +284,10 @@ class Quality:
         )
 
     def pareto_front(self) -> tuple[Learned, ...]:
-        """Return the Pareto front of the finalists' loss and run time, the fastest first."""
+        """Return the Pareto front of the finalists' loss and run time, the fastest first.
+
+        For a finalist in this front, no other finalist has both a lower loss and a shorter run.
+        """
         front = list[Learned]()
         lowest = math.inf
         for learned in sorted(self.ranked(), key=lambda learned: learned.full_run_hours):
@@ -289,7 +297,7 @@ class Quality:
         return tuple(front)
 
     def notes(self, winner: TrainConfig) -> list[str]:
-        """List the caveats: the winner's loss is unknown, or another finalist learned more."""
+        """Say if the winner's loss is unknown, or if another finalist learned more."""
         own = next((learned for learned in self.learned if learned.config == winner), None)
         if own is None:
             return [
@@ -316,12 +324,12 @@ class Verification:
 
     - Errors are relative and signed: predicted / measured - 1.
     - A peak is None if the device does not report it.
-    - `file` is the program that ran. `probed` says whether the study probed this program. If not,
-      there is no prediction to compare with.
-    - `soak` marks a run that mixes the longest possible rows with short rows. Its speed is not
-      predicted. Its memory must not exceed the prediction, and must not grow between the second and
-      the last quarter of the run.
-    - `peaks_gib` has the peak of the allocated memory in each quarter of a soak. It is empty if
+    - `file` is the program that ran. `probed` says whether the study probed this program. If it did
+      not, there is no prediction to compare with.
+    - `soak` is True for a run that mixes the longest possible rows with short rows. The speed of
+      such a run is not predicted. Its memory must not exceed the prediction, and must not grow
+      between the second and the last quarter of the run.
+    - `peaks_gib` has the peak of the allocated memory in each quarter of such a run, or is empty if
       the peaks are unknown.
     """
 
@@ -365,12 +373,12 @@ class Verification:
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured peak, minus 1; None if the device does not report the peak."""
+        """The peaks in the second and the last quarter of the run; None if they did not grow."""
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property
     def memory_growth_gib(self) -> tuple[float, float] | None:
-        """The peaks in the second and the last quarter of a soak; None if memory did not grow."""
+        """The peaks in the second and the last quarter of the run; None if memory did not grow."""
         if not self.soak or len(self.peaks_gib) != 4:
             return None
         _, before, _, after = self.peaks_gib
@@ -378,9 +386,9 @@ class Verification:
 
     @property
     def _excess(self) -> dict[str, float]:
-        """The relative excess of the run's time and memory over the prediction.
+        """By which fraction the run's time and memory exceed the prediction.
 
-        A value is negative if the run was faster or smaller.
+        A fraction is negative if the run needed less than predicted.
         """
         slower = self.speed_error or 0.0
         larger = -(self.memory_error or 0.0)
@@ -392,14 +400,13 @@ class Verification:
 
     @property
     def worse(self) -> tuple[str, ...]:
-        """The aspects worse than predicted by more than the tolerance: "slower", "larger"."""
+        """How the run was worse than predicted, beyond the tolerance: "slower", "larger"."""
         return tuple(what for what, excess in self._excess.items() if excess > self.tolerance)
 
     @property
     def better(self) -> tuple[str, ...]:
-        """The aspects better than predicted by more than the tolerance: "faster", "smaller"."""
-        # A soak test also has short rows, so a smaller peak than predicted does not count as
-        # better.
+        """How the run was better than predicted, beyond the tolerance: "faster", "smaller"."""
+        # A soak run also has short rows, so a smaller peak than predicted is not called better.
         opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}
         return tuple(
             opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance
@@ -413,7 +420,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    """Projections of the winner's run to other GPU models, and to other numbers of the same GPU."""
+    """Predictions of the winner's run on other GPU models, and on other numbers of the same GPU."""
 
     cards: tuple[Estimate, ...] = ()
     scaling: Scaling = Scaling()  # noqa: RUF009 (frozen)
@@ -423,9 +430,9 @@ class Projections:
 class StudySummary:
     """The results of a study, as reports and exporters read them.
 
-    `recipe` is None if no trial succeeded. `wall_seconds` covers all sessions. `probes` has all
-    stored results in order. A result that was computed without a probe has no seconds. `cards` and
-    `scaling` project the winner's run to other cards and other numbers of GPUs.
+    `recipe` is None if no trial succeeded. `wall_seconds` is the time of all sessions. `probes` has
+    all stored results in order. A result that was computed without a probe has no seconds. `cards`
+    and `scaling` predict the winner's run on other cards and on other numbers of GPUs.
     """
 
     JSON: ClassVar = keys(
@@ -489,14 +496,14 @@ class StudySummary:
 
     @property
     def speedup_evidence(self) -> Evidence | None:
-        """The evidence for the speed-up, or None without a baseline."""
+        """How the speed-up was obtained (`Evidence`), or None without a baseline."""
         return self.recipe.speedup_evidence if self.recipe and self.recipe.baseline else None
 
     @property
     def savings(self) -> Savings | None:
-        """The savings of the winner's full run against the baseline's.
+        """What the winner's full run saves, compared with the baseline's full run.
 
-        The savings are None if the speed-up is unknown, or within the measurement error.
+        The result is None if the speed-up is unknown or smaller than the measurement error.
         """
         recipe = self.recipe
         if recipe is None or recipe.baseline is None or not recipe.differs:
@@ -531,9 +538,9 @@ class StudySummary:
         return sum(row.is_from_other for row in self.trials)
 
     def counts(self) -> dict[str, int]:
-        """Count the trials by outcome.
+        """Return the number of trials for each outcome.
 
-        `judged` counts the distinct configurations that were neither refused nor crashed.
+        `judged` is the number of distinct configurations that were neither refused nor crashed.
         """
         judged = {
             row.config.digest
