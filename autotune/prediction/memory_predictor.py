@@ -189,7 +189,7 @@ class MemoryPredictor:
         )
 
     def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
-        """Return the known configuration of this compute signature with the closest token count."""
+        """Return the one of the `_similar` configurations with the closest number of tokens."""
 
         def distance(known: Known) -> float:
             return abs(math.log(known.config.tokens / config.tokens))

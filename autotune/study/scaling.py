@@ -218,7 +218,7 @@ def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tup
 
 
 def has_unknown_speed(rows: Sequence[RankPlan]) -> bool:
-    """Return whether a row fits and its speed is unknown."""
+    """Return whether a row that fits has an unknown speed."""
     return any(row.state == FITS and row.tokens_per_s is None for row in rows)
 
 

@@ -373,7 +373,7 @@ class Verification:
 
     @property
     def memory_error(self) -> float | None:
-        """The peaks in the second and the last quarter of the run; None if they did not grow."""
+        """The predicted peak divided by the measured peak, minus 1; None if no peak is known."""
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property
