@@ -184,7 +184,7 @@ def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
 
 
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
-    """Return the two smallest numbers of layers from which dry probes can be extrapolated.
+    """Return the two smallest numbers of layers from which a dry probe can be extrapolated.
 
     The smallest numbers suffice, because a dry probe computes its results, so they have no noise.
     Returns None if there are no two such numbers.

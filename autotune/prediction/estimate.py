@@ -213,7 +213,7 @@ class Estimate(ShownAsTable):
 
     @property
     def margin(self) -> float:
-        """The memory needed beyond the limit, relative to the limit; negative if the run fits."""
+        """(Needed memory - limit) / limit, which is negative if the run fits."""
         return self.need_gib / self.limit_gib - 1
 
     @property
@@ -235,7 +235,7 @@ class Estimate(ShownAsTable):
 
     @property
     def calibrated(self) -> str | None:
-        """The calibrated parts of the speed and their date, or None without a calibration."""
+        """In words, what was calibrated for the speed, and when; None without a calibration."""
         return calibrated_parts(self.calibration, self.device)
 
 

@@ -689,7 +689,7 @@ def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
 
 
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
-    """Return the bytes per token that a layer keeps less, because some matrices have no adapter.
+    """Return how many fewer bytes per token a layer keeps if some matrices have no adapter.
 
     `kept_factors` assumes adapters on every matrix. An adapter keeps its input. Under autocast,
     each adapter keeps its own cast of the input, unless Inductor makes one cast for all. Without

@@ -201,9 +201,9 @@ class MemoryPredictor:
 
         If `micro_steps` is 1, and no known configuration has one micro batch per step, LoRA
         configurations with two micro batches are returned. The temporary memory of these
-        configurations is a lower bound: their gradients exist during all of the second micro batch,
-        so they are part of the static memory. With one micro batch, the gradients appear only
-        during the backward pass. The gradients of adapters are small, so the bound is close.
+        configurations is a lower bound: in the second micro batch, all gradients exist from its
+        start, so they are part of the static memory. With one micro batch, the gradients appear
+        only during the backward pass. The gradients of adapters are small, so the bound is close.
         """
 
         def with_steps(steps: int) -> list[Known]:

@@ -386,8 +386,8 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
 
     A CPU without fast bf16 trains in fp32, even if fp32 is not in the space. If the device has no
     bf16, and the space does not have the knob `precision`, the device's usual precision is added to
-    the space. If the space has only one precision, it is never replaced, and an error is raised if
-    the device does not support it.
+    the space. A precision that is the only one in the space is never replaced; an error is raised
+    if the device does not support it.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
         narrowing.pin("precision", device.usual_precision)
@@ -673,7 +673,7 @@ def _narrow_to_named_layers(
 ) -> None:
     """Remove values of `lora_targets` that name modules which the model lacks.
 
-    A value stays if the model has all modules that the value names. If the catalogue knows the
+    A value stays if the model has all modules that the value names. If lora_targets.yaml has the
     module names of this model type, a value stays if the model has at least one of the modules. The
     value `attention_experts` stays only if the model also has a parameter of experts. One of
     EXPERT_PARAMETERS is enough, because no family has all of them.

@@ -168,8 +168,8 @@ def tokens_per_s(result: ProbeResult, workload: Workload) -> float | None:
 def margins(result: ProbeResult) -> dict[str, float]:
     """Return a probe's margins by name; a configuration is feasible if no margin is above 0.
 
-    `memory` is the memory needed beyond the limit, relative to the limit. `health` is 0 after a
-    success and after a lack of memory, and 1 after any other outcome.
+    `memory` is (needed memory - limit) / limit. `health` is 0 after a success and after a lack of
+    memory, and 1 after any other outcome.
     """
     if result.oom is not None:
         return {"memory": result.oom.margin, "health": 0.0}

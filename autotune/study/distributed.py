@@ -526,7 +526,7 @@ class SharedTrials:
         )
 
     def num_missing(self, wanted: int = MANY) -> int:
-        """How many candidates must still be evaluated so that there are `wanted`."""
+        """How many more candidates must be evaluated until there are `wanted` candidates."""
         return max(
             wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open),
             0,

@@ -120,7 +120,7 @@ def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
 
 
 def _unmeasured_reason(results: Sequence[ProbeResult], baselines: Collection[TrainConfig]) -> str:
-    """Return why a node has no reading of the baseline.
+    """Return why a node has no measurement of the baseline.
 
     The reason is the outcome of the node's last probe of the baseline, or that the node never
     probed the baseline.
@@ -220,5 +220,5 @@ class NodeRow:
 
 
 def node_row(node: Node, task: Task) -> NodeRow:
-    """Return the row of a node of the task's study."""
+    """Return a node as a row of data; `task` is the task of the node's study."""
     return NodeRow(study=task.study, device=(task.measured_on or task.device).name, node=node)

@@ -15,9 +15,9 @@ from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, Pro
 from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
-WHOLE = 0  # stands for all layers in dictionaries whose keys are numbers of layers
-# To evaluate a micro batch needs only a forward pass, which takes at most this share of the time to
-# train on the micro batch.
+WHOLE = 0  # the key for all layers, in dictionaries whose keys are numbers of layers
+# The evaluation of a micro batch is only a forward pass, which takes at most this share of the time
+# to train on the micro batch.
 EVALUATED = 0.5
 # The warm-up steps and the first timed round are assumed to take at most as long as this number of
 # average micro batches. The rest of their measured time is attributed to compilation.

@@ -183,7 +183,9 @@ class StudyRecord:
         }
 
         carried = (values.get("task") or {}).get("carried")
-        if carried and "ratio" in carried:  # older versions had one ratio for products and bytes
+        if (
+            carried and "ratio" in carried
+        ):  # older versions stored a single ratio, for products and bytes
             ratio = carried.pop("ratio")
             carried |= {"products": ratio, "bytes": ratio}
 
