@@ -36,11 +36,11 @@ from autotune.core.train_config import TrainConfig
 # The next three numbers are the relative error that is assumed for an extrapolated step time, about
 # two standard deviations. The error is assumed even if all timed steps took equally long
 # (`benchmarks/depth_extrapolation.py`). DEVICE_BOUND is for GPU-bound steps. On an H200, step times
-# that were extrapolated from a probe of 2 layers and a probe of 8 to 32 layers had errors of 1 to 4
-# %.
+# that were extrapolated from a probe of 2 layers and a probe of 8 to 32 layers had errors of 1 to
+# 4 %.
 DEVICE_BOUND = 0.02
-# HOST_BOUND is for CPU-bound steps. On an idle host, their extrapolated times had errors of 2 to 5
-# %. If other programs used the host, a tenth of the errors exceeded 15 %.
+# HOST_BOUND is for CPU-bound steps. On an idle host, their extrapolated times had errors of 2 to
+# 5 %. If other programs used the host, a tenth of the errors exceeded 15 %.
 HOST_BOUND = 0.15
 # UNKNOWN_HOST is for training on a CPU. Step times that were extrapolated from a probe of 2 small
 # layers and a probe of 4 to 16 small layers had errors of up to 16 %. The same error is assumed for
