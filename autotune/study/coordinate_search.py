@@ -23,11 +23,11 @@ from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
-# The order of the knobs in each pass of the search. Attention comes first, because attention without
-# stored scores leaves room for larger micro batches. Compilation comes late, because it takes
-# seconds for each configuration, and is then needed only with the best values of the earlier knobs.
-# Quantisation, which may turn on matrix products in fp8, comes last, because such products are
-# faster only in compiled layers.
+# The order of the knobs in each pass of the search. Attention comes first, because attention
+# without stored scores leaves room for larger micro batches. Compilation comes late, because it
+# takes seconds for each configuration, and is then needed only with the best values of the earlier
+# knobs. Quantisation, which may turn on matrix products in fp8, comes last, because such products
+# are faster only in compiled layers.
 ORDER = (
     "attention",
     "loss",
