@@ -35,10 +35,12 @@ from autotune.report.values.plan import (
     LITTLE_KNOWN,
     NO_SPEED,
     ONLY_BASELINE,
+    ONLY_GROUPED,
     ONLY_LEANEST,
     Cell,
     Plan,
 )
+from autotune.study.neighbours import grouped_variants, leaner_optimizer
 from autotune.study.ranking import Scored, choose, explain_choice
 
 MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
@@ -264,13 +266,17 @@ def _counted_plan(
 ) -> Plan:
     """Return the plan of a model that no formula covers.
 
-    A dry probe has computed the memory of `baseline`. If the baseline does not fit, another dry
-    probe computes the memory of the configuration that needs the least memory.
+    A dry probe has computed the memory of `baseline`. If the model is a mixture of experts, dry
+    probes compute the memory with its fastest kernels too. If neither fits, a dry probe computes
+    the memory of the configuration that needs the least memory.
     """
     result = _baseline_plan(task, limit_gib, observations, baseline)
-    best = baseline
-    reason = ONLY_BASELINE
-    if baseline.state != FITS:
+    grouped = _count_grouped(task, limit_gib, observations) if task.model.has_experts else None
+    counted = [one for one in (grouped, baseline) if one is not None and one.state == FITS]
+    if counted:
+        best = max(counted, key=lambda one: one.tokens_per_s or 0.0)
+        reason = ONLY_BASELINE if grouped is None else ONLY_GROUPED
+    else:
         leanest = count_leanest(task, limit_gib, observations)
         if leanest is None or leanest.state != FITS:
             return result
@@ -280,6 +286,25 @@ def _counted_plan(
     if best.tokens_per_s:
         return replace(result, best=best, reason=reason)
     return replace(result, reason=NO_SPEED)
+
+
+def _count_grouped(
+    task: Task, limit_gib: float, observations: Sequence[Observation]
+) -> Estimate | None:
+    """Count compiled layers with grouped products of the experts, or return None if impossible.
+
+    The micro batch is the largest of the baseline's that fits. If none fits, an optimizer with
+    less state is tried too.
+    """
+    plain = grouped_variants(task.space, task.baselines)
+    lean = [one for config in plain for one in leaner_optimizer(task.space, config)]
+    found = None
+    for configs in (plain, lean):
+        estimated = _largest_that_fits(task, configs, limit_gib, observations)
+        if estimated is not None and estimated.state == FITS:
+            return estimated
+        found = found or estimated
+    return found
 
 
 def count_leanest(
@@ -315,8 +340,30 @@ def _baseline(
     If no micro batch fits, return the estimate for the largest micro batch that has one. Raises
     UsageError if no formula covers the baseline and no dry probe can compute its memory.
     """
+    found = _largest_that_fits(task, task.baselines, limit_gib, observations, counted=counted)
+    if found is None:
+        raise UsageError(
+            no_estimate(task, task.baselines[0], counted=counted),
+            remedy="`autotune run` on a GPU measures it, or says at once why it cannot; "
+            "if the GPU is too small, add --shallow-only",
+        )
+    return found
+
+
+def _largest_that_fits(
+    task: Task,
+    configs: Sequence[TrainConfig],
+    limit_gib: float,
+    observations: Sequence[Observation],
+    *,
+    counted: bool = True,
+) -> Estimate | None:
+    """Return the estimate of the first configuration that fits; the first has the most rows.
+
+    If none fits, return the first one that has an estimate, or None if there is none.
+    """
     fallback = None
-    for number, config in enumerate(task.baselines):
+    for number, config in enumerate(configs):
         estimated = estimate(
             task, config, limit_gib, observations, count=count if counted else None
         )
@@ -327,17 +374,10 @@ def _baseline(
         # A dry probe takes seconds. If the smallest micro batch does not fit, larger micro batches
         # do not fit either, so no dry probes are run for them.
         if counted and number == 0:
-            smallest = estimate(task, task.baselines[-1], limit_gib, observations, count=count)
+            smallest = estimate(task, configs[-1], limit_gib, observations, count=count)
             fallback = fallback or smallest
-            if smallest is not None and smallest.state != FITS:
+            if smallest is None or smallest.state != FITS:
                 break
-
-    if fallback is None:
-        raise UsageError(
-            no_estimate(task, task.baselines[0], counted=counted),
-            remedy="`autotune run` on a GPU measures it, or says at once why it cannot; "
-            "if the GPU is too small, add --shallow-only",
-        )
     return fallback
 
 

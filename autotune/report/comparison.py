@@ -30,7 +30,7 @@ from autotune.report.values.comparison import (
     spot_interval,
     usd_interval,
 )
-from autotune.report.values.plan import ONLY_BASELINE, ONLY_LEANEST
+from autotune.report.values.plan import ONLY_BASELINE, ONLY_GROUPED, ONLY_LEANEST
 
 Data = dict[str, Any]
 
@@ -205,13 +205,13 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         for card in group.cards
         if card.best is not None and card.plan is not None and card.plan.counted
     ]
-    leanest = [
-        card.device.name
-        for card in counted_cards
-        if card.plan and card.best is not card.plan.baseline
+    reasons = {card.device.name: card.plan.reason for card in counted_cards if card.plan}
+    sentences += [
+        few
+        for few in (ONLY_BASELINE, ONLY_GROUPED)
+        if any(reason.endswith(few) for reason in reasons.values())
     ]
-    if len(leanest) < len(counted_cards):
-        sentences.append(ONLY_BASELINE)
+    leanest = [name for name, reason in reasons.items() if reason.endswith(ONLY_LEANEST)]
     if leanest:
         sentences.append(f"{' and '.join(leanest)}: {ONLY_LEANEST}")
     reserve = [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]

@@ -19,7 +19,12 @@ from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study.distributed import COORDINATE_TRIALS, SharedTrials
 from autotune.study.evaluator import Evaluation
 from autotune.study.formula_seeds import formula_seeds
-from autotune.study.neighbours import COMPILED, compiled_variants
+from autotune.study.neighbours import (
+    COMPILED,
+    compiled_variants,
+    grouped_variants,
+    leaner_optimizer,
+)
 from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
@@ -178,7 +183,7 @@ class CoordinateSearch:
         task = self.trials.task
         if best:
             self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0))
-            self._seeds = self._seeds or list(_grouped_seed(task.space, best.config))
+            self._seeds = self._seeds or grouped_variants(task.space, [best.config])
         for config in self._seeds:
             chosen = task.space.clip(replace(config, **changes))
             if task.space.config(chosen).digest not in self._tried and not self.trials.is_done():
@@ -279,7 +284,7 @@ def next_move(
         shrinks = name in ("checkpointing", "packing")
         variants = smaller_batches(space, moved) if shrinks else iter([moved])
         if name == "micro_batch_size" and value > current.micro_batch_size:
-            variants = chain(variants, _leaner_optimizer(space, moved))
+            variants = chain(variants, leaner_optimizer(space, moved))
         fits = False
         for config in variants:
             chosen = space.clip(config)
@@ -323,26 +328,6 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
     return sorted(
         (value for value in values if speed_rank(value) < speed_rank(present)), key=speed_rank
     )
-
-
-def _leaner_optimizer(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield a copy whose optimizer is the next leaner one in the space, if there is one."""
-    rank = KNOBS["optimizer"].memory_rank
-    present = rank(config.optimizer)
-    leaner = [value for value in space.choices("optimizer") if rank(value) < present]
-    if leaner:
-        yield replace(config, optimizer=max(leaner, key=rank))
-
-
-def _grouped_seed(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
-    """Yield a copy with compiled layers and grouped products of experts, if the space has them.
-
-    The formulas do not cover mixtures of experts, which gain most from this change.
-    """
-    loss = min(space.choices("loss"), key=KNOBS["loss"].memory_rank)
-    for variant in compiled_variants(space, [replace(config, loss=loss)]):
-        if variant.lora_kernels == "grouped":
-            yield variant
 
 
 def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:

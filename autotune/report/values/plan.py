@@ -19,9 +19,13 @@ ONLY_LEANEST = (
     "the baseline does not fit; of the other configurations, only the one that needs the least "
     "memory was counted, since each count takes seconds: `autotune run` looks for the best"
 )
+ONLY_GROUPED = (
+    "only the baseline and compiled layers with grouped products of the experts were counted, "
+    "since each count takes seconds: `autotune run` looks for the best"
+)
 # If a plan's `reason` is one of these texts, few configurations were estimated: others may fit or
 # be faster.
-LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
+LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST, ONLY_GROUPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,14 @@ from autotune.planning.compare import (
     smallest_holding,
 )
 from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib
-from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, Plan, plan_task, planned_setup
+from autotune.planning.plan import (
+    ONLY_BASELINE,
+    ONLY_GROUPED,
+    ONLY_LEANEST,
+    Plan,
+    plan_task,
+    planned_setup,
+)
 from autotune.prediction.estimate import estimate, memory_state
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
@@ -549,7 +556,7 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
 ) -> None:
     worked = replace(COUNT, flops={"mm": 10**14}, moved_bytes={"other": 10**11}, operations=2000)
     monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=worked))
-    made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10,h100"])
+    made = rules.compare([StudySpec(model="gpt2", space="lora")], gpus=["a10,h100"])
     group = made.groups[0]
     assert group.fastest is not None and group.fastest.device.name == "h100-sxm"
     assert (
@@ -621,6 +628,32 @@ def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(
         and json_data(card.plan)["best"]["memory_by"] == "counted"
     )
     assert json_data(plan())["baseline"]["memory_by"] == "formula"
+
+
+def test_a_mixture_is_counted_with_grouped_products_and_if_need_be_a_leaner_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gib(config: TrainConfig) -> float:
+        state = 12.0 if config.optimizer == "adamw_torch_fused" else 2.0
+        whole_weights = 20.0 if config.lora_kernels == "peft" else 0.0
+        return 20.0 + state + whole_weights + config.micro_batch_size
+
+    monkeypatch.setattr(counted_memory, "dry_count", counted([], gib))
+    for gpu, size, optimizer in (
+        ("a100-80gb-sxm", 8, "adamw_torch_fused"),
+        ("rtx-5090", 4, "adamw_8bit"),  # 28.4 GiB
+    ):
+        card = of_mixtral(gpu, "lora")
+        assert card.best is not None and card.plan is not None
+        config = card.best.config
+        assert (config.lora_kernels, config.compile, config.loss) == (
+            *("grouped", "per_layer"),
+            "chunked",
+        )
+        assert (config.micro_batch_size, config.optimizer) == (size, optimizer)
+        assert card.plan.reason == ONLY_GROUPED
+        held = Group(model="m", method="lora", cards=(card,))
+        assert ONLY_GROUPED in verdicts(Comparison(groups=(held,)), held)
 
 
 def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(
