@@ -5,6 +5,7 @@ measured study.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -294,12 +295,17 @@ def _count_grouped(
     """Count compiled layers with grouped products of the experts, or return None if impossible.
 
     The micro batch is the largest of the baseline's that fits. If none fits, an optimizer with
-    less state is tried too.
+    less state is tried too, and then experts in 4 bits if the space has them.
     """
-    plain = grouped_variants(task.space, task.baselines)
-    lean = [one for config in plain for one in leaner_optimizer(task.space, config)]
+    space = task.space
     found = None
-    for configs in (plain, lean):
+    for in_4_bits, is_lean in itertools.product((False, True), repeat=2):
+        if in_4_bits not in space.choices("quantize_experts"):
+            continue
+        starts = [replace(one, quantize_experts=in_4_bits) for one in task.baselines]
+        configs = grouped_variants(space, starts)
+        if is_lean:
+            configs = [one for config in configs for one in leaner_optimizer(space, config)]
         estimated = _largest_that_fits(task, configs, limit_gib, observations)
         if estimated is not None and estimated.state == FITS:
             return estimated
