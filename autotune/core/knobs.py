@@ -115,7 +115,7 @@ class KnobSpec:
 
     @property
     def default_stays(self) -> bool:
-        """Whether a knob that has its default value keeps it, whatever values other knobs have."""
+        """Whether the default value is possible and active with all values of the other knobs."""
         always_possible = self.default not in (None, *self.impossible_with)
         return always_possible and self.inactive is None and not self.required
 

@@ -72,7 +72,9 @@ def _pair(row: dict[str, Any]) -> UntestedPair:
 
 @functools.cache
 def untested_in(context: str, member: str = "") -> tuple[UntestedPair, ...]:
-    """Return the rows for a context and one of its members, such as the objective `dpo`.
+    """Return the untested pairs of a context that apply to one of its members.
+
+    For example, the context is `objective` and the member is `dpo`.
 
     The contexts `images` and `several_gpus` have no members.
     """

@@ -300,7 +300,7 @@ def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
     """Yield each combination of changes with this rank, as (number of changes, merged edits).
 
     The rank of a combination is the largest rank of its changes. For the rank SHORTER, all
-    combinations of lower ranks are yielded, because `fixes` has no change of this rank. For
+    combinations of lower ranks are yielded, because the caller shortens the rows itself. For
     SAME_RESULT, the combination without changes is also yielded. At most one change of a
     combination trains adapters.
     """

@@ -309,8 +309,8 @@ def _times(
         rest, rest_error = _time(low.rest_s, high.rest_s, factor, depth_ratio, typical)
     if host is not None:
         # In a truncated model, the host can issue all layers while the device still computes the
-        # head, so the host's time does not lengthen the micro batch. The whole model has so many
-        # layers that its micro batch may take as long as the host needs to issue them.
+        # head, so the host's time does not lengthen the micro batch. In the whole model, the head's
+        # time is too short for that, and a micro batch takes at least as long as the host needs.
         micro = _raise_to_host_pace(host, low, high, factor, micro)
 
     step = high.micro_steps * micro + rest

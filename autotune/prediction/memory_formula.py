@@ -714,8 +714,8 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
 def _keeps_output(sizes: Sizes, config: TrainConfig) -> bool:
     """Return whether an uncompiled layer keeps the input of `o_proj` even without an adapter.
 
-    Fused attention keeps its output, which is this input unless it is cast or copied. Phi 3 copies
-    its attention's output for `o_proj`, unless rows are packed.
+    Fused attention keeps its output for the backward pass. The same tensor is the input of
+    `o_proj`, unless the output is cast or copied first. Phi 3 copies it, unless rows are packed.
     """
     keeps_input = sizes.family != "phi3" or config.packed_attention == "varlen"
     return config.attention != "eager" and keeps_input

@@ -36,10 +36,10 @@ OF_POWER = 0.3
 # Between two cards with the same chip, the speed of kernels that move bytes is proportional to the
 # memory bandwidth to the power of OF_MEMORY. These kernels also wait for the chip, which is equally
 # fast on both cards. An H200 has 1.43 times the bandwidth of an H100, but these kernels were only
-# 1.24 times as fast. For the 103 published pairs of cards with the same chip, the error of the
-# predicted ratio is 8 % with OF_MEMORY and 11 % with an exponent of 1. For two cards with different
-# chips, the exponent is 1: the error for such published pairs is 15 %, and would be 17 % with
-# OF_MEMORY.
+# 1.24 times as fast. Others published measurements of the same work on two cards. For 103 of these
+# pairs, with the same chip, the predicted ratio of the speeds is 8 % off with OF_MEMORY, and 11 %
+# off with an exponent of 1. For two cards with different chips, the exponent is 1: the predicted
+# ratio is 15 % off, and would be 17 % off with OF_MEMORY.
 OF_MEMORY = 0.61
 # A card with an unknown power limit is assumed to reach this fraction of its peak. By the formula,
 # the cards in the catalogue reach 0.58 to 0.95, and 0.75 is about the middle.

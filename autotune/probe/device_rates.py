@@ -67,7 +67,8 @@ def measure_rates(meter: Meter) -> DeviceRates:
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = _seconds(meter, lambda: target.copy_(source), lambda: None)
-    # A CPU finishes each call before the next is issued, so it needs no work in advance.
+    # Before a measurement, a GPU gets some copies into its queue, so that it does not wait for the
+    # host. A CPU finishes each call before the next is issued, so it needs none.
     num_copies = math.ceil(AHEAD_S / copy_s) if on_gpu else 0
 
     def get_ahead() -> None:

@@ -35,7 +35,8 @@ from autotune.probe.meters import Meter
 PREFIX = "autotune: "
 IN_BACKWARD = "autograd::engine::evaluate_function: "
 ADDS_GRADIENT = "AccumulateGrad"
-# Names of calls to the CUDA runtime. The profiler numbers these calls separately from operators.
+# Names of calls to the CUDA runtime. The profiler gives these calls numbers of their own, so a call
+# and an operator may have the same number.
 RUNTIME = re.compile(r"(cuda|cu|hip)[A-Z]")
 NUM_LONGEST = 15
 LONGEST_NAME = 120

@@ -66,7 +66,10 @@ def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, .
 
 
 def _place(rows: _OpenRows, tokens: int, number: int) -> int:
-    """Put examples of one length into equal rows; return the number of examples not yet placed."""
+    """Put examples of one length into rows that have the same examples' lengths already.
+
+    Return the number of examples that are not yet placed.
+    """
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())
 

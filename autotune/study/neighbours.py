@@ -67,7 +67,17 @@ def grouped_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list
     mixtures, and for mixtures this change gains most.
     """
     loss = min(space.choices("loss"), key=KNOBS["loss"].memory_rank)
-    variants = compiled_variants(space, (replace(config, loss=loss) for config in configs))
+    fastest = min(space.choices("attention"), key=KNOBS["attention"].speed_rank)
+    starts = [
+        replace(
+            config,
+            loss=loss,
+            # The baseline of a model without SDPA is eager.
+            attention=fastest if config.attention == "eager" else config.attention,
+        )
+        for config in configs
+    ]
+    variants = compiled_variants(space, starts)
     return [variant for variant in variants if variant.lora_kernels == "grouped"]
 
 

@@ -202,7 +202,7 @@ class Leases:
         now = self._clock()
         at_work = {self.name: self._me}
         # If this process was paused (because it was stopped, or the database was unreachable), it
-        # has missed heartbeats, so it starts to observe the other workers again.
+        # has missed heartbeats of the other workers. So it forgets what it knew of them.
         if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
             self._was_paused = False

@@ -111,7 +111,7 @@ class ProbeStore:
         *,
         model: str = "",
     ) -> dict[str, Any]:
-        """Write a result to the outbox until its probe has been repeated, and return its row.
+        """Keep a result in the outbox while its probe is repeated, and return the result's row.
 
         If this process is killed before it discards the row, the next session stores the row.
         """
