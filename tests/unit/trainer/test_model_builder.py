@@ -357,7 +357,7 @@ def test_weights_are_loaded_onto_the_device_and_from_safetensors_alone(
     asked: list[Any] = []
     done: list[str] = []
     model: Any = nn.Module()
-    model.config = SimpleNamespace(use_cache=True)
+    model.config = SimpleNamespace(use_cache=True, model_type="llama")
     loader = SimpleNamespace(
         from_pretrained=lambda source, **how: asked.append((source, how)) or model
     )

@@ -83,7 +83,11 @@ def test_attentions_have_names_and_that_of_packed_rows_no_mask(
     for kind in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(kind, "register", lambda *asked: registered.append(asked))
     patches.register_attentions()
-    own = [("varlen", varlen.attend), ("flash_windows", varlen.attend_windows)]
+    own = [
+        ("flex_attention", patches._attend_flexibly),
+        ("varlen", varlen.attend),
+        ("flash_windows", varlen.attend_windows),
+    ]
     assert registered == [("sdpa_cudnn", patches._attend), ("sdpa_cudnn", sdpa_mask), *own]
 
 
