@@ -753,8 +753,11 @@ class Probe:
                 break
         return max(statistics.median(more), 0.0) if more else None
 
-    def _time_skewed_routing(self) -> SkewedRouting:
-        """Time the most frequent kind of micro batch, with even and with skewed routing in turn."""
+    def _time_skewed_routing(self) -> SkewedRouting | None:
+        """Time the most frequent kind of micro batch, with even and with skewed routing in turn.
+
+        The result is None if memory runs out, so that the measurement of the steps is kept.
+        """
         timed = [kind for kind in self.request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
         batch = self._random_batch(frequent, torch.Generator().manual_seed(self.request.seed))
@@ -767,10 +770,14 @@ class Probe:
             return self.meter.seconds(before, after)
 
         ratios = []
-        for _ in range(SKEWED_PAIRS):
-            even_s = seconds()
-            with skew_routing(self.base):
-                ratios.append(seconds() / even_s)
+        try:
+            for _ in range(SKEWED_PAIRS):
+                even_s = seconds()
+                with skew_routing(self.base):
+                    ratios.append(seconds() / even_s)
+        except torch.OutOfMemoryError:
+            self.trainer.optimizer.zero_grad()
+            return None
         hottest = min(hottest_load(len(one.weight), one.top_k) for one in routers(self.base))
         return SkewedRouting(hottest=hottest, ratio=statistics.median(ratios))
 

@@ -2,6 +2,7 @@
 believe.
 """
 
+import contextlib
 import sys
 import time
 from dataclasses import replace
@@ -1060,3 +1061,30 @@ def test_one_row_shows_the_hosts_time_if_the_queue_may_have_been_full(
     )
     assert probe._time_host() == host_s
     assert batches == ([(1, 128)] * 3 if host_s == 0.25 else [])
+
+
+def test_a_measurement_is_kept_if_skewed_routing_runs_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cleared = []
+    router = SimpleNamespace(weight=torch.zeros(8, 4), top_k=2)
+    monkeypatch.setattr(module, "routers", lambda base: [router])
+    monkeypatch.setattr(module, "skew_routing", lambda base: contextlib.nullcontext())
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(zero_grad=lambda: cleared.append(True)))
+    seconds = iter([1.0, 1.5, 1.0, 1.25, 1.0, 2.0])
+    parts: dict[str, Any] = {
+        "meter": SimpleNamespace(
+            mark=lambda: None, synchronize=lambda: None, seconds=lambda *marks: next(seconds)
+        ),
+        "base": None,
+        "trainer": trainer,
+        "_random_batch": lambda kind, generator: {},
+    }
+    found = probe_of(request_of(), **parts, _train_on=lambda batch: None)._time_skewed_routing()
+    assert found is not None and found.ratio == 1.5 and not cleared
+
+    def runs_out(batch: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    assert probe_of(request_of(), **parts, _train_on=runs_out)._time_skewed_routing() is None
+    assert cleared
