@@ -244,7 +244,9 @@ class _Unsort(torch.autograd.Function):
 # changes, the name must change too.
 
 
-@torch.library.custom_op("lora::grouped_product", mutates_args=())  # type: ignore[untyped-decorator]
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "lora::grouped_product", mutates_args=()
+)
 def _product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return rows (S x K) times the matrices (E x K x N) of their experts, as S x N.
 
@@ -292,6 +294,8 @@ def _way(rows: torch.Tensor) -> str:
     if rows.device.type != "cuda" or rows.dtype.itemsize != 2:
         return EACH
     if forced := os.environ.get(SWITCH):
+        if forced not in (FUSED, TRITON, EACH):
+            raise ValueError(f"{SWITCH} must be {FUSED}, {TRITON} or {EACH}, not {forced!r}")
         return forced
     capability, _ = torch.cuda.get_device_capability(rows.device)
     if capability in (9, 10) and rows.dtype is torch.bfloat16 and hasattr(functional, "grouped_mm"):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,3 +310,15 @@ def test_an_exported_run_saves_adapters_that_peft_loads_and_merges(exported: Pat
     assert not torch.allclose(adapted, first, atol=1e-6)
     torch.testing.assert_close(grouped, adapted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(merged, adapted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_misspelt_way_to_compute_grouped_products_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    monkeypatch.setenv(grouped_lora.SWITCH, grouped_lora.TRITON)
+    assert grouped_lora._way(on_gpu) == grouped_lora.TRITON
+    monkeypatch.setenv(grouped_lora.SWITCH, "tritn")
+    with pytest.raises(ValueError, match="must be fused, triton or each, not 'tritn'"):
+        grouped_lora._way(on_gpu)
+    assert grouped_lora._way(torch.zeros(1)) == grouped_lora.EACH
