@@ -45,9 +45,9 @@ class Checkpoint:
 
     `stored` pairs each dtype with its number of bytes, largest first. `params` is the number of
     parameters that transformers loads; a byte of 4-bit weights holds two parameters. `params` is
-    None if the files are damaged or do not match the config. `mtp_params` are parameters of layers
-    for multi-token prediction, which transformers does not load for training. `fault` says what is
-    wrong with damaged or mismatched files.
+    None if the files are damaged or do not match the config; `fault` then names the problem.
+    `mtp_params` are parameters of layers for multi-token prediction, which transformers does not
+    load for training.
     """
 
     stored: tuple[tuple[str, int], ...] = ()

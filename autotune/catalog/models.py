@@ -351,7 +351,7 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
 
 
 def reach_hub(name: str, *files: str) -> None:
-    """Raise an error at once if the Hub is unreachable and none of `files` is in the cache.
+    """Raise an error at once if the Hub is unreachable and the cache lacks all of `files`.
 
     Without this check, each download of huggingface_hub retries for 23 s. A file that is not on the
     Hub causes no error here.

@@ -26,9 +26,9 @@ MAX_USD = 1e6  # the highest accepted USD per hour of an offer; more must be a t
 class Price:
     """USD for one hour of one GPU, rented on demand in an instance of `count` GPUs.
 
-    `quotable` is False for a price that no provider quotes, such as what one host of a marketplace
-    asked on one day. Such a price is used only if no other price is known. `as_of` is the date of
-    the price, or None if the date is unknown.
+    `quotable` is False for a price that no provider quotes, such as the price of one host of a
+    marketplace on one day. Such a price is used only if no other price is known. `as_of` is the
+    date of the price, or None if the date is unknown.
     """
 
     provider: str

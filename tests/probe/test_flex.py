@@ -93,22 +93,25 @@ def test_no_scores_are_counted(compiled: str) -> None:
     assert eager.peak_allocated_gib > long.peak_allocated_gib + scores
 
 
-@pytest.mark.parametrize("compiled", ["none", "per_layer"])
+COUNTED: list[dict[str, Any]] = [
+    {},
+    {"packing": True},
+    {"checkpointing": "full"},
+    {"precision": "bf16_pure"},
+    {"method": "full"},
+]
+MASKED = {"padding": "masked", "micro_batch_size": 2}  # such rows are not compiled
+
+
 @pytest.mark.parametrize(
-    "knobs",
+    ("knobs", "compiled"),
     [
-        {},
-        {"padding": "masked", "micro_batch_size": 2},
-        {"packing": True},
-        {"checkpointing": "full"},
-        {"precision": "bf16_pure"},
-        {"method": "full"},
+        *((knobs, compiled) for knobs in COUNTED for compiled in ("none", "per_layer")),
+        (MASKED, "none"),
     ],
-    ids=lambda knobs: "-".join(map(str, knobs)) or "plain",
+    ids=str,
 )
 def test_products_are_counted_in_visible_blocks(knobs: dict[str, Any], compiled: str) -> None:
-    if knobs.get("padding") == "masked" and compiled != "none":
-        pytest.skip("such rows are not compiled")
     count = counted(compile=compiled, **knobs)
     keys = LAYERS // 2 * (240 + 576)  # half of the layers see windows of 128 tokens
     products = 2 * knobs.get("micro_batch_size", 1) * HEADS * 1024 * keys * SIZE
