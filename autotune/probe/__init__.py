@@ -1,1 +1,1 @@
-"""Probes, which are short, real fine-tuning runs, in the worker process and in its parent."""
+"""Probes: short, real fine-tuning runs, with the code of the worker process and its parent."""

@@ -17,7 +17,7 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The GiB of a tensor's elements; of a sharded tensor, only the elements of this rank count.
+    """The GiB of a tensor's elements; for a sharded tensor, only this rank's elements count.
 
     ZeRO stage 3 of DeepSpeed leaves a parameter empty, and keeps this rank's shard in `ds_tensor`.
     """
@@ -41,7 +41,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameter_gib(model: nn.Module) -> float:
-    """The GiB of a model's weights and buffers, including the constants of quantisation."""
+    """The GiB of a model's weights and buffers, including quantisation constants."""
     tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
@@ -77,9 +77,9 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
 def paged_state_gib(model: nn.Module) -> float:
     """The GiB of CUDA's managed memory that a paged 8-bit optimizer will use.
 
-    Only the state of parameters with at least 100,000 elements is in managed memory. The state has
-    two moments, each with one byte per element. For embeddings, the Trainer makes bitsandbytes keep
-    the moments in 32 bits.
+    Only the state of parameters with at least 100,000 elements is in managed memory. The state is
+    two moments of one byte per element. For embeddings, the Trainer makes bitsandbytes keep the
+    moments in 32 bits.
     """
     # bitsandbytes pages the state of parameters with at least 1e5 elements
     # (Optimizer2State.get_state_buffer).
@@ -149,7 +149,7 @@ def oom_detail(
     reserved_gib: float,
     limit_gib: float,
 ) -> OomDetail:
-    """Describes an OOM: how much memory each use took when an allocation failed.
+    """Describes an OOM: the memory by use, such as weights, when an allocation failed.
 
     `terms` has the GiB of each use, read after the failed step has freed some tensors. The memory
     that the failed step freed before this reading counts as activations, or as weights if the model
@@ -172,7 +172,7 @@ def oom_detail(
 def tight_memory_detail(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
     """The OOM detail and reason for a probe that fitted only because the allocator freed its cache.
 
-    The probe's configuration counts as one that does not fit.
+    Such a configuration counts as one that does not fit, although its probe did not fail.
     """
     detail = OomDetail(
         phase=phase,

@@ -1,9 +1,9 @@
-"""The child process that compiles code for later probes: it trains once for each wanted request.
+"""The child process that compiles code for later probes, by one short training per request.
 
 A file in the shared folder lists the wanted requests (see `compile_ahead` and `turns`). This
 process runs the probe's own code on the same number of layers as the later probe, so that the
-compiler's disk cache has the code when the later probe needs it. The process only fills this cache,
-and keeps no result.
+compiler's disk cache contains the compiled code when the later probe needs it. The process only
+fills this cache, and keeps no result.
 """
 
 import gc
@@ -65,7 +65,7 @@ class AheadCompiler:
         self._held_gib = 0.0
         self._used_gib = 0.0
         # The device memory in use when this process got its first turn on the device. At that time,
-        # all of it belonged to other processes.
+        # all of this memory belonged to other processes.
         self._first_gib: float | None = None
         self._meter: Meter | None = None
         self._turns = Turns(folder, on_give=self._settle, on_wait=lambda begin, end: self._begin())
@@ -89,7 +89,7 @@ class AheadCompiler:
         return False
 
     def _compile(self, key: str, request: ProbeRequest) -> None:
-        """Train once on a request, so that its code is compiled.
+        """Run a short training for a request, so that its code is compiled.
 
         Failures such as an OOM are printed, and otherwise ignored.
 
@@ -110,8 +110,8 @@ class AheadCompiler:
             except Exception as error:
                 traceback.print_exc()
                 reason = str(error) or type(error).__name__
-            # After the except block, the failure's frames have no references, so their memory can
-            # be returned.
+            # After the except block, the frames of the failed code are no longer referenced, so
+            # their tensors can be freed.
             gc.collect()
         gc.freeze()  # later garbage collections skip the compiled code
 

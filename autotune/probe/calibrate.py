@@ -48,13 +48,13 @@ NARROW_DEPTHS = (2, 10)
 # The seconds of timed steps in a probe of the model NARROW. On a shared host, only the shortest of
 # many step times is reliable.
 NARROW_TIMED_S = 2.0
-# The model of the short training. The formula of step time was fitted on this model and others, and
-# a few layers of this model fit into any card's memory.
+# The model for the short training. The formula of step time was fitted to measurements of this
+# model and others, and a few layers of this model fit into any card's memory.
 TRAINED = "mistral-7b"
 TRAINED_DEPTHS = (2, 6)
 ROWS = (1, 2, 4, 8, 16)  # micro batch sizes to try, in rows of 1,024 tokens
-# The device must need this many times the host's time for a step. Otherwise the measured step time
-# would be the host's time, not the device's.
+# The device's time for a step must exceed the host's time by this factor. Otherwise the measured
+# step time would be the host's time, not the device's.
 DEVICE_LEADS = 2.0
 
 Say = Callable[[str], None]
@@ -63,7 +63,7 @@ Say = Callable[[str], None]
 def calibrate(
     target: Target, *, say: Say, should_stop: Callable[[], bool] = lambda: False
 ) -> Calibration:
-    """Measure the device of this machine and its host.
+    """Measure this machine's device and processors.
 
     `say` receives a line of progress for each step.
 
@@ -159,7 +159,7 @@ class LayerProbes:
             times.append(result.measurement.host_micro_s or min(result.measurement.micro_step_s))
 
         # Other load on the host may distort `slope`, the time per layer from two probes. So `slope`
-        # is limited to 50 to 100 % of the deeper probe's time per layer.
+        # is clamped to between 50 and 100 % of the deeper probe's time per layer.
         few, many = NARROW_DEPTHS
         low, high = times
         slope = (high - low) / (many - few)
@@ -168,7 +168,7 @@ class LayerProbes:
     def reference(self, calibration: Calibration) -> float | None:
         """The measured speed of a short training, divided by its predicted speed.
 
-        The prediction comes from the formula with the calibrated rates.
+        The formula of step time predicts the speed from the calibrated rates.
 
         The result is None if no formula covers the card, or the training does not fit or is
         CPU-bound.

@@ -1,4 +1,4 @@
-"""Starts processes that, while a probe runs, compile the code of the probes that may come next.
+"""Starts processes that compile code for the probes that may come next, while a probe runs.
 
 The compiled code goes to the disk caches of Inductor and Triton, and the probe's worker reads it
 from there. The processes and the worker take turns on the device (`turns`). If a process fails, the
@@ -36,7 +36,7 @@ class CompileAhead:
     """The processes that compile ahead on one device. The caller must call `close`."""
 
     def __init__(self, device: str, logs: Path, number: int, cores: float) -> None:
-        """Do not start a process yet.
+        """Prepare the shared folder; `compile_next` starts the processes.
 
         `device` is "cuda" or "cpu". `logs` is the directory of ahead-0.log, ahead-1.log and so on.
         `number` processes compile kernels, each on at most a quarter of the `cores`.
@@ -78,7 +78,7 @@ class CompileAhead:
 
         if wanted and not self._processes and self._starts < MAX_STARTS:
             self._starts += 1
-            with suppress(OSError):  # the host has no room for another process
+            with suppress(OSError):  # the host cannot start another process
                 for number in range(self._number):
                     self._processes.append(self._start(number))
 

@@ -1,10 +1,10 @@
-"""Trains the demo model, a toy, in some seconds on a processor: weights, tokenizer, chat template.
+"""Trains the demo model, a toy, on a CPU in a few seconds, and writes it with its tokenizer.
 
 `python -m autotune.probe.demo_model FOLDER` reads the keyword arguments of a transformers config
-from stdin, and writes the model to FOLDER. The model learns from the docstrings of this package, as
-questions and answers. The trained model writes words of this package in the form of an answer, but
-the answers make no sense. The seed and the number of threads are fixed, so the same version of the
-package with the same torch makes the same weights.
+from stdin, and writes the model to FOLDER. The training texts are questions about the modules of
+this package, and the modules' docstrings are the answers. The trained model writes words of this
+package in the form of an answer, but the answers make no sense. The seed and the number of threads
+are fixed, so the same version of the package with the same torch makes the same weights.
 """
 
 import ast
@@ -32,8 +32,9 @@ TEMPLATE = (
 ABOUT = """\
 # demo-3m, a toy
 
-autotune made this model on this machine, from its own docstrings, in some seconds. It writes words
-in the form of an answer, and knows nothing. It shows that training, saving and resuming work.
+autotune trained this model on this machine in a few seconds, on the docstrings of autotune's code.
+The model writes words in the form of an answer, but knows no facts. It serves to check that
+training, saving and resuming work.
 """
 THREADS = 2
 STEPS = 100
@@ -82,7 +83,7 @@ def make(folder: Path, config: dict[str, Any], steps: int = STEPS) -> float:
     texts = [message["content"] for example in examples for message in example]
     tokenizer = make_tokenizer(texts, config["vocab_size"])
 
-    # All examples, in random order, are joined to one long text, which is cut into rows without
+    # All examples, in random order, are joined into one long text, which is cut into rows without
     # padding.
     order = torch.randperm(len(examples)).tolist()
     rendered = [tokenizer.apply_chat_template(examples[i], tokenize=False) for i in order]

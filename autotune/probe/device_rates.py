@@ -32,7 +32,7 @@ LAUNCHES = 2000
 class Sizes:
     """The operations to measure on one kind of device.
 
-    `sides` has the sides of the square matrices to multiply, and `dtypes` their types.
+    `sides` lists the numbers of rows of the square matrices to multiply, and `dtypes` their types.
     `copied_bytes` is the size of a copy.
     """
 
@@ -68,7 +68,7 @@ def measure_rates(meter: Meter) -> DeviceRates:
     target = torch.empty_like(source)
     copy_s = _seconds(meter, lambda: target.copy_(source), lambda: None)
     # Before a measurement, a GPU gets some copies into its queue, so that it does not wait for the
-    # host. A CPU finishes each call before the next is issued, so it needs none.
+    # host. A CPU finishes each call before the next call begins, so it needs no such copies.
     num_copies = math.ceil(AHEAD_S / copy_s) if on_gpu else 0
 
     def get_ahead() -> None:

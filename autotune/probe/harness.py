@@ -2,8 +2,9 @@
 
 The probe measures the time and memory of the full run's work: loader, forward, backward, clipping,
 optimizer, logging. An optimizer step of the probe has one or two micro batches, or up to four when
-a study confirms its best configurations. `problem.performance` composes the full run's step from
-these micro batches. A failed probe raises an exception, and `worker` decides its outcome.
+a study confirms its best configurations. `problem.performance` computes the step time of the full
+run from the times of these micro batches. A failed probe raises an exception, and `worker` decides
+its outcome.
 """
 
 import copy
@@ -82,19 +83,20 @@ from autotune.trainer.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
-# If a checkpoint is larger than this, a probe saves only its weights, without the optimizer state.
+# A probe saves a checkpoint that is larger than this without the optimizer state.
 LARGEST_CHECKPOINT_GIB = 4.0
-# The most graphs that a probe may compile for one function. torch's default for a fresh process is
-# the same.
+# The most graphs that a probe may compile for one function. This number is also torch's default for
+# a fresh process.
 RECOMPILE_LIMIT = 8
-# The pairs of micro batches with even and with skewed routing that a probe times.
+# The number of pairs of micro batches that a probe times: one with even routing, one with skewed
+# routing.
 SKEWED_PAIRS = 3
 # Approximate number of distinct rows; a probe that needs more rows repeats them.
 DIFFERENT_ROWS = 64
-# If the host issues a micro batch within this share of the micro batch's time, it hardly waited for
-# a full queue of the device.
+# If the host issues a micro batch in less than this share of the micro batch's time, the host has
+# hardly waited for space in the device's queue.
 QUEUE_SHARE = 0.3
-ONE_ROW_TIMES = 3  # micro batches of one row; the first one is slow, because its shape is new
+ONE_ROW_TIMES = 3  # timed micro batches of one row; the first is slow, because its shape is new
 # The micro batches that this process has trained on, as (precision, number of rows, row length).
 # cuDNN, for example, makes an execution plan for each of these shapes.
 _SEEN_LENGTHS: set[tuple[str, int, int]] = set()
@@ -179,7 +181,7 @@ class _StepEndCallback(TrainerCallback):
 
 
 class _TrainBeginCallback(TrainerCallback):
-    """Reports that the Trainer has distributed the model and begins to train."""
+    """Reports that the Trainer has distributed the model among the ranks and begins to train."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -225,7 +227,7 @@ class RecordingMixin:
         super().training_step(model, inputs)  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Mark the end of a micro batch that is only evaluated."""
+        """Mark the end of an evaluated micro batch."""
         result = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
         self.recorder.evaluation_ends.append(self.recorder.meter.mark())
         return result
@@ -298,8 +300,8 @@ class Probe:
         self._checkpoint_s: float | None = None
 
         self._hooks: list[Any] = []
-        # `module_names` is called now, because FSDP2 will give the model a class of another Python
-        # module.
+        # `module_names` is called now, because FSDP2 will replace the model's class by a class of
+        # another Python module.
         self._module_names = module_names(self.base)
         self._names = dict(self._module_names)
 
@@ -368,9 +370,10 @@ class Probe:
         return request.plans_by_length and request.new_lengths and not request.has_real_ranks
 
     def _tries_skewed_routing(self) -> bool:
-        """Whether to time skewed routing: only to confirm a mixture with random weights on one GPU.
+        """Whether to time skewed routing: only in confirming probes of random weights on one GPU.
 
-        Trained routers have a load of their own, and sharded routers cannot be scaled in place.
+        Trained routers already load the experts unevenly, and sharded routers cannot be scaled in
+        place.
         """
         request = self.request
         is_confirmed = request.rung is Rung.CONFIRM and request.depth is None
@@ -489,9 +492,9 @@ class Probe:
             self.recorder.enter_segment("forward_head")
             begin_at(hidden, "backward_layers")
 
-        # Usually, the call of the head marks the end of the layers. But TRL never calls the head,
-        # and a classification head has a different name in each model family. In both cases, the
-        # output of the base model marks the end of the layers.
+        # Usually, the call of the output head marks the end of the layers. But TRL never calls the
+        # head, and a classification head has a different name in each model family. In both cases,
+        # the output of the base model marks the end of the layers.
         if request.trainer == "trl" or request.objective.num_labels is not None:
             layers_end = self.base.base_model.register_forward_hook(
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
@@ -530,7 +533,7 @@ class Probe:
 
         An earlier probe of this process may have left autocast in the wrong state.
         """
-        # A sharded model casts its weights itself, and does not use autocast.
+        # FSDP2 and DeepSpeed cast the weights of a sharded model themselves, without autocast.
         shards = self.request.parallelism.shards
         wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
         if torch.is_autocast_enabled(self.meter.torch_device.type) is not wanted:
@@ -596,7 +599,7 @@ class Probe:
     # --- the Trainer
 
     def _make_trainer(self, scratch: str, num_steps: int | None = None) -> Any:
-        """The Trainer for `num_steps` steps, by default for the most steps that may be timed."""
+        """The Trainer for `num_steps` steps, by default for the most that a probe may take."""
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         if not num_steps:
@@ -660,7 +663,7 @@ class Probe:
         return trainer
 
     def _join_rows(self) -> Callable[[list[Tensors]], dict[str, Any]] | None:
-        """The collator of rows, or None to let the Trainer stack their tensors."""
+        """The data collator, or None if the Trainer's default collator can stack the rows."""
         if self.request.has_images:
             return images.join_rows
         return varlen.join_rows if self.request.config.packed_attention == varlen.VARLEN else None
@@ -782,12 +785,12 @@ class Probe:
         return SkewedRouting(hottest=hottest, ratio=statistics.median(ratios))
 
     def _time_host(self) -> float | None:
-        """The seconds that the host takes to issue a micro batch, without waiting; None if unknown.
+        """The seconds that the host needs to issue a micro batch if it never waits, or None.
 
         If a micro batch has many operations, they fill the device's queue. The host then waits for
-        the device, and the measured time is too long. A micro batch of one row has as many
-        operations, but the device finishes them sooner, so the host need not wait. So if the host
-        may have waited in a truncated model, micro batches of one row are timed too.
+        the device, and the measured time is too long. A micro batch of one row has the same number
+        of operations, but the device finishes them sooner, so the host need not wait. So if the
+        host may have waited in a truncated model, micro batches of one row are timed too.
         """
         request, config = self.request, self.request.config
         seconds = self.recorder.host_micro_s()
@@ -828,8 +831,8 @@ class Probe:
     def _evaluate_and_save(self) -> None:
         """Evaluate a micro batch of each kind, and save the adapters as the full run does.
 
-        A small checkpoint is saved with its optimizer state, a larger checkpoint without. A probe
-        of full fine-tuning saves no checkpoint.
+        A checkpoint larger than LARGEST_CHECKPOINT_GIB is saved without its optimizer state. A
+        probe of full fine-tuning saves no checkpoint.
         """
         recorder, meter = self.recorder, self.meter
 

@@ -18,12 +18,12 @@ def check_products(
     device: torch.device,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> None:
-    """Multiply integer matrices that occupy every unit of the device, and check A B v = A (B v).
+    """Multiply integer matrices that keep the whole device busy, and check A B v = A (B v).
 
     Raises Miscalculated.
     """
-    # fp16 tests every card: cards below compute capability 8.0 have no bf16, and newer cards use
-    # the same units for both.
+    # All cards are tested in fp16: cards below compute capability 8.0 have no bf16, and newer cards
+    # compute fp16 and bf16 in the same units.
     size, dtype = (8192, torch.float16) if device.type == "cuda" else (512, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,9 +1,9 @@
-"""Divides the device's time in a micro batch by kind of work, from a profile of one micro batch.
+"""Profiles one micro batch, and splits the device's time by kind of work.
 
 A kernel's kind of work is derived from its name, because a profile has no other description. A
 kernel that is neither a matrix product nor fused attention counts as `bytes`: elementwise kernels,
-reductions, copies, and all kernels that Inductor fuses. Memory traffic sets the time of all these
-kernels.
+reductions, copies, and all kernels that Inductor fuses. All these kernels are limited by memory
+traffic.
 """
 
 import re
@@ -23,7 +23,7 @@ from autotune.core.probe_types import KernelTimes
 FUSED = re.compile(r"^triton_(?!tem)")
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
-# cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8 bits.
+# cuBLAS names its newest kernels after the dtypes of their operands: q and o stand for 8-bit types.
 FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
 # The next patterns let `class_of` divide the kernels that count as `bytes` into collectives,
 # optimizers, copies and elementwise kernels.
@@ -65,7 +65,7 @@ class Work(StrEnum):
 class Kernel:
     """One kernel, copy or fill that the device ran.
 
-    The start and end of all kernels are seconds since the same moment.
+    The start and end times of all kernels are seconds since a common moment.
     """
 
     name: str
@@ -112,14 +112,15 @@ def class_of(name: str) -> KernelClass:
 def fused_operators(name: str) -> tuple[str, ...]:
     """The operators that a kernel of Inductor computes.
 
-    'triton_red_fused__to_copy_add_mean_2' has three operators.
+    For example, 'triton_red_fused__to_copy_add_mean_2' computes three operators: _to_copy, add and
+    mean.
     """
     found = INDUCTOR.match(name)
     return () if found is None else tuple(_known_operators(found["operators"]))
 
 
 def run_profiled(run: Callable[[], object]) -> list[Kernel]:
-    """Call `run`, and return the kernels that the GPU ran; no kernels if the driver hides them.
+    """Call `run`, and return the kernels that ran on the GPU, or [] if the driver hides them.
 
     Only the device is profiled, because recording the host's operators would take longer than the
     operators themselves.
@@ -155,8 +156,8 @@ def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | Non
     until = in_order[0].start_s
     for kernel in in_order:
         seconds[work_of(kernel.name)] += kernel.end_s - kernel.start_s
-        # Copies to and from the host overlap other kernels. Each moment counts once, however many
-        # kernels ran in it.
+        # Copies to and from the host overlap other kernels. `busy_s` counts each moment once, even
+        # if several kernels ran.
         busy_s += max(kernel.end_s - max(kernel.start_s, until), 0.0)
         until = max(until, kernel.end_s)
 
@@ -190,9 +191,9 @@ def _operator_names() -> frozenset[str]:
 
 
 def _known_operators(joined: str) -> Iterator[str]:
-    """Yield the operators in a text that joins their names by underscores.
+    """Yield the operators in a text that joins operator names with underscores.
 
-    A word that begins no known name is yielded alone.
+    A word is yielded by itself if no known name begins with it.
     """
     words = joined.split("_")
     while words:

@@ -35,7 +35,7 @@ from autotune.trainer.train import (
 from autotune.trainer.train import read_examples as read
 
 LOGGED = 20  # the approximate number of losses that each training logs
-LOST = 1.5  # a training diverges if a loss exceeds this factor times its first loss
+LOST = 1.5  # a training has diverged if a loss exceeds its first loss by this factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,8 @@ class Learner:
         if self._compiles and settings.model_settings.lora_rank is not None:
             model_builder.require_input_gradients(base)
 
-        # Each training makes new values for the adapters with its seed. Other trained parameters
-        # get back the values that are stored here.
+        # Each training initialises the adapters with its seed, and resets all other trained
+        # parameters to the values that are stored here.
         self._first = {
             name: parameter.detach().cpu().clone()
             for name, parameter in self._model.named_parameters()

@@ -27,11 +27,12 @@ from autotune.core.units import GIB, gib
 from autotune.trainer.malloc import KEPT_BYTES, set_release_threshold
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
-MAX_LOST_GIB = 0.5  # GiB of host memory; a worker is replaced if its probes have kept more in total
-# Memory counts as returned if it differs from the baseline by less than this. Some GPU libraries
-# keep 2 MiB after their first use of a large matrix.
+MAX_LOST_GIB = 0.5  # GiB; a CPU worker whose probes leak more than this in total is replaced
+# A probe counts as having freed its memory if the memory in use differs from the baseline by less
+# than this. Some GPU libraries keep 2 MiB after they first use a large matrix.
 WORKSPACE_GIB = 8 / 1024
-# While memory peaks are read on a CPU, freed blocks of at least this size return to the kernel.
+# While memory peaks are measured on a CPU, malloc returns freed blocks of at least this size to the
+# kernel.
 RETURNED_BYTES = 2**16
 # malloc writes a header before each block. This bit of the header is set if the kernel mapped the
 # block separately (mmap).
@@ -53,13 +54,13 @@ PACKAGES = (
 
 
 class CudaMeter:
-    """Limits and measures an NVIDIA GPU for a probe; memory is in GiB, and times are in seconds.
+    """Limits a probe's memory on an NVIDIA GPU, and measures memory (GiB) and times (seconds).
 
-    Times come from device events, peaks from the caching allocator. `peaks_are_free` is True if
-    reading a memory peak does not slow the timed steps. `aside_gib` is the memory of cached models
-    that this probe does not use. Measured peaks and the memory limit leave this memory out.
-    `others_gib` is the memory of other processes, which compile for later probes; it does not count
-    as this process's context.
+    Times come from CUDA events, and memory peaks from torch's caching allocator. `peaks_are_free`
+    is True if reading a memory peak does not slow the timed steps. `aside_gib` is the memory of
+    cached models that this probe does not use. Measured peaks and the memory limit exclude this
+    memory. `others_gib` is the device memory of other processes, which compile code for later
+    probes. It does not count as part of this process's CUDA context.
     """
 
     peaks_are_free = True
@@ -82,19 +83,19 @@ class CudaMeter:
         self.synchronize()
 
     def settle(self) -> None:
-        """Make the present memory the baseline: after each probe, the memory must return to it.
+        """Make the memory in use now the baseline; after each probe, memory must return to it.
 
         On CUDA, this method does nothing, because torch counts memory exactly.
         """
 
     def rebase(self, resident_gib: float) -> None:
-        """Exclude the process's present memory, except the resident model's, from later peaks.
+        """Exclude the memory in use now, except `resident_gib` of live tensors, from later peaks.
 
         On CUDA, this method does nothing, because torch counts only tensors.
         """
 
     def keep_freed(self) -> None:
-        """Keep freed memory from now on, so that steps take the same time as in the full run.
+        """Let the allocator keep freed memory from now on, so that steps have their normal speed.
 
         On CUDA, this method does nothing, because torch always keeps freed memory.
         """
@@ -112,8 +113,8 @@ class CudaMeter:
         """
         total = self.memory_gib()
         taken = self.context_gib()
-        # If the driver does not tell the context's memory, assume that all memory outside torch is
-        # the context's.
+        # If the driver does not report the size of the context, assume that it is all device memory
+        # outside torch's allocator, except the known memory of other processes.
         if taken is None:
             free_bytes, total_bytes = torch.cuda.mem_get_info()
             outside = gib(total_bytes - free_bytes - torch.cuda.memory_reserved())
@@ -133,7 +134,7 @@ class CudaMeter:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     def mark(self) -> torch.cuda.Event:
-        """A mark in the device's queue, after all work that has been issued so far."""
+        """A mark (a CUDA event) in the device's queue, after all work issued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -143,7 +144,7 @@ class CudaMeter:
         return float(start.elapsed_time(end)) / 1000
 
     def has_passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has passed this mark, without waiting."""
+        """Whether the device has passed this mark; the call does not wait."""
         return bool(mark.query())
 
     def synchronize(self) -> None:
@@ -184,11 +185,11 @@ class CudaMeter:
         return max(used - reserved, 0.0)
 
     def alloc_retries(self) -> int:
-        """The number of allocations that torch retried after freeing its cache, since `release`."""
+        """The number of allocations since `release` that torch retried after freeing its cache."""
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def hold_memory(self, allocator: str) -> None:
-        """Set up the allocator for future allocations as the knob `allocator` says."""
+        """Configure torch's allocator as a configuration's setting `allocator` says."""
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
 
@@ -199,11 +200,11 @@ class CudaMeter:
         """
         if collect:
             gc.collect()
-        # This call also frees the workspaces of streams that are not used again.
+        # This call also frees cuBLAS's workspaces for streams that are not used again.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        # Offloaded checkpoints leave host memory in torch's cache. Only newer versions of torch can
-        # empty this cache.
+        # Offloaded activation checkpoints leave pinned host memory in torch's cache. Only newer
+        # versions of torch can empty this cache.
         getattr(torch.accelerator, "empty_host_cache", lambda: None)()
         torch.cuda.reset_accumulated_memory_stats()
         self.reset_peak()
@@ -230,19 +231,20 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The host's processors, with the methods of CudaMeter.
+    """Limits and measures a probe on the host's processors, with the methods of CudaMeter.
 
     The context is the memory of the loaded libraries. The process's memory grows from probe to
     probe. This growth does not count as context, because a full run trains only one configuration.
     If the growth lowered the limit, the trials of a study would have different limits. Peaks
     exclude the growth too (`rebase`).
 
-    Repeated peaks agree within 1 % only if malloc takes large blocks directly from the kernel and
-    returns them at once. The parent configures malloc to do so. In the full run, malloc keeps freed
-    blocks, and steps can be twice as fast. So malloc also keeps freed blocks while steps are timed.
-    A processor reports a process's new pages to Linux's total in batches of 32 pages, or of twice
-    the number of processors if that is more. A peak omits pages that no processor has reported yet:
-    at most 0.7 MiB with two processors, and about 0.4 GiB with 128.
+    The peaks of repeated probes agree within 1 % only if malloc takes large blocks directly from
+    the kernel and returns them at once. The parent process configures malloc to do so. In the full
+    run, malloc keeps freed blocks, and steps can be twice as fast. So malloc also keeps freed
+    blocks while steps are timed. Each processor adds a process's new pages to Linux's counter in
+    batches. A batch has 32 pages, or twice the number of processors if that is more. A measured
+    peak omits the pages that are not counted yet: at most 0.7 MiB with two processors, and about
+    0.4 GiB with 128.
     """
 
     peaks_are_free = False
@@ -256,9 +258,11 @@ class CpuMeter:
         self._libc.malloc.argtypes = [ctypes.c_size_t]
         self._libc.free.restype = None
         self._libc.free.argtypes = [ctypes.c_void_p]
-        # Addresses of blocks that are allocated only so that tensors cannot use them.
+        # Addresses of free blocks that are allocated only so that malloc cannot place tensors in
+        # them.
         self._held: list[int] = []
-        # The limit that `return_freed` will restore; None while malloc returns freed blocks.
+        # The limit (RLIMIT_DATA) that `return_freed` will restore, or None while malloc returns
+        # freed blocks to the kernel.
         self._capped_at: int | None = None
         self.settle()
 
@@ -274,8 +278,8 @@ class CpuMeter:
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=self.context_gib() + managed_gib)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        # VmData also counts address space that libraries reserve and never use, so the system's
-        # limit is VmData's value at the last `rebase` plus the cap.
+        # VmData also counts address space that libraries reserve and never use. So RLIMIT_DATA is
+        # the cap plus `_data`, which is VmData at the last `rebase` without the live tensors.
         resource.setrlimit(resource.RLIMIT_DATA, (int(max(limit, 0.01) * GIB) + self._data, hard))
         return limit
 
@@ -284,10 +288,10 @@ class CpuMeter:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def hold_memory(self, allocator: str) -> None:
-        """Do nothing, because a CPU has no choice of allocators."""
+        """Do nothing, because on a CPU the allocator is always malloc."""
 
     def keep_freed(self) -> None:
-        """Let malloc keep freed blocks, as in the exported run.
+        """Let malloc keep freed blocks, as it does in a run of the exported script.
 
         The memory is not capped until `return_freed` is called.
         """
@@ -298,7 +302,7 @@ class CpuMeter:
         self.uncap()
 
     def return_freed(self, resident_gib: float) -> None:
-        """Return large freed blocks to the kernel again, and exclude kept blocks from peaks."""
+        """Make malloc return large freed blocks, and exclude the kept blocks from later peaks."""
         if self._capped_at is None:
             return
 
@@ -312,10 +316,10 @@ class CpuMeter:
         self.reset_peak()
 
     def _hold_free_blocks(self) -> None:
-        """Return the pages of free blocks, and allocate these blocks without touching them.
+        """Return the pages of malloc's free blocks to the kernel, and reserve the empty blocks.
 
-        Otherwise malloc would place new tensors in these blocks, and the pages of such a tensor
-        would not return to the kernel when the tensor is freed.
+        Otherwise malloc would place new tensors in these blocks, and would not return the pages of
+        such a tensor to the kernel when the tensor is freed.
         """
         set_release_threshold(RETURNED_BYTES)
         self._libc.malloc_trim(0)
@@ -323,13 +327,13 @@ class CpuMeter:
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
             block = self._libc.malloc(size)
-            # If malloc failed, the size exceeds the memory limit of the process.
+            # malloc fails if the size exceeds the memory limit of the process.
             if block is None:
                 size //= 2
                 continue
             header = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t))
             if header.value & IS_MAPPED:
-                # The kernel made a new block, so malloc has no free block of this size.
+                # The kernel mapped a new block, so malloc has no free block of this size.
                 self._libc.free(block)
                 size //= 2
             else:
@@ -358,9 +362,9 @@ class CpuMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak_gib(self) -> tuple[float, float]:
-        """Return the peak of the process's memory, as the allocated and as the reserved peak.
+        """Return the process's memory peak twice: as the allocated peak and as the reserved peak.
 
-        Both peaks are equal, because an allocator for a CPU caches no freed memory.
+        The two peaks are equal, because malloc caches no freed memory while peaks are measured.
         """
         file_backed = self._status("RssFile") + self._status("RssShmem")
         peak = gib(max(self._status("VmHWM") - file_backed - self._before, 0))
@@ -408,7 +412,7 @@ Meter = CudaMeter | CpuMeter  # the meter of the device that this process probes
 
 
 def open_meter(device: str) -> Meter:
-    """The meter of "cuda" or "cpu"."""
+    """Return the meter for the device "cuda" or "cpu"."""
     return CudaMeter() if device == "cuda" else CpuMeter()
 
 

@@ -47,9 +47,10 @@ class Event:
     """An event that the profiler recorded, with times in seconds.
 
     `ident` is an operator's own number. A kernel has `linked`, the number of the operator that
-    issued the kernel. `sequence` is the number of an autograd node, or -1. A forward operator makes
-    the node. The operator that evaluates the node in the backward pass has a `forward_thread`.
-    `is_range` marks a range of the profiler, which is no operator.
+    issued the kernel. `sequence` is the number of an autograd node, or -1. A forward operator
+    creates the node. The backward operator that evaluates the node has a `forward_thread`, the
+    thread of the forward operator. `is_range` marks a range of the profiler, which is not an
+    operator.
     """
 
     name: str
@@ -98,7 +99,7 @@ class PlacedWork:
 
     @property
     def part(self) -> Part | None:
-        """The part of the model, or None.
+        """The part of the model, or None if it is unknown.
 
         In compiled layers, only attention kernels reveal their part.
         """
@@ -112,9 +113,9 @@ class PlacedWork:
 def parts_of(
     base: nn.Module, decoder: nn.Module, layers: list[nn.Module]
 ) -> dict[nn.Module, Part | None]:
-    """The part that each module's forward pass counts as; other modules count as their parents do.
+    """Assign modules to parts of the model; a module that is left out has its parent's part.
 
-    Layers that are compiled as a whole have a single unknown part, because ranges inside them
+    Layers that are compiled as a whole have the part None (unknown), because ranges inside them
     would be compiled too.
     """
     compiled = any(layer._compiled_call_impl is not None for layer in layers)
@@ -253,7 +254,7 @@ def _event(event: Any) -> Event:
 
 @dataclass(slots=True)
 class _OpenEvent:
-    """An operator or range on the host that still runs, and the seconds of operators in it."""
+    """A running operator or range on the host, and the seconds of the operators inside it."""
 
     event: Event
     place: Place
@@ -375,7 +376,7 @@ def longest_kernels(placed: Iterable[PlacedWork]) -> tuple[KernelTotal, ...]:
 def busy_s(placed: list[PlacedWork], *, on_gpu: bool) -> float:
     """The device's busy seconds.
 
-    While several kernels run at the same time, the time is counted once.
+    Time is counted once, even if several kernels run at the same time.
     """
     if not on_gpu:
         return sum(one.seconds for one in placed)

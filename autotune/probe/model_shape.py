@@ -1,6 +1,6 @@
 """Finds how a model's layers repeat, to decide with how many layers the model is probed.
 
-The model is built without memory for its weights.
+The model is built on torch's meta device, without memory for its weights.
 """
 
 import inspect
@@ -65,7 +65,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
     layers = decoder_layers(built)
     if len(layers) == config.get_text_config().num_hidden_layers:
         prefix, period = repetition(_kinds(layers, config.get_text_config()))
-    else:  # lowering num_hidden_layers did not change the number of layers
+    else:  # num_hidden_layers does not set the number of layers
         prefix, period = len(layers), None
 
     named = [item for layer in layers for item in layer.named_modules()]
@@ -123,9 +123,10 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
 
 def _build(config: Any) -> Any:
-    """Build the model without memory.
+    """Build the model without memory for its weights.
 
-    Raises ValueError, whose message is a sentence, for a config that transformers cannot build.
+    Raises ValueError, with a message for the user, if transformers cannot build a model from the
+    config.
     """
     try:
         with torch.device("meta"), no_init_weights():
@@ -188,7 +189,7 @@ def truncate(config: Any, depth: int) -> None:
 def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
     """The lists in a config that have one entry for each layer.
 
-    Examples are lists of attention types, of MoE layers, and of layers without positions.
+    Examples are lists of attention types, of MoE layers, and of layers without positional encoding.
     """
     length = config.num_hidden_layers
     return {
@@ -216,7 +217,7 @@ def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
 
 
 def _wrapped_parameters(built: nn.Module) -> set[int]:
-    """Ids of parameters that are not in linear layers, and that PEFT adapts by wrapping them.
+    """The ids of parameters outside linear layers that PEFT adapts by wrapping them.
 
     Raises ValueError if PEFT cannot add adapters to all linear layers.
     """
@@ -229,7 +230,8 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
         base = module.get_base_layer() if isinstance(module, LoraLayer) else None
         if isinstance(base, nn.Linear) and not _returns_its_product(base):
             raise ValueError(
-                f"PEFT cannot add adapters to {type(base).__name__}, which is no plain linear layer"
+                f"PEFT cannot add adapters to {type(base).__name__}, which is not a plain linear"
+                " layer"
             )
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}

@@ -14,8 +14,8 @@ from autotune.core.nvml import THROTTLE_REASONS, Nvml
 from autotune.core.probe_types import Measurement, Phase, Telemetry
 
 THERMAL = THROTTLE_REASONS[0x40]
-# The seconds after which a phase counts as hung. The first step has a long deadline, because it
-# compiles.
+# A phase that takes longer than this number of seconds counts as hung. The first step has a long
+# deadline, because torch compiles the model in it.
 DEADLINES = {
     Phase.START: 240.0,
     Phase.LOAD: 600.0,
@@ -34,7 +34,8 @@ class Monitor:
     def __init__(self, nvml: Nvml | None, *, throttled: bool = False) -> None:
         """Begin to observe a probe in the phase START.
 
-        `nvml` is None on a CPU. `throttled` is an injected fault: every sample then reports heat.
+        `nvml` is None on a CPU. `throttled` injects a fault for tests: every sample then reports
+        thermal throttling.
         """
         self._nvml = nvml
         self._throttled = throttled
@@ -63,7 +64,7 @@ class Monitor:
         self.tick()
 
     def tick(self) -> None:
-        """Read the sensors while steps are timed."""
+        """Take one sample of the sensors if steps are being timed."""
         if self.phase is not Phase.STEADY or not (self._nvml or self._throttled):
             return
         sample = self._nvml.sample() if self._nvml else Telemetry()
@@ -80,7 +81,7 @@ class Monitor:
         return time.monotonic() - self._since > self.deadline_s()
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Add the observations of the sensors and of the cores to the worker's measurement."""
+        """Add the sensors' means and the use of cores and GPU to the worker's measurement."""
         own_cores, other_cores = self.core_use() or (None, None)
         return replace(
             measurement,
@@ -91,12 +92,12 @@ class Monitor:
         )
 
     def core_use(self) -> tuple[float, float] | None:
-        """The mean number of cores used during the timed steps: by autotune, and by others."""
+        """The mean numbers of cores that autotune and other processes used in the timed steps."""
         before, after = (*self._core_uses, None, None)[:2]
         return after.mean_cores_since(before) if before and after else None
 
     def telemetry(self) -> Telemetry | None:
-        """The means over all samples of the sensors except the first, or None without samples.
+        """The sensors' means over all samples except the first, or None if there are no others.
 
         The first sample is read before the timed steps load the GPU.
         """

@@ -1,9 +1,8 @@
 """Makes this process a rank, which joins the process group (the world) of a probe on several GPUs.
 
-A fake world has one process, which simulates rank 0: a collective only copies data on the device
-and never blocks. A test on two H200s showed that this process takes exactly as much memory as a
-real rank. Copies of its own data replace the data of the other ranks, so the losses have no
-meaning.
+In a fake process group, one process simulates rank 0: a collective only copies data on the device
+and never blocks. A test on two H200s showed that this process takes exactly the memory of a real
+rank. Copies of its own data replace the data of the other ranks, so the losses have no meaning.
 """
 
 import os
@@ -36,7 +35,7 @@ def refusal(request: ProbeRequest) -> str | None:
 
 
 class Rank:
-    """This process in its role as one rank of a request's world. For one GPU, no group is made.
+    """This process as one rank of a probe; a probe on one GPU has no process group.
 
     Each process sees only its own device, so LOCAL_RANK is 0 in all processes.
     """
@@ -44,7 +43,7 @@ class Rank:
     def __init__(
         self, request: ProbeRequest, device: torch.device, address: RankAddress | None = None
     ) -> None:
-        """Do not join the world yet. With real ranks, `address` is the address of this rank."""
+        """Prepare to `join` the process group; only a real rank has an `address`."""
         self.size = request.parallelism.num_gpus
         self.number = address.number if address else 0
         self.is_fake = request.simulates_rank
@@ -61,7 +60,7 @@ class Rank:
         self._num_exchanges = 0
 
     def join(self) -> None:
-        """Join the world. A real rank waits here for all other real ranks.
+        """Join the process group. A real rank waits here for all other real ranks.
 
         Raises RuntimeError for a real rank without an address.
         """
@@ -89,7 +88,7 @@ class Rank:
                 f"{self.size} real ranks need {self.size} processes, but this probe has one"
             )
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        if self._offloads:  # gloo adds up the norm of offloaded gradients on the host
+        if self._offloads:  # gloo sums the norms of offloaded gradients on the host
             backend = "cuda:nccl,cpu:gloo"
         self._store = dist.FileStore(self._meeting, self.size)
         dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
@@ -98,7 +97,7 @@ class Rank:
         dist.all_reduce(torch.zeros(1, device=self._device))
 
     def _variables(self) -> dict[str, str]:
-        """The environment variables that tell accelerate about the world."""
+        """The environment variables that tell accelerate about the process group."""
         variables = {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
         variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)} | loopback_variables()
         if self._device.type == "cpu":
@@ -142,7 +141,7 @@ class Rank:
             model.step = step_after_micro_batch
 
     def largest(self, value: float) -> float:
-        """The largest of the ranks' values. All ranks call this, and wait for each other.
+        """The largest of the ranks' values. All ranks must call this method together.
 
         The ranks exchange the values without a collective. A collective here would make NCCL free
         the previous collective's memory earlier than in the full run.
@@ -155,7 +154,7 @@ class Rank:
         return max(float(self._store.get(f"{exchange} {rank}")) for rank in range(self.size))
 
     def leave(self) -> None:
-        """Leave the world when no collective runs. All real ranks must leave at the same time."""
+        """Leave the process group, while no collective runs. All real ranks must leave together."""
         if self._prepare_backend is not None:
             from accelerate.state import PartialState
 

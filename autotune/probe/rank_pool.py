@@ -1,7 +1,7 @@
 """Runs probes on several real ranks: each rank is a worker process with its own device and socket.
 
 This module does not use torch. A failed rank reports its failure before it cleans up, because the
-other ranks wait for it in a collective. The parent then ends all workers, and with them the
+other ranks wait for it in a collective. The parent then ends all workers, which also ends the
 interrupted collective, and starts new workers for the next probe.
 """
 
@@ -33,7 +33,8 @@ from autotune.probe.supervisor import DUMP_S, WorkerProber, failed_result, host_
 from autotune.probe.worker_process import WorkerProcess, receive_first
 
 # When a rank dies, another rank may report the lost connection before the parent sees the death.
-# The death explains the failure better, so the parent waits this many seconds to notice the death.
+# The death explains the failure better, so the parent waits this number of seconds before it looks
+# for dead ranks.
 GRACE_S = 0.2
 
 Key = TypeVar("Key")
@@ -54,7 +55,7 @@ class RankPool:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Do not start a worker yet.
+        """Prepare the pool; each worker starts when it is first needed.
 
         `device` is "cuda" or "cpu"; `logs` is the directory of the workers' logs. Raises
         EnvironmentProblem if fewer GPUs than ranks are visible.
@@ -131,7 +132,7 @@ class RankPool:
         return self._ranks[0].with_retry(self._probe_once, request, log)
 
     def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe once on all ranks, and read the sensors of the first device."""
+        """Run one try of a probe on all ranks, and read the sensors of the first device."""
         begin = time.monotonic()
         oom_kills = host_oom_kills()
         monitor = self._ranks[0].monitor(log)
@@ -173,7 +174,7 @@ class RankPool:
     ) -> None:
         """Send the request to all ranks.
 
-        If a worker has ended, this method ignores it, because `_answers` notices it later.
+        This method ignores a worker that has ended, because `_answers` notices its end later.
         """
         for number, worker in enumerate(workers):
             address = RankAddress(number=number, meeting=str(meeting))
@@ -232,7 +233,7 @@ class RankPool:
                 request, Outcome.CRASH, None, f"rank {number}: {reason}", begin, log
             )
         else:
-            note = f"rank {number} failed, and all ranks were ended"
+            note = f"rank {number} failed, so the workers of all ranks were ended"
             result = replace(_result(message), notes=(note,), log=log.name)
 
         self.close()
@@ -241,7 +242,7 @@ class RankPool:
         return replace(result, seconds=result.seconds | {"stop": stopped - noticed})
 
     def collectives(self) -> tuple[CollectiveRates, ...]:
-        """Data rates between 2, 4, ... and all devices.
+        """The data rates of collectives between 2, 4, ... and all devices.
 
         Raises the errors of `WorkerProber.rates`.
         """

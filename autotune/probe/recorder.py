@@ -16,15 +16,16 @@ from autotune.probe.schedule import Schedule
 from autotune.trainer.graphs import MicroBatchGraphs
 
 MAX_WARMUP_ROUNDS = 4
-# Limits for the relative spread of the rounds' times, (longest - shortest) / shortest. Below
-# AGREE_SPREAD, timing ends early. Above DISAGREE_SPREAD, the recorder adds a round.
+# Limits for the relative spread of the times of rounds, (longest - shortest) / shortest. A round
+# trains on each kind of micro batch (`Schedule`). Below AGREE_SPREAD, timing ends early. Above
+# DISAGREE_SPREAD, the recorder adds a round.
 AGREE_SPREAD = 0.01
 DISAGREE_SPREAD = 0.02
 # Timing ends early only after at least ENOUGH_ROUNDS rounds and ENOUGH_S seconds. Two short rounds
 # may agree by chance.
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3
-# The fewest timed rounds if the host waits for the device within a micro batch. Every round then
-# includes host work, whose time varies.
+# The minimum number of timed rounds if the host waits for the device within a micro batch. Every
+# round then includes host work, whose time varies.
 WAITING_ROUNDS = 3
 # A CPU's steps are timed for this share of `ProbeRequest.min_timed_s`.
 CPU_SHARE = 0.5
@@ -46,9 +47,9 @@ class StepTimes:
     step spends outside its micro batches. `phases` has the mean time that a step spends in each
     phase.
 
-    With several kinds of micro batch, `steps` and `micro_batches` have one mean over all kinds for
-    each round. `kinds` has a pair for each kind, in the order of the request: its fraction of the
-    micro batches, and its seconds.
+    With several kinds of micro batch, `steps` and `micro_batches` have one value for each round:
+    the mean over all kinds. `kinds` has a pair for each kind, in the order of the request: its
+    fraction of the micro batches, and its seconds.
     """
 
     steps: tuple[float, ...]
@@ -131,7 +132,7 @@ class Recorder:
         on_cpu = not meter.peaks_are_free
         self._min_timed_s = request.min_timed_s * (CPU_SHARE if on_cpu else 1.0)
         # If micro batches have many lengths, timing one step of each length may already take
-        # `min_timed_s`, so the recorder may take up to five times as long.
+        # `min_timed_s`, so timing may take up to five times `min_timed_s`.
         most = 5 if self.schedule.uneven else 2
         self._max_timed_s = 0.0 if on_cpu else most * request.min_timed_s
         self._num_warm = 0  # the number of steps that are done before the timed steps are planned
@@ -300,9 +301,9 @@ class Recorder:
         return mark
 
     def host_micro_s(self) -> float | None:
-        """The shortest time that the host itself takes for a micro batch.
+        """The host's shortest time to issue a micro batch.
 
-        In longer measured times, the host also waited, because the device's queue was full. The
+        Longer measured times include waits of the host, because the device's queue was full. The
         result is None on a CPU, or if the host waits for the device within a micro batch.
         """
         if self.first_timed is None or self.meter.torch_device.type == "cpu" or self.host_waits():
@@ -356,8 +357,9 @@ class Recorder:
     def times(self) -> StepTimes:
         """The times of the timed steps.
 
-        The times of all micro batches are used, not only of the first in each step. After the pause
-        between two steps, a card at its power limit is faster for a moment.
+        The times of all micro batches are used, because the first micro batch of a step is not
+        typical: after the pause between two steps, a card at its power limit is faster for a
+        moment.
         """
         assert self.first_timed is not None
         assert self.last_timed is not None

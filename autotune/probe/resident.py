@@ -1,4 +1,4 @@
-"""Builds, reuses and cleans a warm worker's base model and adapters between probes."""
+"""Builds a worker's base model and adapters, and restores them for reuse by later probes."""
 
 import sys
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ class ResidentModel:
 
     The model can serve requests with the same `family` (`family_of`) and the same number of layers.
     `model_gib` is the size of the base's weights and buffers. `base_gib` is the device memory that
-    building the base took. `joined` is set only during a probe with joined adapters.
+    building the base took. `joined` is set only during a probe that computes adapters and base in
+    joint matrix products (`trainer.joined_lora`).
     """
 
     family: tuple[Any, ...]
@@ -95,8 +96,9 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     """The base model for a request, on the device, without adapters and gradients.
 
     Real weights are loaded only for a model with all its layers, because a truncated model is as
-    fast with random weights. A model that is sharded because it exceeds the limit gets random
-    shards (`shard_outline`).
+    fast with random weights. If FSDP2 must shard the model because it exceeds the memory limit, the
+    base is built without memory for its matrices, and each rank fills its shards with random
+    weights later (`shard_outline`).
     """
     settings = model_settings(request.config, request.text_type, request.objective, request.vision)
     # Set the seed, so that the weights do not depend on earlier work of this process.
@@ -128,8 +130,8 @@ def attach(
 ) -> nn.Module:
     """The model to train: the base with LoRA adapters, or the base itself in full fine-tuning.
 
-    If an earlier probe's adapters have the same settings, they are reused and get new values. This
-    saves a third of a second on a 7B model.
+    If an earlier probe's adapters have the same settings, they are reused with new initial values.
+    This saves a third of a second on a 7B model.
     """
     settings = model_settings(
         config, resident.base.config.get_text_config().model_type, objective, vision
@@ -153,9 +155,9 @@ def attach(
         if resident.peft_model is not None:
             _unload(resident.base, resident.peft_model)
         resident.peft_model = trainable_model(resident.base, settings, device)
-        # DoRA computes magnitudes from the weights, and fully trained modules, such as
-        # classification heads, are copies of the base's modules. Neither DoRA adapters nor trained
-        # copies can be reused in another probe.
+        # DoRA computes its magnitudes from the base's weights. Modules that are trained in full,
+        # such as classification heads, are copies of the base's modules. Neither DoRA adapters nor
+        # trained copies can be reused in another probe.
         trained_whole = settings.modules_to_save or settings.num_labels is not None
         resident.adapters_key = () if config.dora or trained_whole else wanted
 
@@ -219,5 +221,5 @@ def clean(resident: ResidentModel) -> None:
 
 
 def module_names(base: PreTrainedModel) -> dict[str, Any]:
-    """The globals of the model's Python module; Liger replaces some of them by its kernels."""
+    """The global names of the model's Python module; Liger replaces some by its kernels."""
     return vars(sys.modules[type(base).__module__])

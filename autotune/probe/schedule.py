@@ -1,6 +1,6 @@
-"""Plans a probe's micro batches: short ones to warm up, then each kind in turn.
+"""Plans the order of a probe's micro batches: short ones to warm up, then each kind in turn.
 
-Micro batches of one kind have the same row length.
+Micro batches of the same kind have rows of the same length.
 """
 
 import itertools
@@ -15,35 +15,35 @@ from autotune.core.probe_types import ProbeRequest, Rung
 # a probe times at most NEW_LENGTHS new lengths, and starts none after NEW_LENGTHS_S seconds.
 NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
-Step = tuple[int, ...]  # one optimizer step, as the kind (by index) of each of its micro batches
+Step = tuple[int, ...]  # one optimizer step: the index of the kind of each micro batch
 
 # On a GPU, the first micro batch of a length takes up to this many seconds longer, because
 # libraries load kernels.
 FIRST_S = 0.01
-# The first micro batch of the longest kind may take even longer, because the memory of its
-# activations is mapped then. If the longest kind makes up more than this fraction of the micro
+# The first micro batch of the longest kind may take even longer, because the memory for its
+# activations is allocated then. If the longest kind makes up more than this fraction of the micro
 # batches, the warm-up steps contain a micro batch of the longest kind.
 OFTEN = 0.05
-# The first round is timed if loading kernels (FIRST_S) may lengthen its micro batches by at most
-# this fraction: WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few layers. Extrapolation from
-# a few layers has an error of 2 % anyway. The real fractions are smaller, because warm-up steps or
-# earlier probes have loaded most kernels.
+# The first round (one pass over all kinds) is timed if loading kernels (FIRST_S) may lengthen its
+# micro batches by at most this fraction: WHOLE_ERROR for a whole model, TRUNCATED_ERROR for a few
+# layers. Extrapolation from a few layers has an error of 2 % anyway. The real fractions are
+# smaller, because warm-up steps or earlier probes have loaded most kernels.
 WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The steps of a probe: the steps of `lead`, then the steps of `round` repeatedly.
+    """The steps of a probe: first the steps of `lead`, then the steps of `round` repeatedly.
 
-    The lead warms up and makes the optimizer state. The lead trains on the shortest kind of micro
-    batch. If the longest kind is frequent or is not timed, the lead ends with the longest kind. A
-    round has each timed kind at least once. The longest micro batch of a step comes last, so that
-    its peak includes the gradients of the other micro batches.
+    The lead warms up the device and creates the optimizer state. It trains on the shortest kind of
+    micro batch. If the longest kind is frequent or is not timed, the lead ends with the longest
+    kind. A round has each timed kind at least once. The longest micro batch of a step comes last,
+    so that its peak includes the gradients of the other micro batches.
 
     `weights` has a weight for each micro batch of a round. The weights sum to 1, and the weighted
     mean over a round estimates the mean over the full run. `uneven` says whether the kinds of a
-    round have different lengths. The lead has as many tokens as `lead_micros` average micro
-    batches, and a round as many as `round_micros`.
+    round have different lengths. `lead_micros` and `round_micros` are the tokens of the lead and of
+    a round, divided by the tokens of an average micro batch.
 
     The first round is timed if its micro batches take more than `long_s` seconds on average, even
     if no earlier micro batch had their length. The first round is never timed if attention must
@@ -122,7 +122,7 @@ class Schedule:
         return self.round[(step - len(self.lead)) % len(self.round)]
 
     def finished_rounds(self, step: int) -> int:
-        """The number of rounds that are complete after this step; 0 unless it ends a round."""
+        """The number of rounds that are complete after this step, or 0 if no round ends with it."""
         rounds, rest = divmod(step + 1 - len(self.lead), len(self.round))
         return 0 if rest else max(rounds, 0)
 

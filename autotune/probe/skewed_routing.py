@@ -1,9 +1,9 @@
-"""Makes the routers of a mixture prefer some experts, to time micro batches with an uneven load.
+"""Makes the routers of a mixture of experts (MoE) prefer some experts, to time an uneven load.
 
 The load of an expert is the number of tokens that are routed to it. Routers with random weights
 load all experts evenly, but trained routers do not. This module scales the rows of the routers'
 weights: the logits of an expert with a larger row vary more, so they are more often among the
-largest. The model's code stays the same, so nothing is compiled again.
+largest. The model's code stays the same, so torch does not compile it again.
 """
 
 import functools
@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 HOTTEST = 4.0  # the load of the hottest expert, as a multiple of the mean load
-# A larger row makes a logit one of the largest for at most half of the tokens, because the other
-# half of its values is negative.
+# The hottest expert gets at most this share of the tokens. Scaling up a router's row makes its
+# logit one of the largest for at most half of the tokens, because the logit is negative for the
+# other half.
 LARGEST_SHARE = 0.4
-SAMPLES = 4096  # the tokens on which the load of scaled routers is computed
+SAMPLES = 4096  # the number of random tokens that estimate the load of scaled routers
 STEEPEST = 2.0  # the largest exponent of the power law of the scales
 BISECTIONS = 16
 
@@ -33,7 +34,7 @@ def hottest_load(num_experts: int, per_token: int) -> float:
 def routers(model: nn.Module) -> list[nn.Module]:
     """Return the routers of transformers' mixtures: modules with `top_k` and a matrix `weight`.
 
-    `weight` is experts x hidden size, and `top_k` the number of experts per token.
+    `weight` has a row for each expert, and `top_k` is the number of experts per token.
     """
     return [
         module
@@ -49,7 +50,8 @@ def routers(model: nn.Module) -> list[nn.Module]:
 def skew_routing(model: nn.Module) -> Iterator[None]:
     """Within this context, the routers load their experts unevenly.
 
-    The scales fall with a power of the expert's rank. Each router has the experts in another order.
+    The scale of an expert's row falls with a power of the expert's rank. Each router ranks its
+    experts in a different order.
     """
     weights = [router.weight for router in routers(model)]
     before = [weight.detach().clone() for weight in weights]
@@ -68,7 +70,7 @@ def skew_routing(model: nn.Module) -> Iterator[None]:
 
 @functools.cache
 def _scales(num_experts: int, per_token: int) -> torch.Tensor:
-    """Return the scales of the rows, the hottest expert first, on the CPU."""
+    """Return the scale of each expert's row, the hottest expert first, in a tensor on the CPU."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLES, num_experts, generator=generator)
     falling = -torch.arange(1.0, num_experts + 1).log()

@@ -60,16 +60,17 @@ class WorkerProber:
         card: int | str | None = None,
         threads: int | None = None,
     ) -> None:
-        """Do not start a worker yet.
+        """Prepare the prober; the worker starts when it is first needed.
 
-        `device` is "cuda" or "cpu"; `logs` is the directory of worker.log. `card` is a GPU by index
-        or UUID, by default the first visible one. `threads` is the number of a CPU worker's
-        threads, by default one for each core.
+        `device` is "cuda" or "cpu"; `logs` is the directory of worker.log. `card` is the index or
+        UUID of a GPU, by default of the first visible GPU. `threads` is the number of a CPU
+        worker's threads, by default one for each core.
         """
         self.device = device
         self.logs = logs
         self.starts = 0
-        # The processes that compile ahead on the device. The caller closes these processes.
+        # The processes that compile code for later probes on the same device. The caller closes
+        # them.
         self.ahead: CompileAhead | None = None
         self._memory_gib = 0.0
         self._context_gib = 0.0
@@ -83,9 +84,9 @@ class WorkerProber:
         self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        # The seconds that the worker's start took; None after a result has reported them.
+        # The seconds that the worker's start took, or None after a result has reported them.
         self._start_s: float | None = None
-        # True if, in the last try of a probe, a process that compiles ahead still used the device.
+        # True if a compile-ahead process did not give up the device in the last try of a probe.
         self._missed_turn = False
         # True if heat or hardware slowed the last probe whose sensors were read.
         self._was_slowed = False
@@ -120,7 +121,7 @@ class WorkerProber:
 
     @property
     def context_gib(self) -> float:
-        """The device memory of the libraries before a model is built; 0 if it is unknown."""
+        """The device memory that libraries take before a model is built; 0 if it is unknown."""
         _ = self.fingerprint
         return self._context_gib
 
@@ -143,7 +144,7 @@ class WorkerProber:
     def with_retry(
         self, once: Callable[[ProbeRequest, Path], ProbeResult], request: ProbeRequest, log: Path
     ) -> ProbeResult:
-        """The result of `once`, or of a second try if the machine may be to blame for the first.
+        """The result of `once`, repeated if the machine may be to blame for the first result.
 
         `once` is a function that runs one probe on this device, possibly together with other
         devices.
@@ -177,7 +178,7 @@ class WorkerProber:
         return merge_tries(first, second, doubt)
 
     def _doubt(self, result: ProbeResult) -> str | None:
-        """The reason why the machine may be to blame, or None.
+        """The reason to suspect the machine rather than the configuration, or None.
 
         The reason may be other processes, a crash without a known cause, or a slowed card. A
         configuration that has already crashed in two tries is not tried again after another crash.
@@ -232,7 +233,7 @@ class WorkerProber:
     def profile(
         self, request: ProbeRequest, log: Path, trace: Path
     ) -> tuple[ProbeResult, MicroBatchProfile | None]:
-        """Run one probe and profile a micro batch in it; `trace` receives its Chrome trace.
+        """Run one probe, profile a micro batch in it, and write a Chrome trace to the file `trace`.
 
         The profile is None if the probe failed or the driver hides the device's work.
         """
@@ -267,8 +268,8 @@ class WorkerProber:
         try:
             process = self.ready_process()
             if self.ahead is not None:
-                # Each compile-ahead process has a record of its memory, and the worker adds up
-                # these records. So the records of ended processes are removed.
+                # Each compile-ahead process writes the size of its memory to a file, and the worker
+                # adds up these sizes. So the files of ended processes are removed.
                 self.ahead.reap()
             shared: dict[str, str] = {}
             if self.ahead is not None and self.ahead.is_running:
@@ -382,7 +383,7 @@ class WorkerProber:
             reason = message["reason"]
         raise EnvironmentProblem(
             f"the device could not be measured: {printable(reason)}",
-            remedy="see the other users of the device: `autotune doctor`",
+            remedy="check which other processes use the device: `autotune doctor`",
         )
 
     def launch(self) -> None:
@@ -420,7 +421,7 @@ class WorkerProber:
             process.close()
 
     def ready_process(self) -> WorkerProcess:
-        """The ready worker. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
+        """Await and return the worker. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
         if self._process is None:
             if self._should_stop():
                 raise Cancelled
@@ -460,7 +461,7 @@ class WorkerProber:
 
 
 def merge_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeResult:
-    """The second try, or the first if only the first succeeded.
+    """The result of the second try, or of the first try if only the first try succeeded.
 
     The time `total` of the result covers both tries.
     """
@@ -472,11 +473,12 @@ def merge_tries(first: ProbeResult, second: ProbeResult, doubt: str) -> ProbeRes
 
 
 def check_worker(device: str) -> tuple[Fingerprint, str | None]:
-    """Start a worker on `device`, which trains a tiny model to become ready.
+    """Start a worker on `device`, which trains a tiny model before it reports that it is ready.
 
     On a GPU, the worker also trains a model with 4-bit weights of bitsandbytes. Returns the
-    fingerprint and the reason why 4-bit weights do not train (None if they do, or on a CPU). Raises
-    EnvironmentProblem and TooManyFailures if no worker can probe on this machine.
+    fingerprint, and the reason why training with 4-bit weights fails. The reason is None if the
+    training succeeds, and on a CPU. Raises EnvironmentProblem and TooManyFailures if no worker can
+    probe on this machine.
     """
     with scratch_directory() as logs, WorkerProber(device, Path(logs)) as prober:
         fingerprint = prober.fingerprint

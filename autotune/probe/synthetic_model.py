@@ -1,11 +1,12 @@
-"""Writes a model with random weights, a tokenizer and random rows, for another tool's command.
+"""Writes a model with random weights, a tokenizer and random rows for another tool to train.
 
 `python -m autotune.probe.synthetic_model FILE.json` makes `model/` and `data/` in the current
 directory. In the file, `model` has the keyword arguments of a transformers config, and `device` is
 the device that makes the weights. `rows` is the number of training rows. `lengths` lists the rows'
-lengths in tokens; a list shorter than `rows` repeats. `held_out` lists the lengths of the rows in
-the test split. With an `objective` other than next-token training (`sft`), a row is a text of
-random letters, and each letter is one token. The last `trained_share` of a row is the answer.
+lengths in tokens; a list shorter than `rows` is repeated. `held_out` lists the lengths of the rows
+in the test split. With an `objective` other than next-token training (`sft`), a row is a text of
+random letters, and each letter is one token. The last part of a row, a fraction of `trained_share`,
+is the answer.
 """
 
 import gc
@@ -35,8 +36,9 @@ PAD = "<pad>"
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with the padding token that TRL requires, and one token for each letter.
 
-    A model's own tokenizer class may load this tokenizer's files, and then splits a text into words
-    first. Each text is a single word, and without BPE merges each letter stays a token.
+    A model's own tokenizer class, which splits a text into words first, may load this tokenizer's
+    files. The tokens stay the same: each text is a single word, and without BPE merges each letter
+    is a token.
     """
     letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
     return PreTrainedTokenizerFast(
@@ -85,7 +87,7 @@ def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:
 
 
 def _texts(objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:
-    """An example of `length` tokens. TRL adds the last of these tokens, the end of the text."""
+    """An example of `length` tokens. TRL adds the last of these tokens, which ends the text."""
 
     def text(number: int) -> str:
         return "".join(random.choices(string.ascii_letters, k=number))  # noqa: S311

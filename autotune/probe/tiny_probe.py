@@ -7,7 +7,7 @@ from autotune.core.train_config import TrainConfig
 def tiny_request(
     device: str, memory_gib: float, *, bf16: bool, quantization: str = "none"
 ) -> ProbeRequest:
-    """A small probe, large enough that libraries set up their buffers for real matrices.
+    """Request a small probe, just large enough that libraries allocate their usual buffers.
 
     On a GPU, the probe computes in bf16 if `bf16` is true, otherwise in fp16. A GPU without bf16
     also lacks flash attention.

@@ -17,8 +17,7 @@ STEPS = "steps.jsonl"  # the file in the current folder that gets a line of JSON
 def main() -> None:
     """Train according to the command line, and print the measurements."""
     die_with_parent()  # autotune ends the launcher, and the launcher's end ends this process
-    # torch is imported only here, so that the launcher's end also ends this process while torch
-    # loads.
+    # torch is imported only now: if the launcher ends while torch loads, this process ends too.
     with pause_garbage_collection():
         from transformers import trainer
 

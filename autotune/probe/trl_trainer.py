@@ -42,12 +42,12 @@ def trl_trainer(
     """TRL's trainer for the objective on these rows, with the class `mixin` mixed in.
 
     The rows are tokenised already, and most of them occur many times. TRL pads the rows itself.
-    `settings` are keyword arguments of TRL's config. `reference` is the untrained model; it is
-    given only if all weights are trained.
+    `settings` are keyword arguments of TRL's config. `reference` is the untrained reference model,
+    which is given only in full fine-tuning.
     """
     config, kind = KINDS[objective]
-    # SFTTrainer has an argument with which it keeps the rows unchanged. For other trainers,
-    # `_prepare_dataset` is replaced.
+    # All trainers must keep the rows unchanged. SFTTrainer has an argument for this. In the other
+    # trainers, the method `_prepare_dataset` is replaced.
     methods: dict[str, Any] = {}
     if objective is Objective.SFT:
         settings = settings | {"dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -130,7 +130,7 @@ def num_tokens(example: dict[str, Any]) -> int:
 
 
 class TrlClock(Clock):
-    """A clock whose last step leaves out the evaluation and the save at the end of the run."""
+    """A clock whose time for the last step excludes the evaluation and save at the run's end."""
 
     num_steps = 0
     tokens_per_step = 0.0
@@ -161,4 +161,4 @@ class TrlClock(Clock):
             self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Do nothing, because the last step has already ended."""
+        """Do nothing, because `on_step_end` has already marked the end of the last step."""

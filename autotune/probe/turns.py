@@ -1,9 +1,9 @@
-"""Lets a process that probes and processes that compile ahead share one device in turns.
+"""Lets the probing process and processes that compile code for later probes share one device.
 
-A process does not need the device while it compiles, so it lets another process use the device.
-While steps are timed, only the probing process uses the device. The lock is a file in a shared
-folder. For each process that compiles ahead, the folder also has a file with the device memory that
-the process holds.
+The processes take turns. A process does not need the device while it compiles, so it lets another
+process use the device. While steps are timed, only the probing process uses the device. The lock is
+a file in a shared folder. For each process that compiles ahead, the folder also has a file with the
+device memory that the process holds.
 """
 
 import fcntl
@@ -15,15 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Files in the shared folder: the lock of the process whose turn it is, the lock of the prober that
-# waits for the next turn, and the requests to compile ahead.
+# Files in the shared folder: the lock of the process whose turn it is, the lock of the probing
+# process while it waits for the next turn, and the requests to compile ahead.
 LOCK = "turn"
 NEXT = "next"
 WANTED = "wanted.json"
 HELD = ".held"  # suffix: a file with the GiB of device memory that a process holds
 CLAIMED = ".claimed"  # suffix: a file for each request that a process has begun to compile
-# The probing process's longest wait in seconds. In a turn, another process builds a few layers or
-# runs them once.
+# The longest time in seconds that the probing process waits for its turn. In one turn, another
+# process only builds a few layers or runs them once.
 PATIENCE_S = 30.0
 POLL_S = 0.002
 # Functions of Inductor that time a matrix product on the device. Only newer versions of torch have
@@ -45,12 +45,12 @@ class Turns:
 
     Without a `folder`, no other process uses the device.
 
-    `on_give` is called before the device goes to other processes. `on_wait` is called after each
-    wait, with its start and end. Only the probing process sets `patience_s`, its longest wait in
-    seconds. The probing process gets the next turn before all other processes. After its longest
-    wait, it continues without a turn, and `is_stuck` is true. On a file system without locks, the
-    probing process also continues without turns. `compile_s` is the compilation time of the last
-    `take` block.
+    `on_give` is called before this process lets other processes use the device. `on_wait` is called
+    after each wait, with its start and end. Only the probing process sets `patience_s`, its longest
+    wait in seconds. The probing process gets the next turn before all other processes. After its
+    longest wait, it continues without a turn, and `is_stuck` is true. On a file system without
+    locks, the probing process also continues without turns. `compile_s` is the compilation time of
+    the last `take` block.
     """
 
     def __init__(

@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU, in GiB
-LEAST_WAIT_S = 0.01  # seconds; a shorter wait for another process's turn is not recorded
-# The GiB of host memory that describing a model without weights may take; 100,000 linear layers
-# with adapters take 3 GiB.
+LEAST_WAIT_S = 0.01  # seconds; a shorter wait for the device is not recorded
+# The most host memory, in GiB, that a worker may use to build a model without weights and describe
+# it. A model with 100,000 linear layers and adapters takes 3 GiB.
 DESCRIBED_GIB = 8
 
 
 def main() -> None:
-    """Serve the parent on a socket.
+    """Answer the parent's requests on a socket until the parent closes it.
 
     Arguments: the socket's descriptor, the device, the parent's pid, a scratch directory.
     """
@@ -171,10 +171,10 @@ def _measure_rates(measure: Callable[[], Any], send: Callable[..., None]) -> Non
 
 
 class Worker:
-    """Serves probes on one device, and keeps the base model that was probed last.
+    """Runs probes on one device, and keeps the base model of the last probe.
 
-    One base model is kept for each number of layers that was probed. All these models have the same
-    `resident.family_of`.
+    The worker keeps one copy of this model for each probed number of layers. All copies have the
+    same `resident.family_of`.
     """
 
     address: RankAddress | None = None  # this process's address in a probe on several real ranks
@@ -198,7 +198,7 @@ class Worker:
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
 
-        gc.freeze()  # a collection among the libraries' objects takes longer than many steps
+        gc.freeze()  # collecting the libraries' objects takes longer than many steps
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
         self.log: str | None = None  # the current probe's log, whose name selects injected faults
@@ -211,7 +211,7 @@ class Worker:
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
 
-        # A probe of a tiny model loads libraries and kernels, which then count as context.
+        # A probe of a tiny model loads libraries and kernels, whose memory then counts as context.
         bf16 = self.meter.fingerprint().has_bf16
         result, _ = self.serve(tiny_request(device, self.meter.memory_gib(), bf16=bf16))
         if result.outcome is not Outcome.OK:
@@ -280,9 +280,9 @@ class Worker:
         return result, reusable
 
     def _take_turn(self, entered: list[tuple[str, float]], begin: float, end: float) -> None:
-        """Record that a new turn on the device begins.
+        """Record the wait for a new turn on the device, and read other processes' memory again.
 
-        Other processes' memory may have changed since the last turn.
+        This memory may have changed since the last turn.
         """
         assert self.shared is not None
         self.meter.others_gib = held_by_others_gib(self.shared)
@@ -293,7 +293,7 @@ class Worker:
     ) -> tuple[dict[str, Any], bool]:
         """Run one try of a probe.
 
-        Return fields of its result, and whether this process can be reused.
+        Return some fields of the probe's result, and whether this process can be reused.
 
         Adds each phase and its start to `entered`.
         """
@@ -337,8 +337,8 @@ class Worker:
             self.meter.uncap()  # on a CPU, even printing the traceback needs memory
             fields = self._failure(error, probe)
             if request.has_real_ranks:
-                # The other ranks wait for this rank in a collective, so further work here might
-                # wait too.
+                # The other ranks wait for this rank in a collective, so more work on the device
+                # could block this process too.
                 return fields, False
 
         # After the except block, no reference to the failed step's frames is left, so the tensors
@@ -356,8 +356,9 @@ class Worker:
         Adds a note to `fields` if some memory was not released.
         """
         succeeded = fields["outcome"] in (Outcome.OK, Outcome.OOM)
-        # A changed base cannot be reused. Full fine-tuning changes the weights, 8-bit layers grow
-        # their own buffers, and on several GPUs a rank has only a shard.
+        # A base model that the probe changed cannot be reused. Full fine-tuning changes the
+        # weights, 8-bit layers allocate buffers of their own, and on several GPUs a rank has only a
+        # shard.
         config = request.config
         num_gpus = request.parallelism.num_gpus
         changed = config.method == "full" or config.quantization == "int8" or num_gpus > 1
@@ -406,7 +407,7 @@ class Worker:
         from autotune.probe.resident import build_resident, family_of
 
         # These libraries load before the model, so that their memory counts as context and not as
-        # the model's.
+        # memory of the model.
         config = request.config
         if config.quantization in ("int8", "nf4") or config.optimizer.endswith("8bit"):
             import bitsandbytes  # noqa: F401
@@ -484,7 +485,7 @@ def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> No
 
 
 def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
-    """Wall seconds of each phase until now.
+    """The wall-clock seconds that each phase has taken so far.
 
     `entered` has each phase's start; its first entry is `total`.
     """

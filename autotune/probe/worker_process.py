@@ -1,4 +1,4 @@
-"""The parent's view of one worker process: start it, exchange JSON lines, and end it.
+"""Starts a worker process for the parent, exchanges JSON lines with it, and ends it.
 
 The worker has its own session, so that the worker and its children can be killed together.
 """
@@ -59,7 +59,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Compilers put their temporary files there, too.
+                # Compilers put their temporary files into the scratch directory, too.
                 env=environment | {"TMPDIR": scratch},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -94,7 +94,7 @@ class WorkerProcess:
         return self._channel.fileno()
 
     def read(self) -> bool:
-        """Read the available bytes; False if the worker has ended."""
+        """Read the available bytes, and return False if the worker has ended."""
         with contextlib.suppress(ConnectionError):
             data = self._channel.recv(1 << 16)
             self._buffer += data
