@@ -67,7 +67,7 @@ class Ablation:
         """Return the knobs, the most useful first.
 
         First come the knobs without which the winner does not fit in memory. Next come the knobs
-        with a measured speed; the first of them is the knob whose reset costs the most speed. Knobs
+        with a measured speed, beginning with the knob whose reset slows training most. Knobs
         without a result are last.
         """
         return sorted(
@@ -82,9 +82,9 @@ class Ablation:
 def ablated_configs(
     winner: TrainConfig, baseline: TrainConfig
 ) -> Iterator[tuple[str, TrainConfig]]:
-    """Yield each knob in which winner and baseline differ, and the winner with this knob reset.
+    """Yield each knob that differs from the baseline, and the winner with this knob reset.
 
-    The reset knob has the baseline's value. Double quantisation needs quantisation, so the two
+    A reset knob takes the baseline's value. Double quantisation needs quantisation, so these two
     knobs are reset together.
     """
     for name in KNOBS:
@@ -99,8 +99,8 @@ def ablated_configs(
             continue
 
         config = TrainConfig(**winner.as_dict() | changes)
-        # TrainConfig resets knobs without effect, such as `sharding` on one GPU, so the result may
-        # equal the winner.
+        # TrainConfig ignores the value of a knob without effect, such as `sharding` on one GPU, so
+        # `config` may equal the winner.
         if config != winner:
             yield name, config
 
@@ -117,8 +117,8 @@ def ablate(
     """Probe the winner itself, then the winner with each knob reset, then the winner itself again.
 
     If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if a
-    probe of the winner itself fails, or if its two speeds differ from each other by more than their
-    error.
+    probe of the winner itself fails, or if the winner's two measured speeds differ by more than the
+    measurement error.
     """
     evaluator = replace(evaluator, reuses=False)
     measured_winner = _ablated_winner(task, evaluator, winner)
@@ -152,7 +152,7 @@ def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> 
 
 
 def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
-    """Raise EnvironmentProblem if the difference of the winner's two speeds exceeds their error."""
+    """Raise EnvironmentProblem if the winner's two speeds differ by more than their error."""
     speeds = [one.tokens_per_s or 0.0 for one in (before, after)]
     difference = max(speeds) / min(speeds) - 1
     if difference > max(DISAGREEMENT, math.hypot(before.error, after.error)):

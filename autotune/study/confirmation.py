@@ -18,7 +18,7 @@ MAX_CONFIRMATIONS = 3
 
 
 def confirm_finalists(trials: SharedTrials) -> None:
-    """Measure the finalists and the baseline again; after the first round, only possible winners.
+    """Measure the finalists and the baseline again; later rounds measure only possible winners.
 
     The likely winner and the baseline come first, because the budget may be used up before the
     other finalists are measured. A measurement that would not fit into the remaining time is
@@ -89,7 +89,7 @@ def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainCo
     """Return the baseline with the next smaller micro batch that works, as a list.
 
     A baseline that was probed with only a few layers may fail with all layers. Returns an empty
-    list if `failed` is no baseline, if another baseline has a result, or if no smaller baseline
+    list if `failed` is not a baseline, if another baseline has a result, or if no smaller baseline
     works.
     """
     baselines = trials.task.baselines
@@ -177,11 +177,10 @@ def _confirm(
 
 
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:
-    """Whether a configuration's training losses agree with those measured for its reference.
+    """Whether a configuration's training losses agree with the losses of its reference.
 
-    The reference is the same configuration in a trusted number format. The comparison needs real
-    weights, and time to measure the reference. Without both, the configuration is assumed to be
-    sound.
+    The reference is the same configuration in a trusted number format. If the weights are random,
+    or if no time is left to measure the reference, the configuration is assumed to be sound.
     """
     selection = trials.selection
     reference = selection.missing_reference(config)

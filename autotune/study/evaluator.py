@@ -1,11 +1,13 @@
-"""The stages of an evaluation. A candidate passes them, the cheapest first, until one decides.
+"""The stages of an evaluation. A candidate passes through them until one stage decides.
+
+The cheapest stage comes first:
 
 1. Gate: a configuration that is known or predicted not to fit in memory is refused.
 
 2. Low fidelity: two truncated models, which have only a few layers, run real steps, and the results
 are extrapolated to the whole model. A configuration that will not fit or cannot win stops here.
 
-3. Full: the whole model runs real steps, or the stored answer to the same request is used.
+3. Full: the whole model runs real steps. If the same probe was stored before, its result is used.
 
 4. Confirmation: the few possible winners are measured longer.
 
@@ -93,8 +95,8 @@ class Prober(Protocol):
 class Evaluation:
     """One candidate's result, whether it was stored already, and the seconds of its probes.
 
-    If `is_own` is true, the result is reused, but this study itself measured it, for example when
-    it looked for a baseline.
+    `is_own` is True for a reused result that this study itself measured, for example while it
+    looked for a baseline.
     """
 
     result: ProbeResult
@@ -136,9 +138,10 @@ class Evaluator:
       `reuses` is False, no stored result is reused, so that all results are equally recent.
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
-    - `truncated_s` and `whole_s` map each configuration to the total seconds of its probes in this
-      session: of truncated models and of whole models. The time that a new worker needs once to
-      load libraries is left out. `compiling_s` is the part of `truncated_s` for compilation.
+    - `truncated_s` maps each configuration to the total seconds that its probes of truncated models
+      took in this session. `whole_s` does so for its probes of whole models. Both leave out the
+      time that a new worker needs to load libraries. `compiling_s` holds the part of `truncated_s`
+      that was spent on compilation.
     """
 
     prober: Prober
@@ -153,7 +156,7 @@ class Evaluator:
     shallow_only: bool = False
     studies: tuple[str, ...] = ()
     reuses: bool = True
-    failures_in_a_row: int = 0  # the last probes that failed in a row, except for lack of memory
+    failures_in_a_row: int = 0  # running out of memory does not count as a failure
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
     whole_s: dict[TrainConfig, float] = field(default_factory=dict)
@@ -162,7 +165,7 @@ class Evaluator:
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
     _times: ProbeTimes = field(init=False)
-    # For each configuration whose truncated models failed, the reason. Its whole model may succeed.
+    # Why the truncated models of a configuration failed. The whole model may still succeed.
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)
     # The seconds of each configuration's probes since its last evaluation ended.
     _seconds: dict[TrainConfig, float] = field(default_factory=dict)
@@ -210,9 +213,9 @@ class Evaluator:
             return
         is_whole = result.depth is None and not result.is_prediction
         if not self._would_ask(result, measurement):
-            # The result comes from a study whose rows have other lengths than this study's. For
-            # padded rows, the lengths change only the time, so the measured memory is learned. For
-            # packed rows, the lengths may also change the memory, so nothing is learned.
+            # The result comes from a study with other row lengths. If rows are padded, their
+            # lengths change only the time, so the measured memory is learned. If rows are packed,
+            # their lengths may also change the memory, so the result is ignored.
             if is_whole and not config.packing:
                 self._learn_memory(config, measurement)
             return
@@ -243,10 +246,10 @@ class Evaluator:
     ) -> Evaluation:
         """Pass a candidate through the stages until one of them decides.
 
-        Without a pruner, the whole model is measured, whatever its predicted speed is. If the whole
-        model will then certainly fit, the truncated models are skipped. If a probe of the whole
-        model would take longer than `spare_s`, the prediction from the truncated models is the
-        result. Raises TooManyFailures if probes keep failing for reasons other than memory.
+        Without a pruner, the whole model is measured even if it is predicted to be slow. In this
+        case, the truncated models are skipped if the whole model will certainly fit. If a probe of
+        the whole model would take longer than `spare_s`, the prediction from the truncated models
+        is the result. Raises TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)
@@ -254,7 +257,7 @@ class Evaluator:
             return predicted
 
         request = self.request(config)
-        # If other processes disturbed the times, they may be too long, so they exclude no
+        # Times that other processes disturbed may be too long, so they do not rule out a
         # configuration.
         if pruner is not None and predicted is not None and predicted.disturbed is None:
             reason = pruner(config, predicted)
@@ -282,7 +285,7 @@ class Evaluator:
     def evaluate_low_fidelity(
         self, config: TrainConfig, trial: int | None, *, skip_if_fits: bool = False
     ) -> Evaluation | Extrapolation | None:
-        """Pass a candidate through the stages before the whole model.
+        """Pass a candidate through the stages that come before the probe of the whole model.
 
         Returns the decision of these stages or, if they do not decide, a prediction for the whole
         model.
@@ -296,8 +299,8 @@ class Evaluator:
         if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
-            # The result is stored for this study too, so that this study can be read without the
-            # study that measured it.
+            # The result is stored for this study too, so that reading this study does not need the
+            # rows of the study that measured the configuration.
             if trial is not None:
                 self._store_result(trial, replace(known, seconds={}))
             is_own = self.store.has_measured(self.study, config)
@@ -396,7 +399,7 @@ class Evaluator:
         )
 
     def reference(self, config: TrainConfig) -> Measurement | None:
-        """Measure a whole model outside the search; its losses are the reference for other formats.
+        """Measure a whole model; its losses are the reference for other number formats.
 
         Returns None if the probe failed.
         """
@@ -409,7 +412,7 @@ class Evaluator:
         return self._store_result(None, known).measurement
 
     def reject(self, config: TrainConfig, reason: str) -> ProbeResult:
-        """Reject a finalist whose losses differ from its reference's losses, and store this."""
+        """Reject a finalist whose losses differ from its reference's losses; store the decision."""
         return self._store_result(
             None, _decision(self.request(config), Outcome.NUMERICS, Rung.CONFIRM, reason)
         )
@@ -417,9 +420,9 @@ class Evaluator:
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """Refuse a request that cannot run, or that is predicted to need too much memory.
 
-        A request is refused if its parallel strategy cannot train the configuration, if an earlier
-        probe that needed no more memory ran out of memory, or if the predicted memory exceeds the
-        limit.
+        A request is refused if its parallel strategy does not support the configuration, if an
+        earlier probe that needed no more memory ran out of memory, or if the predicted memory
+        exceeds the limit.
         """
         config = request.config
         if (reason := Parallelism.of(config).refusal(config)) is not None:
@@ -458,7 +461,7 @@ class Evaluator:
         return need is None or need.ratio <= 1.0
 
     def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
-        """Refuse a request whose predicted memory, minus its error, exceeds the limit."""
+        """Refuse a request whose predicted memory exceeds the limit by more than the error."""
         need = self._need(request)
         if need is None or need.ratio <= 1 + (GATE_BAND if need.corrected else FORMULA_BAND):
             return None
@@ -477,8 +480,8 @@ class Evaluator:
     def _need(self, request: ProbeRequest) -> "_Need | None":
         """The memory that the formula predicts for a request, or None without a prediction.
 
-        If a similar configuration was measured, the prediction is corrected: it is multiplied by
-        the measured memory of the similar configuration, divided by its predicted memory.
+        If a similar configuration was measured, the prediction is multiplied by the ratio of the
+        similar configuration's measured memory to its predicted memory.
         """
         config = _with_longest_rows(request)
         by_formula = self.formula(config, request.micro_steps)
@@ -516,8 +519,8 @@ class Evaluator:
 
         for depth in pair:
             # Attention kernels make a plan for each new row length, and all layers use the same
-            # plan. So the added time for a new length is measured with only one of the two numbers
-            # of layers.
+            # plan. The time that this plan takes does not depend on the number of layers, so it is
+            # measured with only one of the two truncated models.
             short = replace(truncate_request(request, depth), new_lengths=depth == pair[0])
             stored = self._find(short, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")
@@ -578,7 +581,8 @@ class Evaluator:
         if first.disturbed is None:
             return self._store_result(trial, self._add_time_parts(first))
 
-        # If the budget, the user or a kill stops the second probe, the result of the first is used.
+        # If the budget, the user or a kill stops the second probe, the first probe's result is
+        # used.
         first = self._add_time_parts(first)
         fingerprint = self.prober.fingerprint
         kept = self.store.keep(self.study, trial, first, fingerprint, model=self.model)
@@ -608,8 +612,9 @@ class Evaluator:
         """Add a probe's seconds to the configuration's total, and return the probe's seconds.
 
         In its first step, a new worker loads libraries and kernels, which takes up to half a minute
-        if files are not cached. Later candidates do not have this cost. So if nothing is compiled,
-        the first steps of a new worker are assumed to be as short as its later steps.
+        if files are not cached. Later candidates do not pay this cost, so it is not added to the
+        total: the first steps count as if they took as long as later steps. This correction is left
+        out if layers are compiled.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
@@ -671,7 +676,7 @@ def truncate_request(request: ProbeRequest, depth: int) -> ProbeRequest:
 
 
 def _ran_out_on_device(result: ProbeResult) -> bool:
-    """Whether the device ran out of memory, and not the host, which holds offloaded activations."""
+    """Whether the device ran out of memory, rather than the host with offloaded activations."""
     oom = result.oom
     if oom is None or not result.config.offloads:
         return oom is not None
@@ -679,7 +684,7 @@ def _ran_out_on_device(result: ProbeResult) -> bool:
 
 
 def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
-    """The least memory that a configuration needs, according to a probe that had free memory left.
+    """The memory that a configuration needs at least, judged by a probe that had memory to spare.
 
     Communication runs on its own CUDA streams. While the device has free memory, other streams do
     not reuse memory blocks that the communication freed. On two H200s, ranks therefore reserved up

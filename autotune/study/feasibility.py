@@ -1,4 +1,4 @@
-"""Find a first configuration that fits, before the search begins: the baseline, if it fits."""
+"""Before a search, find a configuration that fits in memory: the baseline, if possible."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -23,8 +23,8 @@ class Feasible:
 
     `tried` has the first configurations of the study, whose results are stored. If `opens_reserve`
     is True, no configuration of the normal space fits, so the search uses the reserve space, which
-    also has knob values that cost quality but save memory. `problem` is set if no configuration
-    fits.
+    also has knob values that cost quality but save memory. `problem` is the error to raise if no
+    configuration fits, and None otherwise.
     """
 
     tried: list[TrainConfig]
@@ -38,11 +38,11 @@ def find_feasible(
     evaluator: Evaluator,
     say: Callable[[str], None],
 ) -> Feasible:
-    """Find a configuration that fits: a baseline, or a configuration with the least memory.
+    """Find a configuration that fits: a baseline, or one that needs the least memory.
 
-    If possible, probes of truncated models decide, because a probe of the whole baseline of a large
-    model would use up time of the search. Raises Cancelled if the user asked to stop, or if the
-    budget is over.
+    If possible, only truncated models with a few layers are probed, because a probe of the whole
+    baseline of a large model would take time from the search. Raises Cancelled if the user asked to
+    stop, or if the budget is used up.
     """
     tried_configs: list[TrainConfig] = []
 
@@ -64,8 +64,8 @@ def find_feasible(
         return False
 
     # A probe of a baseline that does not fit can take a fifth of the budget. So the baselines that
-    # the formula predicts not to fit are probed last. By then, the measured memory of a smaller
-    # baseline excludes most of them without a probe.
+    # the formula predicts not to fit are probed last. Once a smaller baseline has been measured,
+    # most of these baselines are refused without a probe.
     doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
     fits = one_fits(task.baselines[len(doubtful) :])
     if one_fits(doubtful) or fits:
@@ -74,7 +74,7 @@ def find_feasible(
     for space in (task.space, reserve):
         for config in leanest_of(space):
             say(
-                "the baseline does not fit; trying the configuration with the least memory: "
+                "the baseline does not fit; trying the configuration that needs the least memory: "
                 f"{config.label()}"
             )
             result = evaluator.evaluate(config, None, spare_s=0.0).result
@@ -91,7 +91,7 @@ def find_feasible(
 
 
 def leanest_of(space: SearchSpace) -> list[TrainConfig]:
-    """Return the configurations with the least memory.
+    """Return the configurations that need the least memory.
 
     If the space has no sharding knob, the list has one configuration. Otherwise the list has one
     configuration for each sharding strategy. If the space allows a single GPU, a configuration for
@@ -107,7 +107,7 @@ def leanest_of(space: SearchSpace) -> list[TrainConfig]:
     for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
         pinned = space.pin("num_gpus", most).pin("sharding", way)
         narrowing = Narrowing(space=pinned, reserve=pinned)
-        # UsageError: this strategy can train no configuration of the space.
+        # UsageError means that no configuration of the space can use this strategy.
         with suppress(UsageError):
             narrow_to_sharing(narrowing)
             leanest.append(narrowing.space.config(narrowing.space.leanest()))
@@ -133,7 +133,7 @@ def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
         speed_note = f"; it would train {speed:,.0f} tokens/s here if it fitted"
 
     return NothingFits(
-        "nothing in the search space fits: the configuration with the least memory,"
+        "nothing in the search space fits: even the configuration that needs the least memory,"
         f" {result.config.label()}, needs {need}{speed_note}",
         remedy=ways_to_fit(result.config),
     )

@@ -26,7 +26,7 @@ VARIED = (
     *("micro_batch_size", "checkpointing", "precision", "compile", "loss"),
     *("packing", "packed_attention", "padding", "sharding", "lora_kernels"),
 )
-# Possible times that the host needs to launch kernels, divided by the time in the formula.
+# Assumed times that the host needs to launch kernels, as multiples of the time in the formula.
 HOSTS = (1.0, 0.67, 0.5)
 MAX_CONFIGS = 20_000  # the formulas rank at most this number of configurations, in about 5 s
 
@@ -113,7 +113,7 @@ def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:
     space = task.space
     for knob in space.knobs:
         value = getattr(current, knob.name)
-        # A LoRA rank of None (full fine-tuning) cannot be fixed in a space.
+        # A LoRA rank of None (full fine-tuning) cannot be pinned in a space.
         if knob.name not in VARIED and value is not None:
             space = space.pin(knob.name, value)
     choices = (

@@ -100,7 +100,7 @@ def restore(
 
 
 def _trials_of_own_results(stored: list[StoredProbe]) -> set[int | None]:
-    """Return the trials for whose configuration an earlier row of the study had a probe.
+    """Return the trials whose configuration was already probed in an earlier row of the study.
 
     `stored` has the rows of one study in the order in which they were written.
     """

@@ -1,8 +1,8 @@
 """Find a winner's learning rate with short real trainings; better rates are trained longer.
 
 Each training is a complete run, with warm-up and a cosine schedule that ends at zero. The rate that
-is best for few steps may be too large for many steps, so the last round is as long as the budget
-allows.
+is best for few steps may be too large for many steps, so the search has rounds with fewer and fewer
+rates and more and more steps. The last round's trainings are as long as the budget allows.
 """
 
 import math
@@ -195,8 +195,8 @@ def steps_of(rounds: Sequence[tuple[int, int]]) -> int:
 def _max_trainings(rounds: Sequence[tuple[int, int]], place: int) -> int:
     """Return the largest number of trainings that a round can have.
 
-    In the first round, rates may be added below or above the others. In the last round, each rate
-    is trained with several seeds, and the default rate is one of them.
+    In the first round, rates may be added below or above the others. The last round also trains the
+    default rate, and trains each rate with several seeds.
     """
     number, _ = rounds[place]
     return (
@@ -239,7 +239,7 @@ def search(
 def _best_rates(attempts: Iterable[Attempt], steps: int, number: int) -> list[float]:
     """Return the `number` rates with the lowest losses of a round, the lowest rate first.
 
-    The trainings of this round have `steps` steps.
+    `steps` identifies the round: each of its trainings has this number of steps.
     """
     ranked = sorted((attempt for attempt in attempts if attempt.steps == steps), key=_loss)
     return sorted(attempt.learning_rate for attempt in ranked[:number])

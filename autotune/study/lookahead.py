@@ -14,7 +14,9 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
 from autotune.study.ranking import more_capable
 
-MOST = 8  # the most compilations to request at a time; a new best configuration makes them useless
+# At most this number of compilations is requested at a time, because a new best configuration may
+# make them useless.
+MOST = 8
 NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_backward")
 
 
@@ -42,8 +44,8 @@ def shallow_requests(
 ) -> dict[str, ProbeRequest]:
     """Return requests that compile the code of these configurations, as {key of the code: request}.
 
-    At most MOST requests are returned. Two kinds of configurations are left out: those for several
-    GPUs, and those whose code has a key in `known`.
+    At most MOST requests are returned. Configurations for several GPUs are left out. Configurations
+    whose code has a key in `known` are left out, too.
     """
     requests: dict[str, ProbeRequest] = {}
     for config in configs:
@@ -75,8 +77,9 @@ def likely_next(trials: SharedTrials, trying: TrainConfig) -> Iterator[TrainConf
     better, from the configuration of that trial. So the compiled variants of these two
     configurations come first, followed by copies of the two with one changed knob. Outside
     coordinate search, the best configuration so far takes the place of the current one. Next come
-    variants of the best configuration that are more capable. Last come configurations similar to
-    the best; the first of these is the one that the formula predicts to be the fastest.
+    variants of the best configuration that can learn more, for example with a higher LoRA rank.
+    Last come configurations similar to the best one, beginning with the configuration that the
+    formula predicts to be the fastest.
     """
     space = trials.task.space
     best = trials.best()
@@ -111,8 +114,7 @@ def _moves(
 ) -> Iterator[TrainConfig]:
     """Yield the configurations that coordinate search would try next.
 
-    The search would change each knob in each configuration of `centres`, and the knob `name` before
-    all others.
+    Each move changes one knob of one configuration in `centres`. The knob `name` is changed first.
     """
     space = trials.task.space
     place = ORDER.index(name)
@@ -126,7 +128,7 @@ def _moves(
 def _neighbours(trials: SharedTrials, tried: dict[str, Outcome]) -> Iterator[TrainConfig]:
     """Yield the compiled configurations with the fewest differences from the best configuration.
 
-    The first is the one with the best score that the formula predicts.
+    They are sorted by the score that the formula predicts, the best first.
     """
     best = trials.best()
     if best is None:

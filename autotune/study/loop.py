@@ -18,7 +18,8 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.ranking import more_capable
 from autotune.study.summary import TrialRecord
 
-# Until this number of trials has a speed, helpers try configurations near the best trial.
+# A helper is a worker that does not lead the study. Until this number of trials has a speed,
+# helpers try configurations near the best trial.
 STARTUP = 8
 
 
@@ -81,7 +82,7 @@ class Study:
             trials.optimizer.close_queue()
 
     def confirm(self) -> None:
-        """Measure the finalists again until the budget is over."""
+        """Measure the finalists again, as far as the budget allows."""
         confirm_finalists(self.trials)
 
     def _run_coordinate_searches(self) -> None:
@@ -98,7 +99,7 @@ class Study:
         trials.kept_s = 0.0
 
     def _hold_rank(self) -> None:
-        """Propose only the most frequent LoRA rank, once a configuration with LoRA was tried.
+        """Once configurations with LoRA were tried, propose only their most frequent rank.
 
         The code for this rank is compiled already. Another rank changes the speed by only 1 to 2 %,
         but needs a compilation for each micro batch size. Higher ranks are tried at the end of the
@@ -111,7 +112,7 @@ class Study:
             trials.optimizer.hold({"lora_rank": trials.rank})
 
     def _sample(self) -> None:
-        """Run the trials that the sampler proposes, until a limit or the end of the space."""
+        """Run the sampler's trials until a limit is reached or every configuration was tried."""
         trials = self.trials
         had_best = trials.best() is not None
         self._hold_rank()
@@ -146,10 +147,11 @@ class Study:
     def _raise_capability(self) -> None:
         """Try the best configuration with its learning knobs at their most capable values.
 
-        First all learning knobs are raised together, then each of them alone. Then the
-        configurations that are about as fast as the best one get the learning knobs of the likely
-        winner, and are tried too. Chance decides which of these nearly equal configurations is
-        measured as the fastest, and the winner must not depend on chance.
+        A learning knob, such as the LoRA rank, changes how much the model can learn. First all
+        learning knobs are raised together, then each of them alone. Then the configurations that
+        are about as fast as the best one get the learning knobs of the likely winner, and are tried
+        too. Chance decides which of these nearly equal configurations is measured as the fastest,
+        and the winner must not depend on chance.
         """
         best = self.trials.best()
         if best is None:
@@ -165,8 +167,8 @@ class Study:
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
         """Return up to three configurations that are about as fast as `best`.
 
-        Their learning knobs are set to the likely winner's values. GPU-bound configurations are
-        preferred, then configurations with less memory.
+        Their learning knobs are set to the likely winner's values. GPU-bound configurations come
+        first. Within each group, configurations that need less memory come first.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:

@@ -1,7 +1,7 @@
 """Find the configurations of a space that differ least from a given configuration.
 
-They are made by changing a few knobs of the given configuration, so they are found quickly even in
-a large space.
+The search changes only a few knobs of the given configuration, so it is quick even in a large
+space.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,8 +21,8 @@ def neighbours(
     """Return the untried choices (knob values) that differ least from `best`.
 
     `seen` holds the digests of the tried configurations. If `rank` is given, choices with another
-    LoRA rank are returned only if all choices with this rank were tried. The list is empty if the
-    whole space was tried. Without `best`, the default configuration takes its place.
+    LoRA rank are returned only after all choices with this rank were tried. The list is empty if
+    the whole space was tried. Without `best`, the default configuration takes its place.
     """
     centre = best or TrainConfig()
     if rank is not None:
@@ -61,10 +61,10 @@ def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> lis
 
 
 def grouped_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """Return the compiled variants in which the experts of a mixture compute grouped products.
+    """Return the compiled variants whose experts use grouped matrix products (grouped GEMM).
 
-    They use the loss of the space that needs the least memory. No formula knows the speed of
-    mixtures, and for mixtures this change gains most.
+    The variants also use the loss implementation that needs the least memory. No formula predicts
+    the speed of a mixture of experts, and grouped products are the change that speeds it up most.
     """
     loss = min(space.choices("loss"), key=KNOBS["loss"].memory_rank)
     fastest = min(space.choices("attention"), key=KNOBS["attention"].speed_rank)
@@ -72,7 +72,7 @@ def grouped_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list
         replace(
             config,
             loss=loss,
-            # The baseline of a model without SDPA is eager.
+            # If a model does not support SDPA, its baseline uses eager attention.
             attention=fastest if config.attention == "eager" else config.attention,
         )
         for config in configs
@@ -82,7 +82,7 @@ def grouped_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list
 
 
 def leaner_optimizer(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
-    """Return a copy with the space's next leaner optimizer, or nothing if there is none."""
+    """Return a copy with the next optimizer that needs less memory, or [] if there is none."""
     rank = KNOBS["optimizer"].memory_rank
     present = rank(config.optimizer)
     leaner = [value for value in space.choices("optimizer") if rank(value) < present]
@@ -90,7 +90,7 @@ def leaner_optimizer(space: SearchSpace, config: TrainConfig) -> list[TrainConfi
 
 
 def choices_by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield every choice of the space once, those with the fewest changes of `centre` first.
+    """Yield every choice of the space once, the choices with the fewest changes to `centre` first.
 
     A change is a knob whose value differs from the value in `centre`.
     """
@@ -101,10 +101,10 @@ def choices_by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dic
 def choices_at_distance(
     space: SearchSpace, centre: TrainConfig, distance: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the choices that differ from `centre` in exactly `distance` knobs with an effect.
+    """Yield the choices that differ from `centre` in exactly `distance` knobs.
 
-    If a value of `centre` is not in the space, the nearest value of the space takes its place. Each
-    choice is made by changing `distance` knobs, so no other choices are generated.
+    If a value of `centre` is not in the space, the nearest value of the space takes its place.
+    Knobs without effect are not counted. Choices at other distances are not generated.
     """
 
     def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:

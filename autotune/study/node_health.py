@@ -1,6 +1,7 @@
 """Compare a node with the other nodes of its study, to find nodes that are slow or hot.
 
-Each node measures the baseline before its first trial, and again every 10 minutes.
+A node is one worker process of the study. Each node measures the baseline before its first trial,
+and again every 10 minutes.
 """
 
 import statistics
@@ -69,7 +70,7 @@ def differences(
     """Describe how a node differs from the median of the other nodes.
 
     The list is empty if there are no other nodes. Speed and temperature are compared only if
-    `timed`, because on shared processors they depend on other processes.
+    `timed` is True: on a processor that other processes share, both depend on these processes.
     """
     if not others:
         return []

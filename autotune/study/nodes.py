@@ -1,7 +1,7 @@
-"""Compare the nodes of a study by the latest measurement of the baseline on each node.
+"""Compare the workers (nodes) of a study by their latest measurements of the baseline.
 
-A node is a process that probes for the study. Older versions stored probes without the name of the
-node; all these probes are shown as one unnamed node.
+A node is one worker process that ran probes for the study. Older versions stored probes without the
+name of the node; all these probes are shown as one unnamed node.
 """
 
 import statistics
@@ -32,7 +32,7 @@ class Node:
 
     - `name` is the name of its worker: host, pid and start time in ticks, separated by colons.
     - A reading is a measurement of the baseline on this node. The fields that describe the reading
-      are None if there is none.
+      are None if the node has no reading.
     - `num_failed` counts probes that failed for reasons other than memory.
     - `config` is the configuration that the reading measured, and `read_at` is the time of the
     reading.
@@ -64,7 +64,7 @@ class Node:
 
     @property
     def telemetry(self) -> Telemetry:
-        """The driver's report while the baseline was timed; a value that it lacks is None."""
+        """The GPU driver's report while the baseline was timed; an unreported value is None."""
         return (self.measurement and self.measurement.telemetry) or Telemetry()
 
 
@@ -107,7 +107,7 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
 
 
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
-    """Return the configuration by which the nodes are compared.
+    """Return the configuration whose measurements on the nodes are compared.
 
     If nodes were checked, the result is the configuration that the checks measured. Otherwise the
     result is the first of the study's baselines that fits in memory.

@@ -33,9 +33,9 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
     """Return the configuration in the reference format, with the same batches and optimizer.
 
     The format is bf16 under autocast, or fp32 if the device has no bf16, with 32-bit optimizer
-    state. Every layer is recomputed, so that the reference fits if possible. Returns None for an
-    optimizer that exists only with 8-bit state. A reference with another optimizer would compare
-    the optimizers and not the formats.
+    state. Every layer is recomputed in the backward pass, so that the reference needs little
+    memory. Returns None for an optimizer that exists only with 8-bit state. A reference with
+    another optimizer would compare the optimizers and not the formats.
     """
     optimizer = FULL_STATE.get(config.optimizer, config.optimizer)
     if optimizer.endswith("8bit"):

@@ -85,8 +85,8 @@ def prepare_session(
     spec = _with_counted_gpu(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    # If the spec lists configurations to probe, its pins (fixed knobs) are later applied to each of
-    # them.
+    # If the spec lists configurations to probe, its pins (fixed knobs) are later applied to each
+    # listed configuration.
     searched = replace(spec, pins={}) if spec.configs else spec
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
     setup = _with_ranks(setup, spec, target, say)
@@ -131,7 +131,7 @@ def _with_counted_gpu(spec: StudySpec) -> StudySpec:
 
 
 def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
-    """Let one GPU simulate a rank of several GPUs, if the user asks for this or has too few GPUs.
+    """Let one GPU simulate one rank of a run on several GPUs, on request or if GPUs are missing.
 
     Raises UsageError if the interconnect bandwidth is unknown.
     """

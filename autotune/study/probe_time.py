@@ -87,8 +87,8 @@ class ProbeTimes:
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._extrapolate(micros)
 
-        # The schedules of this request and of the known probe. The attention kernels have their
-        # plans for all lengths already, because the known probe made them.
+        # The schedules of this request and of the known probe. Both assume that the attention
+        # kernels already have a plan for each row length, because the known probe made these plans.
         schedule = Schedule.plan(request, planned=True)
         known_schedule = Schedule.plan(
             replace(request, micro_steps=known.micro_steps), planned=True

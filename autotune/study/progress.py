@@ -18,16 +18,16 @@ class Progress(Protocol):
     """
 
     def say(self, text: str) -> None:
-        """A slow step begins, which `text` describes."""
+        """A slow step begins; `text` describes it."""
 
     def note(self, text: str, style: str | None = None) -> None:
         """The study has a message for the user; `style` is its colour in a terminal."""
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
-        """The search is about to begin; a configuration may use `fits_gib` GiB of memory."""
+        """The search is about to begin; a configuration may use at most `fits_gib` GiB."""
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """The session begins; `rows` has the trials of earlier sessions, none in a new study."""
+        """The session begins; `rows` has the trials of earlier sessions (empty for a new study)."""
 
     def trying(self, number: int, config: TrainConfig) -> None:
         """A trial begins."""

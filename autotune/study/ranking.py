@@ -25,8 +25,8 @@ ROOMY = 0.1
 class Scored:
     """A configuration that fits, with its score and the free share of the memory limit.
 
-    `noise` is by which fraction two measurements of the same configuration may differ. `spread` is
-    the range of the timed steps, relative to the reported step time (`Performance`). With the
+    `noise` is the fraction by which two measurements of the same configuration may differ. `spread`
+    is the range of the timed steps, relative to the reported step time (`Performance`). With the
     default `spread`, which is unlimited, the configuration neither beats another nor is beaten.
     `host_bound` is True for a CPU-bound configuration.
     """
@@ -54,7 +54,7 @@ class Scored:
         return self.score * (1 + other.spread[0]) > other.score * (1 + self.spread[1])
 
     def equals(self, other: "Scored") -> bool:
-        """Whether the scores tie, capability is the same, and both or neither are tight."""
+        """Whether the scores tie, the capability is equal, and both or neither are tight."""
         return _class(self) == _class(other) and self.ties(other)
 
 
@@ -63,7 +63,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
 
     Among equally fast configurations, a GPU-bound one is preferred, because other work on the host
     slows a CPU-bound one. Next, the configuration with the most free memory is preferred. Raises
-    ValueError without candidates.
+    ValueError if there are no candidates.
     """
     leaders = _leaders(candidates, slack)
     return max(
@@ -75,7 +75,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> Scored:
 def score_to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
     """Return the lowest score with which `choose` would prefer the candidate to all others.
 
-    Raises ValueError without others.
+    Raises ValueError if `others` is empty.
     """
     cheapest = max(other.score for other in others)
     fastest = _leaders(others, slack)[0]

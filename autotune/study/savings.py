@@ -1,4 +1,4 @@
-"""What a full run with a study's winner saves, and what the search cost."""
+"""Compare the savings of one full run with a study's winner to the cost of the search."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ Interval = tuple[float, float]
 class Savings:
     """The hours and USD that one full run saves, compared with the baseline's full run.
 
-    A negative number means that the run takes or costs more. The USD are None without a price. The
-    search took `search_hours` and cost `search_usd`.
+    A negative number means that the winner's run takes longer or costs more than the baseline's
+    run. The amounts in USD are None if no price is known. The search took `search_hours` and cost
+    `search_usd`.
     """
 
     JSON: ClassVar = native_fields_plus("pays")
@@ -31,8 +32,8 @@ class Savings:
     def pays(self) -> bool | None:
         """Whether one run saves more than the search cost; None if this is uncertain.
 
-        It is uncertain if the interval of the savings contains the cost of the search. Without a
-        price, hours are compared instead of USD.
+        The answer is None if the cost of the search lies within the interval of the savings.
+        Without a price, hours are compared instead of USD.
         """
         if self.interval_usd is None or self.search_usd is None:
             (low, high), spent = self.interval_hours, self.search_hours
@@ -42,7 +43,7 @@ class Savings:
 
     @property
     def runs_to_pay(self) -> int | None:
-        """How many runs save as much as the search cost; None if a run saves nothing."""
+        """The number of full runs that pay for the search, or None if a run saves nothing."""
         saved, spent = self.usd, self.search_usd
         if saved is None or spent is None:
             saved, spent = self.hours, self.search_hours
@@ -61,7 +62,8 @@ def run_savings(
     """Return the savings of the winner's full run.
 
     `speedup` and its `interval` compare the two speeds. This comparison is more exact than the
-    difference of the two costs, because most errors of a cost are the same for both.
+    difference of the two costs, because most errors affect both costs equally and cancel out in the
+    ratio of the speeds.
     """
     # The savings have the same relative error as the baseline's cost.
     scale = [hours / baseline.full_run_hours for hours in baseline.interval_hours]

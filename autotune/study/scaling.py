@@ -105,8 +105,8 @@ class RankPlan:
 class GpuPlan(ShownAsTable):
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
-    `how_sure` says in words how the numbers were obtained. A GPU has `limit_gib` for tensors, and
-    also `context_gib` for the CUDA context of a process. `left_out` names the values that were
+    `how_sure` says in words how the numbers were obtained. Each GPU offers `limit_gib` for tensors.
+    The CUDA context of a process takes another `context_gib`. `left_out` names the values that were
     removed from the search space, and the reasons.
     """
 
@@ -202,7 +202,7 @@ class Scaling:
 
 
 def with_efficiency(rows: Sequence[RankPlan], reference: RankPlan | None) -> tuple[RankPlan, ...]:
-    """Return the rows with their efficiency: their speed per GPU, divided by that of `reference`.
+    """Return the rows with their efficiency: their speed per GPU, relative to `reference`.
 
     A row's efficiency is None if a speed is unknown.
     """
@@ -228,7 +228,7 @@ def fastest(rows: Sequence[RankPlan]) -> RankPlan | None:
 
 
 def cheapest(rows: Sequence[RankPlan], within_hours: float = math.inf) -> RankPlan | None:
-    """Return the row with the fewest GPU-hours, of the rows whose run takes at most `within_hours`.
+    """Return the row with the fewest GPU-hours among the runs of at most `within_hours`.
 
     All GPU-hours have the same price, so the run of this row is also the cheapest.
     """

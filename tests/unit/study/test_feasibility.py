@@ -224,7 +224,7 @@ def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(
     assert isinstance(found.problem, NothingFits)  # it is a baseline too
     lean = task.space.config(task.space.leanest())
     assert session.said[-1] == (
-        f"the baseline does not fit; trying the configuration with the least memory: {lean.label()}"
+        f"the baseline does not fit; trying the configuration that needs the least memory: {lean.label()}"
     )
 
 
@@ -286,7 +286,7 @@ def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start
 def test_where_nothing_fits_the_least_need_is_said(changes: dict[str, Any], needs: str) -> None:
     error = nothing_fits(result(BASELINE, Outcome.OOM, **changes), subject_of())
     assert str(error) == (
-        "nothing in the search space fits: the configuration with the least memory,"
+        "nothing in the search space fits: even the configuration that needs the least memory,"
         f" {BASELINE.label()}, needs {needs}"
     )
     assert error.remedy
