@@ -4,7 +4,8 @@ Knobs affect speed nearly independently, so coordinate search from the baseline 
 gain in a few probes. Optuna's sampler continues from there and finds gains that need several
 changes at once. Learning knobs, which affect the trained model, keep their values, with three
 exceptions: precision, because it changes speed as much as any knob; matrix products in fp8 if the
-user allows them; and a leaner optimizer, if a larger micro batch fits only with it.
+user allows them; and an optimizer that needs less memory, if a larger micro batch fits only with
+it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,10 +30,10 @@ from autotune.study.optimizer import Proposal
 from autotune.study.summary import TrialRecord
 
 # The order of the knobs in each pass of the search. Attention comes first, because attention
-# without stored scores leaves room for larger micro batches. Compilation comes late, because it
-# takes seconds for each configuration, and is then needed only with the best values of the earlier
-# knobs. Quantisation, which may turn on matrix products in fp8, comes last, because such products
-# are faster only in compiled layers.
+# kernels that do not store the score matrix leave room for larger micro batches. Compilation takes
+# seconds for each configuration. It comes late, so that only configurations with the best values of
+# the earlier knobs are compiled. Quantisation, which may turn on matrix products in fp8, comes
+# last, because such products are faster only in compiled layers.
 ORDER = (
     "attention",
     "loss",
@@ -49,8 +50,8 @@ ORDER = (
     "quantization",
 )
 # A change of one of these knobs (a move) frees memory and leaves the arithmetic unchanged. A later
-# move may use the freed memory, so the search accepts such a move, unless the new configuration is
-# slower than the current one by more than MIN_GAIN.
+# move may use the freed memory. So the search accepts a move of these knobs unless it makes the
+# configuration slower by more than MIN_GAIN.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score exceeds this
@@ -60,10 +61,10 @@ MIN_GAIN = 0.01  # the search accepts a move if the relative gain in score excee
 class CoordinateSearch:
     """Coordinate search in one study, among the configurations for `num_gpus` GPUs.
 
-    The limit on trials without an improvement ignores the trials of this search. A move (a change
-    of one knob) is accepted or rejected by the speed that models with few layers predict (truncated
-    models). After each pass over the knobs, whole models are measured, the most promising first.
-    Until then, `_waiting` holds the unfinished trials with their predicted scores.
+    The limit on trials without an improvement ignores the trials of this search. A move is a change
+    of one knob. It is accepted or rejected according to the speed that truncated models, which have
+    only a few layers, predict. After each pass over the knobs, whole models are measured, the most
+    promising first. Until then, `_waiting` holds the unfinished trials with their predicted scores.
     """
 
     trials: SharedTrials
@@ -74,7 +75,9 @@ class CoordinateSearch:
     _seeds: list[TrainConfig] = field(default_factory=list)  # the best configurations by formula
 
     def run(self) -> None:
-        """Try the formula's seeds, then change knobs until a pass over all knobs improves nothing.
+        """Try the configurations that formulas predict to be fastest (seeds), then change knobs.
+
+        The search ends after a pass over all knobs without an improvement.
 
         Compiling one candidate takes as long as evaluating several uncompiled candidates. If time
         is short, the search therefore starts with uncompiled configurations, until other processes
@@ -154,7 +157,7 @@ class CoordinateSearch:
                 break
 
     def _try_compiled_ahead(self) -> bool:
-        """Try the seeds and the best configuration with compiled layers, if their code exists.
+        """Try the seeds and the best configuration with compiled layers, if their code is compiled.
 
         Returns whether the best configuration now has compiled layers.
         """
@@ -278,8 +281,8 @@ def next_move(
     knob = space.knob(name)
     for value in _faster_values(knob, current) if knob else ():
         moved = replace(current, **{name: value})
-        # Some values fit only if another knob also changes: packing may need a smaller micro batch,
-        # and so may less recomputation, which may still be faster. A larger micro batch may need an
+        # Some values fit only if another knob also changes. Packing or less recomputation may need
+        # a smaller micro batch, and may be faster nevertheless. A larger micro batch may need an
         # optimizer with less state.
         shrinks = name in ("checkpointing", "packing")
         variants = smaller_batches(space, moved) if shrinks else iter([moved])

@@ -1,7 +1,7 @@
 """Compare a node with the other nodes of its study, to find nodes that are slow or hot.
 
-A node is one worker process of the study. Each node measures the baseline before its first trial,
-and again every 10 minutes.
+A node is one worker process of the study. A worker that joins a study measures the baseline before
+its first trial, and again every 10 minutes. The leader does not repeat its measurement.
 """
 
 import statistics

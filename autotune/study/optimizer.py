@@ -1,8 +1,9 @@
 """The interface to Optuna, which proposes configurations and learns their outcomes.
 
-A trial that runs out of memory gets Optuna's state PRUNED, and its memory margin, which is
-positive, as its constraint. Such a trial never gets the state FAIL, because samplers ignore failed
-trials. FAIL marks trials that have to run again. Finished trials are returned as plain data.
+A trial that runs out of memory gets Optuna's state PRUNED. Its constraint is the positive fraction
+by which it exceeds the memory limit. Such a trial never gets the state FAIL, because samplers
+ignore failed trials. FAIL marks trials that have to run again. Finished trials are returned as
+plain data.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from autotune.study.storage.optuna_storage import opened_storage, optuna_errors,
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
 METRIC_OF_SEVERAL = "useful tokens/s of each GPU"
-UNNAMED_S = 5.0  # a running trial without its worker's name is not changed for this time
+UNNAMED_S = 5.0  # a running trial without a worker's name is left unchanged for this time
 MAX_REASON = 500  # characters
 # POSTPONED is the attribute of a trial that was still queued when its study ended. TOO_LATE is the
 # reason that is stored with such a trial.
@@ -148,7 +149,8 @@ class Optimizer:
             settle: Finishes the trial of this number if the result of its probe is stored, and
                 returns whether the result is stored.
             workers: The names of the live workers, whose trials are not changed. A trial without a
-                worker's name waits for UNNAMED_S, because its worker may just have begun it.
+                worker's name is left unchanged for UNNAMED_S seconds, because its worker may just
+                have begun it.
 
         Returns:
             The number of trials that were queued again.
@@ -234,8 +236,8 @@ class Optimizer:
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """Begin a trial of the choice `wanted`.
 
-        A choice is {knob: value}. Without `wanted`, the next choice in the queue is tried or, if
-        the queue is empty, a choice of the sampler.
+        A choice is {knob: value}. Without `wanted`, the trial takes the next choice in the queue
+        or, if the queue is empty, the sampler's proposal.
         """
         if self._is_asking:
             # The last call of this method was interrupted and may have left a running trial behind.
@@ -326,7 +328,7 @@ class Optimizer:
         """Finish a trial. If one of `margins` is positive, the trial is infeasible.
 
         Returns False if another worker considered this worker dead, and put the trial back into the
-        queue. The trial then stays there.
+        queue. The trial then stays in the queue.
         """
         with (
             optuna_errors(self._url),
@@ -431,13 +433,13 @@ class Optimizer:
 
 
 def _chosen_values(trial: FrozenTrial) -> dict[str, Any]:
-    """Return the values with which a trial was queued, and the values that it has chosen so far."""
+    """Return the values with which a trial was queued, and the values chosen for it so far."""
     chosen: dict[str, Any] = trial.system_attrs.get("fixed_params", {}) | trial.params
     return chosen
 
 
 def _to_finished_trial(trial: FrozenTrial) -> FinishedTrial:
-    """Convert a trial with an outcome. Raises StorageError if its attributes are invalid."""
+    """Convert a trial to a FinishedTrial. Raises StorageError if its attributes are invalid."""
     try:
         return FinishedTrial(
             number=trial.number,

@@ -42,7 +42,8 @@ from autotune.study.numerics import BOUND, REFERENCE, coarse_formats, deviation,
 from autotune.study.ranking import Scored, choose, explain_choice, score_to_beat
 from autotune.study.summary import Candidate, Recipe
 
-WORTH_SAYING = 0.005  # waits for other GPUs above this share of a micro batch's time are reported
+# Waiting for other GPUs is reported if it takes more than this share of a micro batch's time.
+WORTH_SAYING = 0.005
 # If a configuration's step times in the search and in the confirmation differ by more than this
 # fraction, the difference is reported.
 MAX_STEP_TIME_GAP = 0.03
@@ -53,13 +54,13 @@ class CandidateRecord:
     """The measurements of one configuration: search probes and confirmations.
 
     If there are confirmations, they are used instead of search probes. `extrapolated` is the
-    measurement that was extrapolated from models with fewer layers. `undecided` says that,
-    according to `extrapolated`, the configuration may still win. `late_s` is how much longer the
-    first step took than later steps. `cannot_win` marks a baseline that failed its confirmation;
-    the winner is still compared with this baseline. `disturbed` holds results whose times were
-    changed by other work on the machine. Their times are used only if there is no other result;
-    their memory is always used. `reused` says that an earlier study made the measurement
-    `measured`; since then, the machine's speed may have changed.
+    measurement that was extrapolated from models with fewer layers. `undecided` is True if the
+    configuration may still win according to `extrapolated`. `late_s` is how much longer the first
+    step took than later steps. `cannot_win` marks a baseline that failed its confirmation; the
+    winner is still compared with this baseline. `disturbed` holds results whose times were changed
+    by other work on the machine. Their times are used only if there is no other result; their
+    memory is always used. `reused` is True if `measured` comes from an earlier study; the machine's
+    speed may have changed since then.
     """
 
     config: TrainConfig
@@ -86,7 +87,7 @@ class CandidateRecord:
 
     @property
     def best_known(self) -> list[Measurement]:
-        """The measurements to use: the confirmations if there are any, else the search's."""
+        """The measurements to use: the confirmations or, if there are none, the search's probe."""
         return self.confirmed or self.search_measurements
 
     @property
@@ -249,10 +250,10 @@ class Selection:
     def close_calls(self) -> list[TrainConfig]:
         """Return the extrapolated configurations that should be measured as whole models.
 
-        The best comes first. The result has the best configuration of each result cell, if this
-        configuration costs at most the slack more than the cheapest measured configuration. The
-        result also has pruned configurations that may win over the configurations measured since
-        then.
+        The best comes first. The result has the best configuration of each result cell, unless it
+        costs too much: more than the slack (5 % by default) above the cheapest measured
+        configuration. The result also has extrapolated configurations that may still beat all measured
+        configurations.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -283,7 +284,8 @@ class Selection:
     def leader(self) -> TrainConfig | None:
         """Return the present winner.
 
-        Only confirmed configurations can win, and unconfirmed ones that surely beat all of them.
+        The winner is a confirmed configuration, or an unconfirmed one that surely beats the best
+        confirmed one.
         """
         pool = self._add_faster(self._score_confirmed())
         return choose(pool, self.task.floors.slack).config if pool else None
@@ -327,7 +329,7 @@ class Selection:
         return likely.config if is_new and not likely.equals(leader) else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
-        """Return the configuration's reference if this still has to be measured, or None.
+        """Return a configuration's reference if the reference was not measured yet, or None.
 
         The losses of the configuration are compared with the losses of the reference.
         """
@@ -661,9 +663,9 @@ class Selection:
         must not win only because it was confirmed. All other contenders and the baseline are
         checked. A configuration is added under two conditions: its score at its slowest step
         exceeds the winner's score at the winner's fastest step, and it would also win with this
-        lower score. Because of the second condition, it does not replace a more capable winner that
-        costs little more. With a deadline, only the baseline can be added, because only
-        confirmations measure the run's pauses.
+        lower score. Because of the second condition, a less capable configuration does not replace
+        a winner that costs little more. With a deadline, only the baseline can be added, because
+        only confirmations measure the run's pauses.
         """
         if not pool:
             return pool
@@ -739,7 +741,7 @@ class Selection:
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
-        """List the reasons in the measurements to doubt the winner."""
+        """List the reasons to doubt the winner that follow from the measurements."""
         record = self.record(winner.config)
         baseline = self.baseline()
         if all(
@@ -829,7 +831,7 @@ class Selection:
 
 
 def _measurements(results: Iterable[ProbeResult]) -> list[Measurement]:
-    """Return the measurements of those results that have a measurement."""
+    """Return the measurements of all results that have a measurement."""
     return [result.measurement for result in results if result.measurement is not None]
 
 
@@ -868,7 +870,7 @@ def _example_values(task: Task) -> str:
 
 
 def _assumed_examples(workload: Workload) -> list[str]:
-    """Say in sentences what is assumed about the examples: their lengths and their number."""
+    """List the assumptions about the lengths and the number of the examples, in words."""
     caveats = []
     lengths = workload.lengths
     if lengths.source == "assumed":
@@ -886,7 +888,7 @@ def _assumed_examples(workload: Workload) -> list[str]:
 
 
 def _assumptions(task: Task, winner: Candidate) -> list[str]:
-    """Say in sentences what a winner's numbers assume about the data and the device."""
+    """List the assumptions about the data and the device behind a winner's numbers, in words."""
     config = winner.config
     workload = task.workload
     lengths = workload.lengths

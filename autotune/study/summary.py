@@ -35,7 +35,7 @@ COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
     *("interval_usd", "interval_hours", "startup_s", "kwh", "pauses"),
 )
-CARD = keys(  # the JSON keys of another GPU
+CARD = keys(  # the JSON keys of a prediction for another GPU model
     "state",
     "need_gib",
     "limit_gib",
@@ -199,8 +199,8 @@ class Recipe:
     def speedup_evidence(self) -> Evidence:
         """How the speed-up was obtained (`Evidence`).
 
-        Of the evidence for the winner's speed and for the baseline's speed, it is the less reliable
-        one.
+        It is the evidence of the winner's speed or of the baseline's speed, whichever is less
+        reliable.
         """
         if self.unsteady is not None:
             return Evidence.DISTURBED

@@ -22,7 +22,8 @@ def optuna_storage(url: str) -> RDBStorage:
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if url not in _compatible:
-        # This storage has no connection pool, because no caller could close it if the check fails.
+        # This storage has no connection pool, because no caller could close the pool if the check
+        # fails.
         with_tables(lambda: RDBStorage(url, engine_kwargs=engine_options(url, pooled=False)))
         _compatible.add(url)
     return RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=True)

@@ -1,6 +1,7 @@
-"""A file of database rows that are not in the database yet: it was unreachable, or a probe repeats.
+"""A file of rows that are not in the database yet.
 
-Each row is one line of the file. The file is removed once the database contains its rows.
+A row waits here while the database is unreachable, or while its probe is repeated. Each row is one
+line of the file. The file is removed once the database contains its rows.
 """
 
 import fcntl

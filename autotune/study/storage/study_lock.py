@@ -13,9 +13,10 @@ LOCK = ".lock"  # the name of the lock file in the study's directory
 
 @contextmanager
 def locked(directory: Path, study: str) -> Iterator[None]:
-    """Hold the lock of a study's directory for the block.
+    """Hold the lock of a study's directory during the `with` block.
 
-    The lock ends with the process. Raises UsageError if another process holds it.
+    The lock is also released when the process ends. Raises UsageError if another process holds the
+    lock.
     """
     with (directory / LOCK).open("a+") as file:
         try:
