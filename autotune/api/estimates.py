@@ -134,7 +134,9 @@ def longest(
     progress: Callable[[str], Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "tuple[Longest, list[LongestRow]]":
-    """Find the longest row of tokens that fits a GPU with each method: full, lora, qlora.
+    """Find the longest sequence (row of tokens) that fits a GPU with each fine-tuning method.
+
+    The methods are full, lora and qlora.
 
     Formulas predict the length of the row without a GPU. With `probe`, real steps confirm the
     length if this machine has the GPU. `memory_gib` limits the memory of the card,
@@ -142,7 +144,7 @@ def longest(
     values of other knobs, such as {"checkpointing": "offload"}.
 
     Raises:
-        AutotuneError: a name or a knob is unknown or impossible, or the GPU cannot be probed.
+        AutotuneError: a name or a knob is unknown, a value is invalid, or the GPU cannot be probed.
         Cancelled: `should_stop` returned True.
     """
     from autotune.catalog import resolve_model
@@ -169,11 +171,11 @@ def calibrate(
     progress: Callable[[str], Any] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> "Calibration":
-    """Measure this machine's device and host, and keep the result for estimates.
+    """Measure this machine's device and host, and save the result for estimates.
 
     Raises:
-        AutotuneError: the device is missing or cannot be measured, or the result cannot be kept.
-        Cancelled: `should_stop` returned True, so the result is not kept.
+        AutotuneError: the device is missing or cannot be measured, or the result cannot be saved.
+        Cancelled: `should_stop` returned True, so the result is not saved.
     """
     from autotune.probe.calibrate import calibrate as measure
     from autotune.problem.calibration import kept_path, write_calibration

@@ -56,7 +56,7 @@ def prepare(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> 
 
 
 def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
-    """Correct a projection to another GPU by published speeds; refuse an impossible --quality."""
+    """Correct a projection to another GPU with published speeds; check that --quality can run."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
         from autotune.planning.observations import known_observations
@@ -208,7 +208,7 @@ def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
 def _can_run_export(leader: "Leader", answer: StudySummary) -> bool:
     """Return whether there is a winner whose export can run.
 
-    If there is, end the prober to free its memory.
+    If so, end the process that probes, to free its memory.
     """
     if leader.failure is not None or answer.recipe is None or leader.session.stop():
         return False

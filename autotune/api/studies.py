@@ -46,8 +46,8 @@ def tune(
     study.
 
     Raises:
-        AutotuneError: the error of the command, with `remedy` and `exit_code`.
-        TypeError: an unknown option.
+        AutotuneError: the error that the command would report, with `remedy` and `exit_code`.
+        TypeError: an option is unknown.
     """
     counts = gpus if isinstance(gpus, int | str | None) else tuple(gpus)
     spec = StudySpec(model=model, gpu=gpu, space=space, gpus=counts, **options)
@@ -86,7 +86,7 @@ def result_of(record: StudyRecord, url: str) -> "StudyResult":
 
 
 def _require_one_model(first: Recipe, second: Recipe) -> None:
-    """Raise UsageError if two winners train different models: their speeds say nothing together."""
+    """Raise UsageError if two winners train different models, whose speeds cannot be compared."""
     if first.model.digest != second.model.digest:
         raise UsageError(
             f"study {first.study!r} trains {first.model.name}, and study {second.study!r} trains "
@@ -188,7 +188,7 @@ class StudyResult:
         return folder / "report.html"
 
     def export(self, *formats: str, out: str | Path | None = None) -> list[Path]:
-        """Export the winner in the formats with these names, by default in all usual formats.
+        """Export the winner in the named formats, by default in all usual formats.
 
         Raises:
             NothingFits: no configuration succeeded.

@@ -42,7 +42,7 @@ CONFIRMATION_SHARE = 0.15  # at most this share of the budget is reserved for th
 # to this share of the budget is reserved for the confirmation.
 LEAST_SHARE = 1 / 3
 
-# The next numbers are numbers of candidates.
+# The next three constants are numbers of candidates.
 MANY = 15  # a search should evaluate at least this number of candidates
 # If the time is too short for this number of candidates, untried configurations near the best one
 # are tried in place of the sampler's proposals.
@@ -50,14 +50,14 @@ PLENTY = 40
 ENOUGH = 12  # time is reserved for the confirmation once this number of candidates is evaluated
 COMPILING_S = 5.0  # the assumed time to compile one candidate
 
-# If time is short, a candidate is tried only if the score that the formula predicts for it is at
-# least this share of the score that the formula predicts for the best configuration.
+# If time is short, a candidate is tried only if its score, predicted by the formula, is at least
+# this share of the best configuration's predicted score.
 WORTH = 0.5
-# A candidate whose code is compiled already is tried early if the score that the formula predicts
-# for it is at least this share of the score that the formula predicts for the best configuration.
+# A candidate whose code is compiled already is tried early if its predicted score is at least this
+# share of the best configuration's predicted score.
 ALIKE = 0.9
 
-# For the confirmation, each probe gets this many times its predicted time.
+# The time reserved for a probe of the confirmation is this multiple of its predicted time.
 LATE = 1.2
 LEAST_NOISE = 0.005  # the smallest relative noise that a score is assumed to have
 # The key of the study's attribute that lists which trials belong to coordinate searches.
@@ -112,15 +112,15 @@ class SharedTrials:
     _by_others: set[int] = field(default_factory=set)
     # This worker's unfinished trials: number -> config digest.
     _open: dict[int, str] = field(default_factory=dict)
-    # The results of other workers by trial number, and those of their trials that Optuna does not
-    # know as finished yet.
+    # The results of other workers by trial number, and the numbers of the trials among them that
+    # are not finished in Optuna yet.
     _results_of_others: dict[int, ProbeResult] = field(default_factory=dict)
     _unfinished_numbers: set[int] = field(default_factory=set)
     # True if another worker was trying a configuration when this worker last asked for a trial.
     _met_others: bool = False
     _reap_at: float = 0.0
     _promises: dict[TrainConfig, float] = field(default_factory=dict)
-    # Chooses among configurations with equally few changes; it needs no cryptographic strength.
+    # Chooses among configurations with equally few changes; no cryptographic strength is needed.
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
 
     def __post_init__(self) -> None:
@@ -195,8 +195,8 @@ class SharedTrials:
 
         No two workers run the same configuration. A proposed configuration is replaced by an
         untried one if another worker is trying it, or if its trial would take longer than the time
-        left for the search. A `wanted` choice is never replaced. Returns None if
-        no configuration is left to try, or if the maximum number of trials is reached.
+        left for the search. A `wanted` choice is never replaced. Returns None if no configuration
+        is left to try, or if the maximum number of trials is reached.
         """
         self.sync()
         taken = self.coordinator.leased_digests()
@@ -225,7 +225,7 @@ class SharedTrials:
         return proposal
 
     def _is_full(self, num_open: Callable[[], int]) -> bool:
-        """Whether the finished and the unfinished trials together are as many as allowed."""
+        """Whether the finished and unfinished trials have reached the maximum number of trials."""
         maximum = self.limits.trials
         return (
             maximum is not None and num_open() + len(self.optimizer.finished_numbers()) >= maximum
@@ -299,9 +299,9 @@ class SharedTrials:
 
         The choice's predicted time is at most the time left for the search, minus `keep_s`. If time
         is short and `promising` is True, choices whose code is compiled already come first, in the
-        order of the scores that the formula predicts. The result is then None if the formula
-        predicts for every choice less than half of the score that it predicts for the best
-        configuration. `pinned` fixes the values of some knobs; the space must contain these values.
+        order of the scores that the formula predicts. The result is then None if every choice's
+        predicted score is less than half of the best configuration's predicted score. `pinned`
+        fixes the values of some knobs; the space must contain these values.
         """
         best = self.best()
         space = self.task.space
@@ -357,7 +357,7 @@ class SharedTrials:
         return self._promises[config]
 
     def await_others(self) -> bool:
-        """Wait a moment if another worker may put a trial back; return whether to ask again.
+        """Wait a moment if another worker may give a trial back; return whether to ask again.
 
         Another worker may put its trial back into the queue while any trial is running or queued.
         Also returns True if another worker was trying a configuration when this worker last asked
@@ -450,7 +450,7 @@ class SharedTrials:
             self.too_short_for.append(what)
 
     def has_ended(self) -> bool:
-        """Whether the budget is over, or the user asked to stop."""
+        """Whether the budget is used up, or the user asked to stop."""
         return self.should_stop() or self.clock() - self.started >= self.limits.budget_s
 
     def is_spent(self) -> bool:
@@ -459,11 +459,11 @@ class SharedTrials:
         return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
-        """Whether the user, the budget or the limit on trials allows no more trials."""
+        """Whether no more trials may begin: a limit is reached, or the user asked to stop."""
         return self.should_stop() or self.is_spent() or self._is_full(lambda: len(self._open))
 
     def is_done(self) -> bool:
-        """Whether the search should end. The first trial runs even if the budget is spent."""
+        """Whether the search should end. The first trial runs even if the budget is used up."""
         if (
             self.should_stop()
             or self._is_full(lambda: len(self._open))
@@ -518,7 +518,7 @@ class SharedTrials:
     def lacks_plenty(self) -> bool:
         """Whether the time left may be too short for PLENTY candidates with compiled layers.
 
-        Also True if `is_hurried`.
+        Also True if `is_hurried()` is True.
         """
         compiles = COMPILED in self.task.space.choices("compile")
         return self.is_hurried() or (
@@ -535,9 +535,9 @@ class SharedTrials:
     def duration_predictor(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds to probe a candidate's truncated models.
 
-        A straight line is fitted to the candidates probed so far. It gives the seconds of their
-        probes from the micro batch's time that the formula estimates. The function returns 0 for a
-        candidate that was probed already, and if it cannot predict.
+        The function is a linear regression over the candidates probed so far: from the formula's
+        time of a micro batch to the seconds of their probes. The function returns 0 for a candidate
+        that was probed already, and if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:
@@ -596,8 +596,8 @@ class SharedTrials:
         """The seconds to reserve for confirmation.
 
         The confirmation measures each finalist and the baseline once, and the winner in every
-        round. If the confirmation of the likely winner would not end before the budget is over, no
-        time is reserved, and the search uses all of it.
+        round. If the budget is too short to confirm even the likely winner, no time is reserved,
+        and the search uses all the time that is left.
         """
         finalists = self.selection.finalists(self.limits.finalists)
         if not finalists or not self.can_end(finalists[0]):

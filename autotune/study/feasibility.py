@@ -38,7 +38,7 @@ def find_feasible(
     evaluator: Evaluator,
     say: Callable[[str], None],
 ) -> Feasible:
-    """Find a configuration that fits: a baseline, or one that needs the least memory.
+    """Find a configuration that fits: a baseline, or the configuration that needs the least memory.
 
     If possible, only truncated models with a few layers are probed, because a probe of the whole
     baseline of a large model would take time from the search. Raises Cancelled if the user asked to

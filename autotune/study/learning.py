@@ -151,7 +151,8 @@ class Learning:
         notes = []
         if not self.is_sure:
             notes.append(
-                "with one of the seeds, another rate learned as much: the best rate is not certain"
+                "for at least one seed, another rate has the same or a lower loss: "
+                "the best rate is not certain"
             )
         if self.is_at_an_end:
             notes.append(

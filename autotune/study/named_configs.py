@@ -125,7 +125,7 @@ class ConfigResult:
         }
 
     def known_pairs(self) -> dict[str, tuple[float | str, float | str]]:
-        """Return {name: (published, ours)} for the numbers where both are known."""
+        """Return {name: (published, ours)} for each name whose two numbers are known."""
         return {
             name: (theirs, ours)
             for name, (theirs, ours) in self.published_pairs().items()
@@ -162,7 +162,7 @@ class ConfigResult:
 
     @property
     def published(self) -> dict[str, Pair]:
-        """By name, every published number with the number that this suite found."""
+        """Map the name of each published number to this number and our probe's number."""
         return {
             name: Pair(theirs=theirs, ours=ours)
             for name, (theirs, ours) in self.published_pairs().items()
@@ -358,7 +358,7 @@ def to_config_result(
 
 
 def agreement(results: list[ConfigResult]) -> str:
-    """Compare results with published numbers in one line; return "" without such numbers."""
+    """Compare results with published numbers in one line; return "" if there are none."""
     judged_results = [
         one for one in results if one.case.published and one.outcome in (Outcome.OK, Outcome.OOM)
     ]
@@ -409,7 +409,7 @@ def _number(value: float | str) -> str:
 
 
 def _relative_difference(one: float | str, other: float | str) -> str:
-    """Return by how much our number differs from the published number, such as ' (+3 %)'."""
+    """Return the relative difference of our number from the published number, such as ' (+3%)'."""
     return (
         ""
         if isinstance(one, str) or isinstance(other, str)

@@ -252,8 +252,8 @@ class Selection:
 
         The best comes first. The result has the best configuration of each result cell, unless it
         costs too much: more than the slack (5 % by default) above the cheapest measured
-        configuration. The result also has extrapolated configurations that may still beat all measured
-        configurations.
+        configuration. The result also has extrapolated configurations that may still beat all
+        measured configurations.
         """
         slack = self.task.floors.slack
         pool = self._score(
@@ -342,7 +342,7 @@ class Selection:
         if difference is None or difference <= BOUND:
             return None
         return (
-            f"its losses are {difference:.1%} off those of {REFERENCE} "
+            f"its losses differ by {difference:.1%} from the losses with {REFERENCE} "
             f"(at most {BOUND:.0%} is allowed)"
         )
 
@@ -379,7 +379,8 @@ class Selection:
         if difference is None:
             return f"unknown: {doubtful} was not compared with {REFERENCE}"
         return (
-            f"with {doubtful} the losses are {difference:.2%} off those of {REFERENCE} [measured]"
+            f"with {doubtful}, the losses differ by {difference:.2%} from the losses with "
+            f"{REFERENCE} [measured]"
         )
 
     def baseline(self) -> TrainConfig | None:
@@ -934,8 +935,8 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
             else f"is {host:.3g} times as fast, because both hosts were calibrated"
         )
         caveats.append(
-            f"probed on {task.measured_on.name} with its memory capped to that of "
-            f"{task.device.name}: memory is measured; speeds are projected from data sheets"
+            f"probed on {task.measured_on.name} with its memory capped to the memory "
+            f"of {task.device.name}: memory is measured; speeds are projected from data sheets"
             f"{calibrated} (matrix products {faster}); the host's work {of_host}; "
             "power, clocks and kernels come from the GPU that ran the probes"
         )

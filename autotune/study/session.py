@@ -87,8 +87,8 @@ class Session:
 
     `folder` holds logs, and results that could not be written to the database yet. Probes end when
     the user asks to stop, or when time.monotonic() reaches `until`. `num_gpus` GPUs take part in
-    each probe. `reached` says that this process has reached the database before. In this case, even
-    the session's first connection is retried if the database is unreachable.
+    each probe. `reached` is True if this process has reached the database before. In this case,
+    even the session's first connection is retried if the database is unreachable.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Session:
         self._opened.close()
 
     def is_over(self) -> bool:
-        """Whether the user asked to stop, or the budget is over."""
+        """Whether the user asked to stop, or the budget is used up."""
         return self.stop() or time.monotonic() >= self.until
 
     def start_prober(self) -> Fingerprint:
@@ -162,7 +162,7 @@ class Session:
     def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
         """Return the optimizer of a study, and create the study if necessary.
 
-        The optimizer closes with this session.
+        The optimizer is closed together with this session.
         """
         optimizer = Optimizer.create(self.url, name, task.space, seed=seed, outages=self.outages)
         self._opened.callback(optimizer.close)
@@ -182,8 +182,8 @@ class Session:
 
         If `fresh` is True, the evaluator reuses no results of other studies.
         """
-        # The constants of the memory formula were measured only with these pairs of trainer and
-        # objective.
+        # The constants of the memory formula were measured only for these combinations of trainer
+        # and objective.
         measured = task.trainer == "transformers" or task.workload.objective is not Objective.SFT
         by_formula = task.device.kind != "cpu" and measured
         return Evaluator(
@@ -273,8 +273,8 @@ class Leader:
     def _asked_gib(self) -> float | None:
         """The memory in GiB that the user allows.
 
-        For an example card, the result is the card's memory plus the memory that the libraries
-        hold.
+        If the CPU simulates an example card, the result is the card's memory plus the memory that
+        the libraries hold.
         """
         spec = self.plan.spec
         example_gib = self.plan.setup.task.example_gib
@@ -285,11 +285,11 @@ class Leader:
     def search(self) -> None:
         """Search for the fastest configurations, and measure them again with all their layers.
 
-        If no configuration fits, the study still stores what was tried.
+        If no configuration fits, the study still stores the results so far.
 
         Raises:
             UsageError: another process leads the study, or a resumed study has other options.
-            Cancelled: the user asked to stop, or the budget was over, before the search began.
+            Cancelled: the user asked to stop, or the budget was used up, before the search began.
         """
         session = self.session
         plan = self.plan
@@ -489,7 +489,7 @@ class Leader:
         trials.is_compiled = is_compiled
 
     def _end_lookahead(self) -> None:
-        """Stop the compilation in advance, so that it does not disturb the confirmations."""
+        """Stop compiling ahead, so that compilation does not disturb the confirmations."""
         if self._ahead is None:
             return
         compiled = self._ahead.compile_seconds()
@@ -513,8 +513,8 @@ class Leader:
         shallow = (
             evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
         )
-        # The probes are stored under a separate study's name, as in `explain`. No stored result is
-        # reused, so that all speeds were measured at about the same time.
+        # The probes are stored under the name of a separate study, as in `explain`. No stored
+        # result is reused, so that all speeds were measured at about the same time.
         separate_evaluator = replace(
             evaluator,
             study=_explain_study_name(trials.task.study),
@@ -532,7 +532,8 @@ class Leader:
             try:
                 result = separate_evaluator.evaluate(config, None).result
             except (Cancelled, TooManyFailures, ValueError):
-                # ValueError: the micro batches do not divide the global batch.
+                # A ValueError means that the micro batch size does not divide the global batch
+                # size.
                 return None
             if result.measurement is None or result.disturbed is not None:
                 return None
@@ -625,7 +626,7 @@ def read_summary(record: StudyRecord, url: str, project: Project) -> StudySummar
 
 
 def read_nodes(record: StudyRecord, url: str) -> tuple[Node, ...]:
-    """Read the nodes of a study from its database."""
+    """Read a study's workers (nodes) and their measurements of the baseline from its database."""
     with closing(ProbeStore(url)) as store:
         return nodes_of(record.task, store.probes_of_study(record.task.study))
 
@@ -635,7 +636,7 @@ def await_study(
 ) -> StudyRecord:
     """Wait until the search of a study has begun, and return the study's record.
 
-    Raises UsageError if it has not begun within `wait_s` seconds.
+    Raises UsageError if the search has not begun within `wait_s` seconds.
     """
     until = time.monotonic() + wait_s
     is_announced = False
@@ -671,7 +672,8 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
 
     Raises:
         EnvironmentProblem: the GPU or the packages differ from the study's.
-        TooManyFailures: this node differs from the others, or its probes keep failing.
+        TooManyFailures: this worker's measurement of the baseline differs too much from the other
+            workers' measurements, or this worker's probes keep failing.
     """
     assert record.limits is not None
     name = record.task.study
@@ -733,9 +735,10 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
 def _watched_rows(
     session: Session, record: StudyRecord, selection: Selection, *, allow_mixed: bool
 ) -> Callable[[], list[StoredProbe]]:
-    """Check that this node is as healthy as the others; return a function that reads new results.
+    """Compare this worker with the others; return a function that reads new results.
 
-    The function first repeats the check if the last check was at least 10 minutes ago.
+    The check measures the baseline (`NodeMonitor`). The returned function first repeats the check
+    if the last check was at least 10 minutes ago.
     """
     node = NodeMonitor(
         session.prober,

@@ -1,7 +1,7 @@
 """The additional workers of a study, on the other GPUs of this machine or of a Ray cluster.
 
-Each of these workers is an `autotune worker` process, which ends before the leader or with it. A
-lost worker is not restarted: once its leases (reservations) expire, the other workers try its
+Each of these workers is an `autotune worker` process, which ends no later than the leader. A lost
+worker is not restarted: once its leases (reservations) expire, the other workers try its
 configurations.
 """
 
@@ -24,7 +24,7 @@ from autotune.study.storage.location import make_writable
 
 LEAVE_S = 20.0  # after the search, workers have this time to finish their probes
 RAY_START_S = 60.0
-# In a study that probes on CPUs, each node gets one worker for each unit of this Ray resource.
+# In a study that probes on CPUs, each Ray node gets one worker for each unit of this resource.
 RAY_RESOURCE = "autotune"
 # Ray sets this variable to 1 in its processes, but a worker on a CPU must use as many threads as
 # the leader.
@@ -58,7 +58,7 @@ def require_ray(address: str | None) -> None:
 
 
 def _worker_command(study: str, *arguments: str) -> list[str]:
-    """Return the command of a worker that ends with this process."""
+    """Return the command that starts a worker, which ends together with this process."""
     command = [*module_command("autotune"), "worker", "--study", study, *arguments]
     return [*command, "--parent", str(os.getpid())]
 
@@ -260,9 +260,10 @@ def _connect(address: str) -> None:
 def workers_by_node(
     nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec
 ) -> dict[str, int]:
-    """Return the number of workers of each node.
+    """Return the number of workers for each node of the Ray cluster.
 
-    A node gets a worker for each GPU that has, in Ray, the same type as the GPU of the node `home`.
+    If Ray reports the same GPU type for a node and for the leader's node `home`, the node gets a
+    worker for each of its GPUs. On CPUs, a node gets a worker for each unit of RAY_RESOURCE.
     """
 
     def gpu_types(node: str) -> set[str]:

@@ -1,10 +1,10 @@
-"""The workers of a study, the configurations that each has leased, and which workers are lost.
+"""The workers of a study: which are alive, and which configurations each worker has leased.
 
 A lease reserves a configuration for one worker. The database accepts only one lease for each
-configuration, so two workers never probe the same one. Each worker increases a heartbeat count in
-the database. The other workers measure, by their own clocks, how long that count has not changed,
-so the clocks of the machines need not agree. A worker on this machine is lost as soon as its
-process ends.
+configuration, so two workers never probe the same configuration. Each worker increases a heartbeat
+count in the database. The other workers measure, by their own clocks, how long that count has not
+changed, so the clocks of the machines need not agree. A worker on this machine is lost as soon as
+its process ends.
 """
 
 import json
@@ -115,7 +115,7 @@ class Leases:
 
     @contextmanager
     def join(self) -> Iterator["Leases"]:
-        """Join the study's workers for a `with` block. At its end, release this worker's leases."""
+        """Join the study's workers for a `with` block. At the end, release this worker's leases."""
         self._beat()
         stop = threading.Event()
         heart = threading.Thread(target=self._beat_on, args=(stop,), daemon=True)
@@ -202,7 +202,8 @@ class Leases:
         now = self._clock()
         at_work = {self.name: self._me}
         # If this process was paused (because it was stopped, or the database was unreachable), it
-        # has missed heartbeats of the other workers. So it forgets what it knew of them.
+        # has missed heartbeats of the other workers. So it forgets the heartbeat counts that it has
+        # read.
         if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
             self._was_paused = False
@@ -251,7 +252,7 @@ class Leases:
 
     @retry_on_outage
     def clear(self) -> None:
-        """Forget the study's workers and leases."""
+        """Delete the study's workers and leases."""
         with self._database.begin() as connection:
             for table in (_leases, _workers):
                 connection.execute(table.delete().where(table.c.study == self._study))
@@ -266,7 +267,7 @@ class Leases:
     def _beat(self) -> None:
         """Increase this worker's heartbeat count.
 
-        If this worker is missing in the table, it is added: it is new, or it was considered lost
+        A worker that is not in the table is added: it is new, or other workers removed it as lost
         during a pause.
         """
         with self._database.begin() as connection:
@@ -294,7 +295,7 @@ class Leases:
 
 
 class SingleWorker:
-    """Replaces Leases in a session without other workers; it needs no leases."""
+    """Takes the place of Leases in a session without other workers, which needs no leases."""
 
     name = ""
 

@@ -1,8 +1,8 @@
 """The table of probe results, in the same database as Optuna's tables.
 
 A result is found by its probe request and its fingerprint (the device and the packages). Rows are
-added, but never changed. If the database cannot be reached, or if a result will probably be
-replaced, the result waits in a file (`outbox`) instead of being lost, because it costs GPU time.
+added, but never changed. Results cost GPU time, so they must not be lost: a result waits in a file
+(`outbox`) while the database cannot be reached, or while its probe is repeated.
 """
 
 import json
@@ -38,7 +38,8 @@ _probes = sa.Table(
     sa.Column("result", sa.Text, nullable=False),
     sa.Column("circumstances", sa.Text, nullable=False),
 )
-# The outcomes that would be the same if the probe ran again; a crash or a timeout may not be.
+# If a probe had one of these outcomes, a repetition would have the same outcome. A crash or a
+# timeout may not happen again.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
 # Transactions commit in any order, so a row may become visible after rows with higher ids. Each
 # query for new rows therefore also covers this number of ids below the highest id that was read.

@@ -1,8 +1,9 @@
 """The record of a study in its database: everything about the study except trials and probes.
 
-The record has a schema version. Each of its fields is a user attribute of the Optuna study, as
-JSON, so the leader and its workers can update their own fields independently. A record of another
-schema version is refused, because results of its probes cannot be compared with new results.
+The record has a schema version. Each field is stored as JSON in its own user attribute of the
+Optuna study, so the leader and its workers can update different fields independently. A record of
+another schema version is refused, because results of its probes cannot be compared with new
+results.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -27,7 +28,7 @@ _WORKER = "worker_seconds:"  # a key consists of this prefix and a worker's name
 
 
 class StudyPhase(StrEnum):
-    """What a study's leader is doing; workers help while the phase is SEARCHING.
+    """The activity of a study's leader; workers help while the phase is SEARCHING.
 
     STOPPED means that a user or a failure stopped the study before its end.
     """
@@ -58,7 +59,7 @@ class Limits:
 class ProbeTerms:
     """The settings that all probes of a study share.
 
-    These are the memory limit in GiB, the fraction of it to keep free, and the seed.
+    These are the memory limit in GiB, the fraction of this memory to keep free, and the seed.
     """
 
     memory_gib: float
@@ -185,7 +186,7 @@ class StudyRecord:
         carried = (values.get("task") or {}).get("carried")
         if (
             carried and "ratio" in carried
-        ):  # older versions stored a single ratio, for products and bytes
+        ):  # older versions stored a single ratio, for both products and bytes
             ratio = carried.pop("ratio")
             carried |= {"products": ratio, "bytes": ratio}
 

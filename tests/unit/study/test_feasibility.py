@@ -224,7 +224,8 @@ def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(
     assert isinstance(found.problem, NothingFits)  # it is a baseline too
     lean = task.space.config(task.space.leanest())
     assert session.said[-1] == (
-        f"the baseline does not fit; trying the configuration that needs the least memory: {lean.label()}"
+        "the baseline does not fit; trying the configuration that needs the least memory: "
+        f"{lean.label()}"
     )
 
 

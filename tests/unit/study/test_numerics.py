@@ -175,7 +175,7 @@ def test_losses_that_agree_are_reported(start: Start, choices: SearchSpace) -> N
     session = session_of(start, BOUND / 4, choices)
     recipe = session.summary().recipe
     assert recipe is not None and recipe.winner.config.optimizer == "adamw_8bit"
-    assert recipe.numerics.startswith("with adamw_8bit the losses are 0.50% off")
+    assert recipe.numerics.startswith("with adamw_8bit, the losses differ by 0.50% from")
     asked = references(session)
     assert len(asked) == len(set(asked)) and bool(asked) is (choices is ALL_8BIT)
 

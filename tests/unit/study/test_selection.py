@@ -553,7 +553,7 @@ def compared(
 def test_losses_off_by_more_than_two_percent_are_unsound():
     made = compared((3.0, 2.1), (3.0, 2.0))
     assert made.distrust_reason(COARSE) == (
-        "its losses are 2.5% off those of bf16 under autocast (fp32 on devices without"
+        "its losses differ by 2.5% from the losses with bf16 under autocast (fp32 on devices without"
         " bf16) and 32-bit"
         " optimizer state "
         "(at most 2% is allowed)"
@@ -594,7 +594,7 @@ def test_the_reference_is_in_the_best_format_that_the_card_has(device, precision
         (
             compared((3.0, 2.1), (3.0, 2.0)),
             COARSE,
-            "with adamw_8bit the losses are 2.50% off those of bf16 under",
+            "with adamw_8bit, the losses differ by 2.50% from the losses with bf16 under",
         ),
     ],
 )
