@@ -65,7 +65,7 @@ def shared_url(storage: str | None) -> str:
 
 
 def study_directory(out: str | None, study: str) -> Path:
-    """Return the directory of a study's files: `out`, or runs/ and the name of the study."""
+    """Return the directory of a study's files: `out`, or a folder in runs/ for the study."""
     return Path(out) if out else DEFAULT_ROOT / slug(study)
 
 

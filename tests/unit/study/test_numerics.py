@@ -151,7 +151,7 @@ def test_losses_that_are_far_off_are_an_outcome_and_no_winner(start: Start) -> N
     assert recipe is not None and recipe.winner.config.optimizer == "adamw_torch_fused"
     assert "no number format is in question" in recipe.numerics
     dropped = [caveat for caveat in recipe.caveats if "adamw_8bit" in caveat]
-    assert dropped and all("its losses are 4.0% off" in caveat for caveat in dropped)
+    assert dropped and all("its losses differ by 4.0% from" in caveat for caveat in dropped)
     outcomes = [
         row.result.outcome
         for row in session.store.probes_of_study("one")

@@ -553,9 +553,8 @@ def compared(
 def test_losses_off_by_more_than_two_percent_are_unsound():
     made = compared((3.0, 2.1), (3.0, 2.0))
     assert made.distrust_reason(COARSE) == (
-        "its losses differ by 2.5% from the losses with bf16 under autocast (fp32 on devices without"
-        " bf16) and 32-bit"
-        " optimizer state "
+        "its losses differ by 2.5% from the losses with bf16 under autocast (fp32 on devices "
+        "without bf16) and 32-bit optimizer state "
         "(at most 2% is allowed)"
     )
     assert made.missing_reference(COARSE) is None and made.distrust_reason(FAST) is None
