@@ -43,9 +43,10 @@ _MTP_LAYERS = (
 class Checkpoint:
     """The weights in a checkpoint's safetensors files.
 
-    `stored` pairs each dtype with its number of bytes, largest first. `params` is the number of
-    parameters that transformers loads; a byte of 4-bit weights holds two parameters. `params` is
-    None if the files are damaged or do not match the config; `fault` then names the problem.
+    `stored` lists pairs of a dtype and the bytes of all tensors in it, the largest number first.
+    `params` is the number of parameters that transformers loads; a byte of 4-bit weights holds two
+    parameters. `params` is None if the files are damaged or do not match the config; `fault` then
+    names the problem.
     `mtp_params` are parameters of layers for multi-token prediction, which transformers does not
     load for training.
     """
@@ -123,15 +124,15 @@ def _file_names(folder: Path) -> list[str]:
 def _read_header(path: Path) -> Iterator[_Tensor]:
     """Yield the tensors of a safetensors file.
 
-    The file starts with the header's length, in eight bytes, and the header, in JSON. Raises
-    ValueError, whose message is a sentence, if the file is incomplete.
+    The file starts with eight bytes that hold the header's length, followed by the header in JSON.
+    Raises ValueError with a message for the user if the file is incomplete.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":
-            raise ValueError(f"{path.name} is a pointer of Git LFS (git lfs pull)")
+            raise ValueError(f"{path.name} is a Git LFS pointer (run git lfs pull)")
         if len(start) < 8 or length > min(MAX_HEADER, size - 8):
             raise ValueError(f"{path.name} is not a complete safetensors file")
         header = json.loads(file.read(length))

@@ -35,8 +35,8 @@ class DeviceSpec:
     """A GPU product or a CPU. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
     A rate is None if it is unknown or if the hardware lacks the number format. `link_gb_s` is the
-    bandwidth of collectives between the cards of one host. `given` is the value of `--gpu` if the
-    user described the card, or None for a card of the catalogue.
+    bandwidth of NCCL's collectives between the cards of one host. `given` is the value of `--gpu`
+    if the user described the card, or None for a card of the catalogue.
     """
 
     name: str
@@ -97,7 +97,7 @@ class DeviceSpec:
     def has_flash(self) -> bool:
         """Whether torch's built-in attention (SDPA) has fast kernels for the device.
 
-        NVIDIA cards with fast bf16 products also have these kernels. CPUs have other fast kernels.
+        NVIDIA cards that multiply bf16 fast have these kernels, and CPUs have other fast kernels.
         """
         return self.kind == "cpu" or self.supports_bf16
 
@@ -114,7 +114,7 @@ class DeviceSpec:
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
 
     def has_memory(self, memory_gib: float | None) -> bool:
-        """Return whether the product may have this much memory; true if an amount is unknown."""
+        """Return whether `memory_gib` is close to the product's memory; true if one is unknown."""
         if memory_gib is None or self.memory_gib is None:
             return True
         return abs(memory_gib - self.memory_gib) <= MEMORY_TOLERANCE * self.memory_gib
@@ -200,7 +200,7 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
     The result is None if the product is not in the catalogue or the name is ambiguous. Every word
     of the name must match. The names of an A10G, a MIG slice, a laptop or a SUPER variant contain
     the name of another card, but never match that card. `memory_gib` selects the product with this
-    amount of memory, because the driver uses one name for an RTX 3060 with 8 GB or 12 GB.
+    amount of memory, because the driver gives the RTX 3060 the same name with 8 GB and with 12 GB.
     """
     for device in list_devices():
         names = (known.casefold() for known in device.nvml_names)
@@ -273,7 +273,9 @@ def _device(row: dict[str, Any]) -> DeviceSpec:
 
     if mib is not None:
         values = (
-            {"memory_source": "total of nvidia-smi, recalled"} | values | {"memory_gib": mib / 1024}
+            {"memory_source": "total of nvidia-smi, not checked"}
+            | values
+            | {"memory_gib": mib / 1024}
         )
     elif marketed is not None:
         values["memory_gib"] = marketed * GIB_PER_MARKETED_GB

@@ -1,4 +1,4 @@
-"""A made-up card, which gives a demonstration with demo-3m on a CPU a memory limit and a price.
+"""A made-up GPU that sets a memory limit and a price if a user tries out demo-3m on a CPU.
 
 No such card is sold, so every place that shows its memory or price calls it an example.
 """

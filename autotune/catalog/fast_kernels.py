@@ -1,7 +1,8 @@
 """Lists the packages that layers other than attention need for their fast kernels.
 
-Such layers are gated delta nets, short convolutions and state spaces. Without these packages,
-transformers computes them with operations of torch, which are much slower and take more memory.
+Such layers are gated delta nets, short convolutions and state-space layers. Without these packages,
+transformers computes these layers with torch operations, which are much slower and take more
+memory.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ _USUAL_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_at
     "moe",
 }
 
-# Packages whose kernels dry probes imitate on the meta device (`dry/fast_kernels`).
+# A dry probe computes a training step on torch's meta device, without a GPU. There, it imitates the
+# kernels of these packages (`dry/fast_kernels`).
 _COUNTED = ("fla",)
 
 
@@ -42,7 +44,7 @@ def is_installed(package: str) -> bool:
 def counted_packages(packages: Iterable[str] = _COUNTED) -> tuple[str, ...]:
     """Return the installed packages whose kernels dry probes imitate on the meta device.
 
-    In place of the kernels of all other packages, dry probes run the operations of torch that
-    transformers uses without the package.
+    Dry probes count a layer that needs any other package as if the package were missing: with the
+    torch operations that transformers then uses.
     """
     return tuple(name for name in packages if name in _COUNTED and is_installed(name))

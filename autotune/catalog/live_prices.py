@@ -19,12 +19,12 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.core.text import printable
 
 TIMEOUT_S = 20.0  # without a timeout, gpuhunt waits for its server forever
-# gpuhunt's flags of offers that a study cannot use: they need at least two machines, or days of
-# notice.
+# gpuhunt marks offers with flags. A study cannot use the offers with these flags: they need at
+# least two machines, or days of notice.
 BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
-# Names that mean one card in the catalogue and another card at clouds. The value is the catalogue's
-# name of the clouds' card. In the catalogue, rtx-pro-6000 is the workstation card; clouds rent out
-# the server edition under this name.
+# Names that mean one card in the catalogue and another card at clouds. Each value is the
+# catalogue's name for the card that clouds rent out. In the catalogue, rtx-pro-6000 is the
+# workstation card; clouds rent out the server edition under this name.
 RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 
 

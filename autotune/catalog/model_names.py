@@ -1,9 +1,9 @@
 """Finds the catalogue row that has the shape of a published model, by the model's name alone.
 
 Models tuned for chat, dated versions and mirrors have the shape of their base model. Words that
-only say this, such as Instruct or 2507, are ignored. All other words of a name (Vision, Guard,
-Reward, GGUF, AWQ, a context length) must match, because a model with such a word may have another
-shape.
+only mark such a model, like Instruct or 2507, are ignored. All other words of a name (Vision,
+Guard, Reward, GGUF, AWQ, a context length) must match, because a model with such a word may have
+another shape.
 """
 
 import re
@@ -22,11 +22,11 @@ QUANTISERS = frozenset({"axolotl-quants", "hugging-quants", "mlx-community"})
 # that publish the same models.
 _SYNONYMS = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "meta-llama"})
 
-# The ending that is added to a model's name for a copy in nf4. The knob `quantization` quantises
-# the original in the same way.
+# The ending of the name of a copy in nf4. A run loads the original model instead, because the knob
+# `quantization` quantises it in the same way.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-(?:4bit|nf4(?:-bf16)?)$", re.IGNORECASE)
 _QUANTISED_FOR_MLX = re.compile(r"-[2-8]bit$", re.IGNORECASE)
-# The ending for a copy in another quantised format, which no value of a knob matches exactly
+# The ending of the name of a copy in another format, which no value of `quantization` reproduces
 _STORED = re.compile(
     r"-(?P<format>gptq|awq|nvfp4|aqlm)(?:-(?P<int8>int8|8bit)|-[\w.]+)*$", re.IGNORECASE
 )

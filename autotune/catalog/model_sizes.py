@@ -19,8 +19,8 @@ class Sizes:
     """The sizes of a model that determine its memory.
 
     `tied` means that the head uses the embedding's weights. `capped` means that the logits are
-    soft-capped after the head. `params` counts all parameters. `packed_bytes` is the size of the
-    weight files of a checkpoint that stays quantised in training; 0 means that the size is unknown.
+    soft-capped after the head. `params` counts all parameters. If a checkpoint stays quantised in
+    training, `packed_bytes` is the size of its weight files, or 0 if the size is unknown.
     """
 
     family: str
@@ -86,7 +86,7 @@ class Sizes:
 
     @functools.cached_property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The number of inputs and the number of outputs of each matrix in a layer, by its name."""
+        """The matrices of a layer: each name with the numbers of inputs and outputs."""
         hidden = self.hidden
         inner = self.intermediate
         queries = self.queries

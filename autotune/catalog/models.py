@@ -60,7 +60,7 @@ class ModelSpec:
     files. `weights` is a directory with safetensors files, or None for random weights. `tokenizer`
     is a directory with the model's tokenizer. `processor` is the content of the model's
     preprocessor_config.json, which sets the size of images. `stored_as` is the format of a
-    quantised checkpoint. Weights in 'fp8' or 'mxfp4' become 16-bit weights before the training.
+    quantised checkpoint. Weights in 'fp8' or 'mxfp4' are dequantised to 16 bits before training.
     Weights in 'int8', 'nf4' or 'nf4-double' stay quantised, and only adapters are trained.
     `checkpoint` describes the weight files on this machine. `mtp_layers` is the number of the
     checkpoint's layers for multi-token prediction.
@@ -139,9 +139,9 @@ class ModelSpec:
         """Return the model with other values for these keys of its config, and random weights.
 
         `overrides` may hold keys that say how to run a model, such as `dtype`; they are ignored, as
-        in a config.json. Raises UsageError if the new config cannot be trained, or if a key is
-        neither in the model's config nor in any config of the catalogue. An unknown key would have
-        no effect.
+        in a config.json. Raises UsageError if a model with the new config cannot be trained. Also
+        raises UsageError for a key that is in no config of the catalogue and not in the model's,
+        because an unknown key would have no effect.
         """
         config = self.config | overrides
         shown = f"{self.name} with these overrides"
@@ -180,7 +180,7 @@ class ModelSpec:
 
     @property
     def text_type(self) -> str:
-        """The `model_type` of the language model, even if a config for images and text wraps it."""
+        """The `model_type` of the language model, also if it is one part of an image-text model."""
         return text_type(self.config)
 
     def lacks(self, attention: str) -> bool:
@@ -210,7 +210,7 @@ class ModelSpec:
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest sequence, in tokens, that the positions allow, or None if it is unknown."""
+        """The most tokens that the position embeddings allow in a sequence, or None if unknown."""
         return self.size(*_CONTEXT)
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
@@ -266,7 +266,7 @@ def resolve_model(name: str) -> ModelSpec:
 
 
 def find_model_shape(name: str) -> ModelSpec | None:
-    """Return the row that has the shape of a named model, or None if the name matches no row.
+    """Return the catalogue's model with the shape of a named model, or None if no name matches.
 
     `name` may be a path, or a name with any organisation.
     """
@@ -482,7 +482,7 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
 
 
 def _paths(config: dict[str, Any], within: str = "") -> Iterator[str]:
-    """Yield the path of each key, such as 'rope_parameters' and 'rope_parameters.rope_theta'."""
+    """Yield the dotted path of each key: 'rope_parameters', 'rope_parameters.rope_theta'."""
     for key, value in config.items():
         yield f"{within}{key}"
         if isinstance(value, dict):
@@ -517,9 +517,9 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
     """Return the FLOPs per token of a training step on rows of `seq_len`, or None if unknown.
 
     As in appendix B of the PaLM paper, only operations that the mathematics needs are counted. So
-    recomputation for activation checkpointing is left out. LoRA's own matrices are left out (0.9 %
-    of the step at rank 16 on all linear layers of a 7B model). Norms and biases are counted like
-    matrices, because their number of parameters is negligible.
+    recomputation for activation checkpointing is left out. LoRA's own matrices are left out too
+    (0.9 % of the step at rank 16 on all linear layers of a 7B model). Norms and biases are counted
+    like matrices, because their number of parameters is negligible.
 
     Causal attention: each token attends to c tokens on average. Each of the c tokens costs 2 FLOPs
     per head dimension in QK^T and 2 in PV. The backward pass costs twice the forward pass, under
@@ -573,7 +573,7 @@ def _idle_params(config: dict[str, Any], layers: int, experts: str, width: str) 
 
 
 def _mean_context(seq_len: int, window: int | None) -> float:
-    """Return the mean number of tokens that a token attends to, at most `window` tokens."""
+    """Return the mean number of tokens that a token attends to under a sliding window."""
     reach = seq_len if window is None else min(window, seq_len)
     return reach * (1 - reach / (2 * seq_len))
 

@@ -1,4 +1,4 @@
-"""Refuses names that users give as a GPU but that name a cloud instance, an Apple chip or CUDA.
+"""Rejects a GPU name that stands for a cloud instance, an Apple chip or CUDA.
 
 `data/instances.yaml` says which GPU each cloud instance has.
 """
@@ -14,7 +14,7 @@ _THIS_MACHINE = re.compile(r"(?:cuda|gpu)(?::[0-9]+)?|nvidia")
 
 
 def refuse_other_names(name: str) -> None:
-    """Raise UsageError if the name is a cloud instance, an Apple GPU, or any GPU of a machine."""
+    """Raise UsageError for a cloud instance, an Apple GPU, or a name like cuda:0 for any GPU."""
     key = name.strip().lower()
     if _APPLE.fullmatch(key):
         raise UsageError(
@@ -24,7 +24,7 @@ def refuse_other_names(name: str) -> None:
         )
     if _THIS_MACHINE.fullmatch(key):
         raise UsageError(
-            f"{name!r} names no GPU product",
+            f"{name!r} is not the name of a GPU product",
             remedy="--gpu auto takes this machine's GPU; `autotune gpus` lists the names",
         )
 

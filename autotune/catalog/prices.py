@@ -1,4 +1,4 @@
-"""Finds prices of GPU hours, in the user's list and the catalogue, and prices of new cards."""
+"""Finds hourly prices of GPUs in the user's list and the catalogue, and prices of new cards."""
 
 import functools
 import re
@@ -42,7 +42,7 @@ class Price:
 
     @property
     def usd_per_day(self) -> float:
-        """USD for 24 hours of one GPU; no cloud of the catalogue publishes a daily discount."""
+        """USD for 24 hours of one GPU; no cloud in the catalogue publishes a lower daily price."""
         return 24 * self.usd_per_hour
 
     @property
@@ -132,8 +132,8 @@ def find_purchase(device: str) -> Purchase | None:
 def age(as_of: str | None, today: date) -> str:
     """Return the age of a price as text; `as_of` is a day, a month or a year.
 
-    The text is like '12 days old', '4 months old', '2 years old' or 'undated'. For a date without a
-    month, the age is the difference of the calendar years.
+    The text is like '12 days old', '4 months old', '2 years old' or 'undated'. If `as_of` is only a
+    year, the age is the difference of the calendar years.
     """
     if as_of is None:
         return "undated"

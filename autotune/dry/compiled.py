@@ -1,4 +1,4 @@
-"""Compiles decoder layers for a dry probe: torch plans the recomputation, but makes no kernels.
+"""Compiles decoder layers for a dry probe: plans which activations to keep, but makes no kernels.
 
 AOTAutograd splits a layer's graph into a forward and a backward graph, as it does for Inductor. The
 split decides which activations the layer keeps for its backward pass. The result of an element-wise
@@ -88,9 +88,9 @@ def _backend(activation_budget: float) -> Callable[..., Any]:
 class _FusedInterpreter(fx.Interpreter):
     """Runs a graph, and counts no memory for the values that Inductor would never store.
 
-    The inputs of an unstored value stay alive until the value's last use. Each kernel that Inductor
-    would generate reads each stored input once, and writes only the outputs that other kernels
-    read.
+    An unstored value is computed again at each use, so its inputs stay alive until its last use.
+    Each kernel that Inductor would generate reads each stored input once, and writes only the
+    outputs that other kernels read.
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -173,14 +173,14 @@ def _is_generated(node: fx.Node) -> bool:
 
 
 def _view_source(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shares; a node that is no view is its own source."""
+    """The node whose memory a view shares, or the node itself if it is not a view."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether Inductor must store the value, because an operation that it cannot fuse uses it.
+    """Whether Inductor must store the value for an operation that Inductor cannot fuse.
 
     Inductor fuses element-wise operations and reductions. An operation that uses a view of the
     value uses the value too.

@@ -67,8 +67,8 @@ def dry_probe(request: ProbeRequest) -> DryCount:
 
     rows = request.objective.rows_per_example * config.micro_batch_size
     padded = config.padding == "masked" and rows > 1
-    # FlexAttention skips the scores between packed examples, whose lengths the request lacks. Each
-    # row counts as one example.
+    # FlexAttention skips the scores between packed examples. The request does not contain the
+    # lengths of these examples, so each row counts as one example.
     packed = config.packing and config.attention != FLEX_ATTENTION
 
     with ExitStack() as stack:
@@ -83,7 +83,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
 
 
 class CountedStep:
-    """One training step of a request, whose memory is computed from its tensors, not measured."""
+    """The training step of a request; its memory is computed from tensor sizes, not measured."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class CountedStep:
         self._loss = self._choose_loss()
         if self._config.compile == "per_layer":
             if self._config.method == "lora":
-                # The inputs of all layers but the first require gradients. As in a real probe, the
-                # first layer's input does too, so that all layers compile alike.
+                # The inputs of all layers but the first require gradients. As in a real probe, also
+                # make the first layer's input require gradients, so that all layers compile alike.
                 require_input_gradients(self._base)
             compile_for_count(decoder_layers(self._model), self._config.activation_budget)
 
@@ -308,7 +308,7 @@ def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-# --- stand-ins for GPU code
+# --- replacements for code that needs a GPU
 
 
 def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
@@ -423,13 +423,13 @@ def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) ->
 
 
 def _flex(query: torch.Tensor, *_: Any) -> int:
-    """The bytes of the largest score of each query, in 32 bits."""
+    """The bytes of one 32-bit number for each query: its largest score."""
     rows, heads, length, _ = query.shape
     return blocks(4 * rows * heads * length)
 
 
 def _flex_backward(gradient: torch.Tensor, *_: Any) -> int:
-    """The bytes of two 32-bit numbers for each query: gradients of the scores' sums."""
+    """The bytes of two 32-bit numbers for each query, for the gradients of its scores' sum."""
     rows, heads, length, _ = gradient.shape
     return 2 * blocks(4 * rows * heads * length)
 
@@ -490,8 +490,8 @@ def make_optimizer(
 ) -> Callable[[], None]:
     """A function that runs a step of the configured optimizer on the `trained` parameters.
 
-    The function's first call makes the optimizer's state, and each call makes the temporary tensors
-    of a step.
+    The first call allocates the optimizer's state. Each call allocates the temporary tensors that
+    the step needs.
     """
     name = config.optimizer
     if name == "adamw_torch":

@@ -3,8 +3,9 @@
 A stand-in computes nothing. On the meta device, it makes, keeps and frees the same tensors as
 version 0.6.0 of the package, in the same order, and reports the work of the package's kernels.
 
-Shapes in comments: B rows, T tokens, H heads of queries and keys with K values, HV heads of values
-with V values. A state has K times V values for each chunk of 64 tokens.
+The kernels compute the delta rules in chunks of 64 tokens. For each chunk and each value head, they
+store a state: a matrix with a row for each element of a key and a column for each element of a
+value.
 """
 
 import math
@@ -24,10 +25,10 @@ CHUNK = 64  # tokens
 # Each chunk has a CHUNK x CHUNK matrix with an element for each pair of tokens. On its diagonal lie
 # blocks of DIAGONAL x DIAGONAL elements, and products in these blocks stay in 32 bits.
 DIAGONAL = 16
-# A backward kernel divides the K values of a key into blocks, and computes one partial gradient for
+# A backward kernel divides the elements of a key into blocks, and computes one partial gradient for
 # each block. In the gated delta rule, the blocks for the gradient of the gates have at most WIDEST
-# values (on Ampere and Hopper). In Kimi's delta attention, the blocks for the gradient of beta have
-# at most WIDEST_KIMI values.
+# elements (on Ampere and Hopper). In Kimi's delta attention, the blocks for the gradient of beta
+# have at most WIDEST_KIMI elements.
 WIDEST = 128
 WIDEST_KIMI = 32
 
@@ -166,7 +167,7 @@ def _gated_gradients(
     return dq, dk, dv, _sum_gates(dgates), dbeta
 
 
-# --- Kimi's delta attention, whose gates differ for each value of a key
+# --- Kimi's delta attention, which has a separate gate for each element of a key
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,12 +1,11 @@
-"""A stand-in for FlexAttention, whose kernels torch compiles only for a GPU.
+"""Replaces FlexAttention on the meta device, because torch compiles its kernels only for a GPU.
 
-The stand-in computes nothing. On the meta device, it makes and keeps the same tensors as the
-kernels of torch 2.13, and none with the scores. The kernels compute the scores in blocks and skip
-the blocks that a mask hides, so a mask is reduced to the mean number of keys that the kernels
-compute for a query. Masks are those of rows with one example.
+The replacement computes nothing. It allocates and keeps the same tensors as the kernels of torch
+2.13, which never store the attention scores. The kernels compute the scores in blocks, and skip the
+blocks that a mask hides. So their work is counted from one number: the mean number of keys in the
+visible blocks of a query. Each row counts as one example.
 
-Shapes in comments: B rows, H heads of queries, T queries, K keys, D values of a query or a key, V
-values of a value.
+Shapes in docstrings: B rows, H query heads, T queries, V elements in the value of a key.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from transformers.integrations import flex_attention
 from transformers.masking_utils import causal_mask_function, flex_attention_mask
 
 FLEX_ATTENTION = "flex_attention"
-BLOCK = 128  # the queries and keys of a block
-SAMPLED = 64  # the most rows of blocks in which the visible blocks are counted
+BLOCK = 128  # a block has the scores of this number of queries and keys
+SAMPLED = 64  # visible blocks are counted in a sample of at most this number of rows of blocks
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def _make_mask(
     device: Any = "meta",
     **_: Any,
 ) -> CountedMask:
-    """Stand in for transformers' `flex_attention_mask`; padding is not hidden."""
+    """Stand in for transformers' `flex_attention_mask`, but do not mask padding."""
     seen = mean_keys(mask_function, q_length, kv_length)
     return CountedMask(batch_size, q_length, kv_length, seen, device)
 
@@ -66,12 +65,12 @@ def _make_mask(
 def mean_keys(mask_function: Callable[..., torch.Tensor], queries: int, keys: int) -> int:
     """Return the mean number of keys in the visible blocks of a query.
 
-    A block is visible if the first or the last query of a row of blocks sees one of its keys. This
-    holds for causal masks, windows and chunks.
+    A block counts as visible if its first or its last query attends to a key of the block. This is
+    correct for causal masks, sliding windows and chunks.
     """
     rows = -(-queries // BLOCK)
     step = -(-rows // SAMPLED)
-    # No mode counts this work, which is not part of a training step.
+    # Switch the counting modes off, because this work is not part of a training step.
     with _disable_current_modes():
         zero = torch.zeros((), dtype=torch.long, device="cpu")
         places = torch.arange(-(-keys // BLOCK) * BLOCK, device="cpu")
@@ -157,5 +156,5 @@ def _forward_flops(query: Any, key: Any, value: Any, seen: int, **_: Any) -> int
 def _backward_flops(
     gradient: Any, of_sums: Any, query: Any, key: Any, value: Any, *rest: Any, **_: Any
 ) -> int:
-    """Two kernels, for the queries and for the keys, each compute the scores again."""
+    """Count two kernels, for the gradients of queries and keys; each recomputes the scores."""
     return _flops(lambda size, values: 4 * size + 3 * values, query, value, rest[-1])

@@ -2,8 +2,9 @@
 
 Torch has no autocast for the meta device and disables CUDA's autocast without a GPU. But torch has
 a dispatch key for the autocast of third-party devices. This module registers casts under that key,
-with CUDA's lists of operations and its rules. Attention calls the operators of CUDA's attention
-kernels, which also run on the meta device; torch itself would choose plain matrix products there.
+with the operations and the rules of CUDA's autocast. Attention calls the operators of CUDA's
+attention kernels, which also run on the meta device; torch itself would choose plain matrix
+products there.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,8 +89,7 @@ def simulate_cuda(*, packed: bool, padded: bool) -> Iterator[None]:
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
         (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
-        # This check reads token values, which the meta device does not have, so the check is
-        # replaced.
+        # Skip this check, because it reads token values, which the meta device does not have.
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),
         (data_dependence, "meta_nonzero_assume_all_nonzero", True),
     ]
@@ -143,7 +143,7 @@ def _write_both(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packed_indices(positions: torch.Tensor) -> torch.Tensor:
-    """The index of each position's example, computed as transformers does for packed rows."""
+    """Return which example of a packed row each position belongs to, as transformers does."""
     difference = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
     return (difference != 1).cumsum(-1)
 
@@ -307,8 +307,8 @@ def _attend(
 ) -> torch.Tensor:
     """Compute attention with the kernel that torch would choose on CUDA.
 
-    For 16-bit inputs without a mask, torch uses the flash kernel, otherwise the memory-efficient
-    kernel.
+    Torch uses the flash kernel for 16-bit inputs without a mask, and the memory-efficient kernel
+    for all other inputs.
     """
     if torch._C.is_autocast_enabled("cuda"):
         query, key, value = (

@@ -30,8 +30,8 @@ META = torch.device("meta")
 class DryTrlStep:
     """The micro batch of a request and its loss, made by TRL's trainer for the objective.
 
-    `reference` is a copy of the untrained model. `reference` is None if the objective compares with
-    no untrained model, or if only adapters are trained.
+    `reference` is a copy of the untrained model. `reference` is None if the objective needs no
+    reference model, or if only adapters are trained.
     """
 
     reference: nn.Module | None = None
@@ -58,7 +58,7 @@ class DryTrlStep:
             trained_share=request.trained_share,
         )
 
-        # Within the context of META, TRL's copy of new adapters is on the meta device too.
+        # Make META the default device, so that TRL's copy of new adapters is on it too.
         with tempfile.TemporaryDirectory() as scratch, META:
             settings |= {"output_dir": scratch}
             self._trainer = trl_trainer(
@@ -81,7 +81,7 @@ class DryTrlStep:
 
 
 class _MetaDeviceMixin:
-    """A mixin that makes a trainer work on the meta device, where the model already is."""
+    """A mixin for TRL's trainers, for a model that is already on the meta device."""
 
     accelerator: Any
 
@@ -127,7 +127,7 @@ def simulate_trl(*, padded: bool) -> Iterator[None]:
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a product as CUDA does: the sum has 32 bits, and no factor is cast."""
+    """Add a product as CUDA does: the sum has 32 bits, and the factors keep their dtypes."""
     if left.dtype is torch.float32:
         total.addmm_(left, right)
     else:

@@ -39,8 +39,8 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.trainer.cache_folders import user_cache
 
-# Increase DRY_VERSION if a change of the code changes the results of dry probes: cached counts then
-# become invalid. If the change affects only some configurations, increase another version:
+# Increase DRY_VERSION if a change of the code changes the results of dry probes. This makes all
+# cached counts invalid. If only some configurations change, increase another version instead:
 # OFFLOAD_VERSION for activations that are offloaded to the host, FP8_VERSION for base weights in
 # fp8.
 DRY_VERSION = 7
@@ -54,7 +54,7 @@ LONGEST_S = 300.0  # the longest wait for one answer, including the start of the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryAnswer:
-    """The result of a dry probe for a whole model, or a sentence that says why there is none."""
+    """The result of a dry probe for a whole model, or the reason why the dry probe failed."""
 
     count: DryCount | None = None
     refused: str | None = None
@@ -188,8 +188,8 @@ def _start() -> subprocess.Popen[str]:
 def library_versions() -> tuple[str, ...]:
     """The libraries that affect dry probes, each with its version, and packages of fast kernels.
 
-    The packages of fast kernels have no version here, because the stand-ins for these kernels do
-    not depend on the version.
+    The packages of fast kernels have no version here, because the code that imitates these kernels
+    is the same for all versions.
     """
     found = []
     for name in PACKAGES:
@@ -201,7 +201,7 @@ def library_versions() -> tuple[str, ...]:
 
 
 def _shipped_answer(request: ProbeRequest) -> Any:
-    """The answer to this request that the package ships, as parsed JSON, or None without one.
+    """The shipped answer to this request, as parsed JSON, or None if autotune ships no answer.
 
     The shipped counts assume that no packages of fast kernels are installed.
     """
@@ -215,9 +215,9 @@ def shipped_answers() -> dict[str, Any]:
     """The shipped answers as parsed JSON; their keys come from `key_of` without versions.
 
     Each key depends on DRY_VERSION. So once DRY_VERSION is increased, no request finds an old
-    answer here. If the installed transformers is older than the version used for counting, the
-    result is empty. For example, state-space models need five times as much memory with
-    transformers 5.17 as with 5.23.
+    answer here. If the installed transformers is older than the version that made the shipped
+    counts, the result is empty, because older versions may need more memory. For example,
+    state-space models need five times as much memory with transformers 5.17 as with 5.23.
     """
     data = json.loads(gzip.decompress(files("autotune.dry").joinpath(SHIPPED).read_bytes()))
     counted_with = dict(map(str.split, data["versions"]))["transformers"]

@@ -1,9 +1,9 @@
 """Counts the bytes of all live tensors while a program runs, as CUDA's allocator counts them.
 
-Each operation passes through a TorchDispatchMode. The memory of a storage counts from the operation
-that makes the storage until its last reference disappears. Its size is rounded up to the
+Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes
+the storage until the last reference to the storage disappears. Its size is rounded up to the
 allocator's blocks. The meta device cannot see the memory that a CUDA kernel allocates for itself,
-so the function `workspace` gives this memory. The same pass also counts the FLOPs of matrix
+so the function `workspace` returns its size. The same pass also counts the FLOPs of matrix
 products (by torch's formulas), the bytes that operations read and write, and the number of
 operations.
 """
@@ -52,8 +52,8 @@ ROW_WRITES = frozenset({"index_put", "index_put_"})
 # under another name.
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 ALIGNMENT = 16  # bytes
-# Memory-efficient attention keeps its sums in registers for heads of up to this size, and in memory
-# for larger heads.
+# The widest heads for which memory-efficient attention accumulates its output in registers. For
+# wider heads, another kernel accumulates the output in memory.
 WIDEST_IN_REGISTERS = 128
 # Torch has no FLOP formula for these products: bitsandbytes' products with a 4-bit weight and in 8
 # bits, and the grouped product of experts.
@@ -85,8 +85,9 @@ class StorageCounter(TorchDispatchMode):
     `moved` has the bytes that all operations read and write, by kind of work, and `operations` is
     the number of operations.
 
-    While `fusing` is set, new storages take no memory. While `fused` is set, a compiled graph
-    reports the bytes of its generated kernels itself, and the operations inside do not count.
+    While `fusing` is set, new storages take no memory. While `fused` is set, a compiled graph is
+    running: the graph reports the bytes of its generated kernels itself, so the operations inside
+    it do not count.
     """
 
     fusing: ClassVar[bool] = False
@@ -189,7 +190,7 @@ class StorageCounter(TorchDispatchMode):
         raise ValueError(f"{func.name()} is not counted")
 
     def _is_last_reference(self, args: tuple[Any, ...]) -> bool:
-        """Whether only autograd holds a reference to the first argument, and Python holds none."""
+        """Whether only autograd still holds a reference to the first argument."""
         return all(
             count <= least for count, least in zip(_references(args), self._least, strict=True)
         )
@@ -238,7 +239,7 @@ class StorageCounter(TorchDispatchMode):
     def _count_known_product(
         self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, moved: int
     ) -> None:
-        """Count a product whose FLOPs torch has a formula for."""
+        """Count a product with a FLOP formula in torch."""
         name = packet.__name__
         operands = _repeat_heads(args) if "attention" in name else _drop_dtypes(args)
         flops = flop_registry[packet](*operands, **kwargs, out_val=out)

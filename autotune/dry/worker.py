@@ -22,12 +22,12 @@ from autotune.core.process import die_with_parent, pause_garbage_collection
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 
-# The memory that building a model without weights may take. A downloaded config may have two
-# billion layers.
+# The most memory that building a model without weights may take. The limit protects the machine
+# from a downloaded config with, for example, two billion layers.
 MOST_GIB = 8
 READS_VALUES = (
-    "transformers' code for this model reads the values of tensors during a step, which only a"
-    " probe has"
+    "transformers' code for this model reads the values of tensors during a step, and a dry probe"
+    " has no values"
 )
 
 
@@ -51,7 +51,8 @@ def main() -> None:
 
 @cache  # a second `pause_garbage_collection` would exempt later objects from collection
 def _load(packages: tuple[str, ...]) -> None:
-    # Other packages' fast kernels need a GPU. If these packages cannot be imported, transformers
+    # Block the import of all packages with fast kernels, because their kernels need a GPU. Then
+    # `install` makes the imitated `packages` importable. Without the other packages, transformers
     # uses torch's operations.
     blocked = load_data("autotune.catalog", "data/fast_kernels")["distributions"]
     sys.modules.update(dict.fromkeys(blocked))
@@ -65,7 +66,7 @@ def _load(packages: tuple[str, ...]) -> None:
 
 
 def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Answer one request; `packages` are packages of fast kernels, which stand-ins replace."""
+    """Answer one request; `packages` are the packages whose fast kernels are imitated."""
     try:
         _load(packages)
         if "describe" in message:

@@ -1,7 +1,7 @@
-"""Answers a prompt with the model that is trained, before and after its training.
+"""Lets the model answer a prompt before and after its training.
 
-The prompt is written as in the examples: in the chat template if they are conversations, otherwise
-as plain text.
+The prompt has the form of the examples: if the examples are conversations, the chat template
+renders the prompt; otherwise the prompt is plain text.
 """
 
 from contextlib import AbstractContextManager
@@ -12,7 +12,9 @@ from .forms import Chat, Plain, parse_row, texts_of
 from .reading import read_rows
 
 TOKENS = 48  # the largest number of tokens in an answer
-PLAIN_WORDS = 8  # an example without a prompt gives its first words, at most a half, as the prompt
+# If an example has no prompt, its first words are the prompt: at most this number of words, and at
+# most half of all words.
+PLAIN_WORDS = 8
 
 
 def first_example(path: Path, split: str | None, *, has_template: bool = True) -> Plain | Chat:
@@ -52,7 +54,7 @@ class Prompt:
             self._tokens = tokenizer(text)["input_ids"]
 
     def answer(self, model: Any, computing: AbstractContextManager[Any]) -> str:
-        """Return the most likely answer with text, at most TOKENS tokens.
+        """Return the model's answer by greedy decoding, of at most TOKENS tokens.
 
         `computing` sets the precision.
         """
@@ -63,11 +65,12 @@ class Prompt:
         was_training = model.training
         model.eval()
         # For each new token, the whole sequence is computed again. This is slow, but needs no
-        # key-value cache, which the attention of a training may not support.
+        # key-value cache, which the attention implementation may not support.
         with torch.no_grad(), computing:
             for _ in range(TOKENS):
                 logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
-                # A model that was not trained on this form may end at once, which shows nothing.
+                # A model that was not trained on this form of prompt may end its answer at once.
+                # Forbid the end token until the answer has text, because no answer shows nothing.
                 if end is not None and not self._text(tokens):
                     logits[:, end] = -torch.inf
                 following = logits.argmax(-1, keepdim=True)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from .ranks import AGAIN_S
 from .terminal import leave_terminal
 
-# The key in torch's store whose value is the step after which all ranks stop.
+# The key in torch's distributed store whose value is the step after which all ranks stop.
 STOP = "stop after step"
 # The exit code of a run that SIGTERM stopped: a checkpoint was saved, and `--resume` continues from
 # it.
@@ -203,8 +203,8 @@ class Clock(TrainerCallback):
         """End the process if a signal stopped the run. The exit code identifies the signal.
 
         A signal after the last step does not stop the run: the result is still saved. Ranks receive
-        a signal at different times, so if they stopped here, some would end while others wait for
-        them.
+        a signal at different times, so if ranks stopped here, some of them would end while other
+        ranks wait for them.
         """
         if self._is_stopped and self._signal is not None:
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)

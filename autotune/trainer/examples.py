@@ -33,7 +33,7 @@ from .time_limit import time_limit
 
 BATCH = 1000  # rows to tokenise in one call, because a tokenizer works on several rows in parallel
 BATCH_BYTES = 2**24  # a batch ends once its rows take this number of bytes in memory
-# Limit of the processor time in seconds to render a row, which usually takes milliseconds.
+# The most seconds of CPU time for rendering a row. Rendering usually takes milliseconds.
 RENDER_S = 10.0
 # This mark replaces an answer's text, to find the place of the answer in the rendered conversation.
 MARK = "[[the answer stands here]]"
@@ -54,7 +54,7 @@ MOST_NOTES = 20
 # The note for each kind of text that a template leaves out.
 NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}
 
-# Matches the beginning of the block with which a chat template marks the assistant's text.
+# Matches the beginning of the block that a chat template puts around the assistant's text.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Ranges = list[tuple[int, int]]  # the start and end of each range of characters to train on
@@ -216,8 +216,8 @@ class Encoder:
     def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
         """Return whether the template itself marks the tokens to train on.
 
-        The template would also mark an answer that a flag excludes from the training. So the
-        template's marks are not used for rows with such a flag.
+        The template would also mark an answer that a flag (such as `train: false`) excludes from
+        the training. So the template's marks are not used for rows with such a flag.
         """
         if not isinstance(form, Chat) or any(map(is_untrained, form.messages)):
             return False
@@ -248,8 +248,8 @@ class Encoder:
             if ranges is None:
                 yield index, tokens[first:]
                 continue
-            # A token belongs to an answer if it ends in the answer, as in TRL. The start of a token
-            # is not reliable, because it may leave out a leading space.
+            # A token belongs to an answer if it ends in the answer, as in TRL. Its start is not
+            # reliable: some tokenizers report a start after the token's leading space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
             is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
             yield index, _mask(tokens, is_trained)[first:]
@@ -296,8 +296,8 @@ class Encoder:
         if target == "completion":
             first = answers[0]
             prompt = self._render(form, messages[:first], add_generation_prompt=True)
-            # Some templates end a prompt with text that is missing in the whole conversation. The
-            # completion therefore begins at the first difference of the two texts.
+            # Some templates end a prompt with text that they do not write into the whole
+            # conversation. The completion therefore begins where the two texts first differ.
             ranges = [(_common_length(prompt, text), len(text))]
         else:
             ranges = [self._find_answer(form, text, index) for index in answers]
@@ -351,15 +351,13 @@ class Encoder:
     def _variables(self, form: Chat) -> dict[str, Any]:
         """Return the variables that a row gives to the chat template.
 
-        Variables with the name of an argument of the tokenizer are left out.
-
-        A row must not set arguments of the tokenizer, because one of these arguments replaces the
-        chat template.
+        Variables with the name of an argument of the tokenizer are left out. A row must not set
+        these arguments, because one of them replaces the chat template.
         """
         return {name: form.options[name] for name in form.options if name not in self._arguments}
 
     def _find_answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
-        """Return the start and the end, in `text`, of the answer that is the message `index`.
+        """Return where an answer, the message `index`, starts and ends in the rendered `text`.
 
         The start is after the prompt, and the end is after the end-of-turn text.
         """
@@ -462,7 +460,7 @@ def describe(notes: Counter[str], number: int) -> list[str]:
 
 
 def _refusal(error: Exception) -> str:
-    """Return why a chat template renders no text for a row, as part of a sentence.
+    """Return why a chat template cannot render a row, as a clause for an error message.
 
     The original errors, of Jinja or Python, describe the template's code and not the row.
     """
@@ -530,7 +528,7 @@ def label_of(row: dict[str, Any]) -> int | str:
     if not isinstance(row["text"], str):
         raise ValueError(f"the column text is {row['text']!r:.40}, which is not text")
     label = row["label"]
-    # A table stores a column of whole numbers as floats if some of its values are missing.
+    # Tables store whole numbers as floats if some values of the column are missing.
     if isinstance(label, float) and label.is_integer():
         return int(label)
     if not isinstance(label, int | str):

@@ -1,9 +1,9 @@
 """Frozen linear layers with weights in 8-bit floats.
 
-Products in the forward and backward pass are in 8 bits.
+The matrix products of the forward and the backward pass multiply 8-bit floats.
 
 A weight is cast to 8 bits once. Inputs are cast in each forward pass, and gradients in each
-backward pass. A cast scales a tensor by its largest value.
+backward pass. A cast scales a tensor so that its largest value becomes the largest 8-bit float.
 """
 
 from typing import Any
@@ -42,11 +42,11 @@ def multiply_in_fp8(model: Any, device: torch.device | None = None) -> None:
 class Float8Linear(nn.Linear):
     """A frozen linear layer whose weight is `weight_fp8` [out, in] times `scale` (fp32, a scalar).
 
-    The layer stores one copy of the weight, half as large as in 16 bits. Tensor cores read the
-    second factor column by column, and the transpose of `weight_fp8` has this layout. The backward
-    pass needs `weight_fp8` itself column by column, so each backward product copies the weight,
-    which moves two bytes for each value. Storing a second copy instead would take all the memory
-    that 8 bits save.
+    The layer stores one copy of the weight, half as large as in 16 bits. In an 8-bit product,
+    tensor cores read the second factor column by column. The transpose of `weight_fp8` has this
+    layout. The backward pass needs `weight_fp8` itself column by column, so each backward product
+    copies the weight, which moves two bytes for each value. Storing a second copy instead would
+    take all the memory that 8 bits save.
     """
 
     weight_fp8: nn.Parameter
@@ -122,8 +122,7 @@ def _multiply(
     """Cast rows [..., k] to an 8-bit dtype, and multiply them by an 8-bit factor [k, n].
 
     `scale` is the scale of the 8-bit factor. `fast` accumulates in fewer bits, as is usual in
-    forward passes. Gradients are multiplied without `fast`, because they would lose too much
-    precision.
+    forward passes. Gradients would lose too much precision with `fast`.
     """
     values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
     # The first factor must be stored row by row, the second column by column.

@@ -1,7 +1,7 @@
 """Parses the rows of a dataset into plain texts and conversations.
 
 A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a
-conversation (ShareGPT), or text. Every fault of a row raises ValueError, with a message that names
+conversation (ShareGPT), or text. Any error in a row raises ValueError, with a message that names
 the wrong value and the expected form.
 """
 
@@ -48,7 +48,8 @@ CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content i
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold a thought
 # A message with one of these keys and the value false or 0 is excluded from the training.
 FLAGS = ("loss", "train", "training", "weight")
-FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # matches the names of flags of other tools
+# Matches the names of such flags in other tools
+FLAG_NAME = re.compile("mask|train|loss|weight|learn")
 # Keys that a tool call without arguments may have.
 CALL_KEYS = ("name", "id", "type", "index", "description")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS, *FLAGS)
@@ -145,7 +146,7 @@ def _parse_columns(
 def _drop_nulls(value: Any) -> Any:
     """Return `value` without the keys whose value is null.
 
-    Formats with columns, such as Parquet, add such keys to rows.
+    Columnar formats such as Parquet give every row all keys, with null for missing values.
     """
     if isinstance(value, dict):
         return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
@@ -413,7 +414,7 @@ def texts_of(message: Message) -> list[tuple[str, str]]:
 
 
 def has_empty_answer(form: Plain | Chat) -> bool:
-    """Return whether any answer to train on is empty: without text, thought and tool call."""
+    """Return whether any answer to train on is empty: without text, thought or tool call."""
     if isinstance(form, Plain):
         return not form.completion.strip()
     answers = (one for one in form.messages if one["role"] == "assistant")
@@ -474,8 +475,8 @@ def _adapt(message: Message, number: int, template: str) -> Message:
     if role == "developer" and not _names(template, role):
         message = message | {"role": "system"}
 
-    # There are several keys for a thought, and a template may read only one of them. So store the
-    # thought under that key.
+    # A thought may have one of several keys, and a template may read only one of these keys. So
+    # store the thought under the key that the template reads.
     if not any(key in template for key in THOUGHTS):
         return message
     wanted = next(key for key in THOUGHTS if key in template)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-MOST_SHAPES = 4  # the most graphs; each length that rows are padded to needs one graph
+MOST_SHAPES = 4  # the most graphs; there is one graph for each length that rows are padded to
 Batch = dict[str, torch.Tensor]
 
 
@@ -91,8 +91,8 @@ class MicroBatchGraphs:
 def skip_packing_check() -> Iterator[None]:
     """Stop transformers from checking whether rows are packed.
 
-    The check reads from the device whether positions restart. During a capture, nothing can be read
-    from the device, and transformers would make a mask instead.
+    The check reads from the device whether positions restart. During a capture, the host cannot
+    read from the device, and transformers would then make a mask without the check.
     """
     find = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -103,5 +103,5 @@ def skip_packing_check() -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Return whether kernels that are issued now become part of a graph."""
+    """Return whether a CUDA graph is captured now, so that launched kernels become part of it."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

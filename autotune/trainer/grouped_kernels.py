@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of grouped products, for GPUs for which torch has no fused kernel.
+"""Triton kernels of grouped matrix products (grouped GEMM), for GPUs without a kernel in torch.
 
-Sorted rows (S x K) are multiplied by the matrices (E x K x N) of their experts. A tile is a part of
-one expert's rows. Each program computes one tile and some columns, and finds its expert from the
-ends of the experts' rows on the device, so the host never waits. Sums are in fp32.
+S rows of K values are sorted by expert. Each row is multiplied by the matrix of its expert; the E
+matrices are E x K x N. A tile is a part of one expert's rows. Each Triton program computes some
+columns of one tile. The program finds the tile's expert on the device, from the ends of the
+experts' rows, so the host never waits. Sums are in fp32.
 """
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 LONGEST_TILE = 128
 WIDEST = 128  # columns of a program
 DEPTH = 64  # elements that a program multiplies at a time
-LEAST = 16  # the least number of rows, columns or elements of a matrix unit
+LEAST = 16  # the fewest rows, columns or elements that a matrix unit multiplies
 
 
 def multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -26,7 +27,7 @@ def multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> t
     # Half of an expert's mean number of rows, so that few rows of its last tile are empty
     tile = _block(count // (2 * experts), LONGEST_TILE)
     columns, depth = _block(width, WIDEST), _block(size, DEPTH)
-    # Each expert's last tile may be partly empty, so there are at most so many tiles.
+    # An upper bound: only the last tile of each expert may be partly empty.
     tiles = count // tile + experts
     grid = (tiles * triton.cdiv(width, columns),)
     _multiply[grid](
@@ -52,7 +53,10 @@ def multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> t
 
 
 def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the gradients (E x K x N) of the experts' matrices from S x K and S x N."""
+    """Return the gradients (E x K x N) of the experts' matrices.
+
+    `rows` (S x K) are the inputs, and `gradient` (S x N) is the gradient of the outputs.
+    """
     experts, size, width = len(ends), rows.shape[1], gradient.shape[1]
     outputs = rows.new_empty(experts, size, width)
     lines, columns = _block(size, WIDEST), _block(width, WIDEST)
@@ -78,7 +82,7 @@ def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tens
 
 
 def _block(number: int, most: int) -> int:
-    """Return the power of 2 that is not below `number`, within LEAST and `most`."""
+    """Round `number` up to a power of 2, and limit the result to LEAST to `most`."""
     power: int = triton.next_power_of_2(max(number, 1))
     return min(max(power, LEAST), most)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# torch's allocator of pinned memory rounds up to powers of two. Inputs are therefore stored in
-# blocks of this number of bytes, which waste no memory. If a whole input were one allocation, up to
-# half of the memory could be wasted.
+# torch's allocator of pinned memory rounds up to powers of two. If a whole input were one
+# allocation, rounding could waste up to half of the memory. Inputs are therefore stored in blocks
+# of this number of bytes, a power of two.
 BLOCK_BYTES = 64 * 2**20
 # Inputs of up to this number of bytes are copied back one layer early, while the layer above is
 # recomputed, so the device holds the inputs of two layers. Larger inputs are copied back when they
@@ -112,7 +112,7 @@ class HostCheckpoints:
             stored.copy_event = stream.record_event()
 
     def _copy_stream(self, device: torch.device) -> Any:
-        """Return the stream of the copies, or None on a device without streams."""
+        """Return the CUDA stream that runs the copies, or None on a device without streams."""
         if device.type != "cuda":
             return None
         if self._stream is None:

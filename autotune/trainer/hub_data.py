@@ -19,7 +19,7 @@ class CannotLoad(Exception):
 
 
 def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
-    """Return whether `path` is the name of a dataset on the Hub, and no local path.
+    """Return whether `path` is the name of a dataset on the Hub, and not a local path.
 
     The result is False if the name ends with one of the `suffixes`, because the user then means a
     local file.

@@ -23,16 +23,17 @@ from .reading import BadDataset, read_rows
 
 # An example's tokens (see `rows`), and the tensors of its images.
 ImageExample = tuple[torch.Tensor, Tensors]
-RANDOM_ROWS = 16  # the number of different random rows; a run with more rows repeats them
+RANDOM_ROWS = 16  # the most different random rows; a run with more rows repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-# Parts of the names of tokens that mark images
+# Parts of the names of the tokens that a processor puts around and between image tokens
 TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")
 
 
 def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
     """Return random examples with images for the whole run.
 
-    The settings list rows with their lengths and images; the random examples are like these rows.
+    `settings` has the lengths and the image sizes of measured rows. The random examples have the
+    lengths and image sizes of a sample of these rows.
     """
     measured = [
         (length, [SimpleNamespace(**picture) for picture in pictures])

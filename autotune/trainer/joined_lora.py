@@ -1,8 +1,8 @@
 """Adds LoRA's low-rank terms inside the frozen base's large products, in compiled PEFT layers.
 
-PEFT computes `y = x W' + s (x A') B'` (' transposes) in three products, and reads and writes all of
-y again for the sum. PEFT's backward pass does the same with the gradient of x. In this module, both
-sums are part of the large product, whose inner dimension is slightly longer.
+PEFT computes `y = x W' + s (x A') B'` (' means transposed) in three products, and then reads and
+writes all of y again for the sum. PEFT's backward pass does the same with the gradient of x. In
+this module, both sums happen inside the large product, whose inner dimension is slightly longer.
 
     Forward:    y  = [x | h] [W | sB]'      with h  = x A'.
     Backward:   dx = [dy | dh] [W ; A]      with dh = dy sB.
@@ -36,8 +36,8 @@ GROUPS = (
 # The number of columns that are added to a matrix is a multiple of MULTIPLE, because fast kernels
 # need aligned rows.
 MULTIPLE = 64
-# If the LoRA ranks of a group's adapters add up to at most this number, one product for the whole
-# group takes no longer than one product for each member.
+# If the LoRA ranks of a group's adapters add up to at most this number, one low-rank product for
+# the whole group takes no longer than separate products for its members.
 ONE_PRODUCT = 64
 ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -43,8 +43,8 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         "fp16": settings.precision == "fp16_mixed",
         "use_cpu": on_cpu,
         "learning_rate": settings.learning_rate,
-        # With the optimizer in the backward pass, the norm of all gradients is known too late to
-        # clip them.
+        # If the optimizer steps in the backward pass, the norm of all gradients is known too late
+        # to clip them.
         "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,
         "logging_steps": 10,
         # The Trainer's filter would hide a loss that is NaN, and would wait for the device in every
@@ -97,7 +97,8 @@ def sharing_arguments(
 def _copies(settings: Any) -> dict[str, Any]:
     """Return the argument of TrainingArguments that splits the ranks into groups.
 
-    The ranks of a group together hold all shards of the model. A single group needs no argument.
+    The ranks of each group together hold one whole model in shards. If all ranks are one group, no
+    argument is needed.
     """
     if settings.copies == 1:
         return {}
@@ -182,9 +183,9 @@ class LeanTrainer(Trainer):
 
     `row_lengths` are the numbers of tokens of the rows to train on. With `row_lengths`, rows of
     similar length share a micro batch. With `dealt`, rows are grouped only with rows of the same
-    optimizer step. For `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see
-    `graphs`. After each step of the optimizer, the `joined` layers copy their adapters' weights
-    again.
+    optimizer step. For `optimizer_in_backward`, see `step_in_backward`; for `cuda_graphs`, see
+    `graphs`. `joined` are layers with joined adapters, which copy the adapters' weights again after
+    each step of the optimizer (see `joined_lora`).
     """
 
     def __init__(
@@ -290,8 +291,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """Update each parameter as soon as its gradient exists, and free the gradient.
 
     Few gradients thus exist at the same time. `make` makes an optimizer for each parameter, and all
-    these optimizers share the state of `optimizer`. `optimizer` keeps the learning rates, and saves
-    and loads as before, but its own step has no effect. Returns the hooks.
+    these optimizers share the state of `optimizer`. `optimizer` keeps the learning rates, and is
+    saved and loaded as before, but its own `step` does nothing. Returns the hooks.
     """
 
     def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:

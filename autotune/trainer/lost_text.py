@@ -12,8 +12,8 @@ from typing import Any
 
 from .forms import MESSAGE_KEYS, Chat, Message, Plain, map_texts, texts_of
 
-# Matches a text of several words, or in a script without spaces. A name or an identifier does not
-# match.
+# Matches several words, or a character outside ASCII, because some scripts have no spaces. A name
+# or an identifier in ASCII does not match.
 WORDS = re.compile(r"\S\s+\S|[^\x00-\x7f]")
 # Matches names of columns and keys whose value counts as text even if it is a single word
 TEXT_NAME = re.compile(
@@ -25,7 +25,7 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TAGS = re.compile(r"</?think(?:ing)?>|<\|channel>|<channel\|>")
 END_TAG = re.compile(r"</think|<channel\|>")
 Render = Callable[[Chat], str]
-# For each lost text, the index of its message and its kind: a kind of `map_texts`, or `tools`
+# For each lost text, the index of its message, and its kind: `tools`, or a kind from `map_texts`
 Lost = list[tuple[int, str]]
 
 
@@ -33,8 +33,8 @@ class LostText:
     """Finds the texts of conversations that are missing in the rendered text.
 
     Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
-    mark in place of each text. If a mark is missing, the template leaves out the text in its place,
-    however short this text is. The texts of each conversation itself are searched too, because a
+    mark in place of each text. If a mark is missing, the template leaves out any text in this
+    place, even a short one. The real texts of each conversation are searched for too, because a
     template may treat some texts differently.
     """
 

@@ -6,7 +6,7 @@ import ctypes
 # them again. Without this setting, glibc returns blocks of 32 MiB and more to the kernel. The
 # logits of a small model are larger, and clearing their pages took 30 % of a step.
 KEPT_BYTES = 2**30
-# Numbers of glibc's malloc.h
+# The numbers of two options of mallopt, from glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 LARGEST = 2**31 - 1

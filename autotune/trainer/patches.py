@@ -1,7 +1,6 @@
-"""Features that transformers cannot switch on: cuDNN's attention and checkpoints in host memory.
+"""Adds features that transformers lacks: cuDNN's attention, and checkpoints in host memory.
 
-Two other such features have their own modules: attention within segments (`varlen`), and matrix
-products in fp8 (`float8`).
+Other modules add attention within segments (`varlen`) and matrix products in fp8 (`float8`).
 """
 
 from collections.abc import Callable
@@ -133,7 +132,7 @@ def _attend_flexibly(
 ) -> Any:
     """Compute FlexAttention, which needs queries, keys and values of one dtype.
 
-    Under autocast, rotary positions may turn queries and keys into 32 bits, but not values.
+    Under autocast, rotary embeddings may convert queries and keys to 32 bits, but not values.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):

@@ -170,10 +170,9 @@ def _wait(
 def end_at_once(run: Callable[[], object]) -> NoReturn:
     """Call `run`, and end this process with the exit code of `run`, without freeing any object.
 
-    Freeing can hang. If DDP's reducer has the last reference to gloo's group, it holds Python's
-    lock and joins a thread that waits for this lock. A shutdown of the interpreter can deadlock
-    with this thread too, or end with SIGABRT. The hang, the deadlock and the SIGABRT were seen with
-    torch 2.13.
+    Freeing can hang: if DDP's reducer has the last reference to gloo's group, the reducer holds the
+    GIL while it joins a thread that waits for the GIL. A shutdown of the interpreter can deadlock
+    with this thread too, or end with SIGABRT. All three were seen with torch 2.13.
     """
     code: object = 0
     kept: list[object] = []  # keeps the result or the exception, so that no object is freed
@@ -205,7 +204,7 @@ def begin_rank() -> None:
 
     Ranks have their own sessions, so that signals of a terminal do not reach them. Until the
     training handles signals, SIGINT ends a rank at once. The rank has nothing to save yet, and may
-    wait for the other ranks in C++, where Python handles no signal.
+    be waiting for the other ranks in C++ code, during which Python handles no signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(int(os.environ.get(SUPERVISOR, os.getppid())))

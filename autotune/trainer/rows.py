@@ -196,8 +196,8 @@ def collate(
     of the longest row. Only held-out rows may be longer than the last of `padded_lengths`.
 
     Positions restart at 0 in each packed example, which tells the model not to attend to other
-    examples. Three kinds of tokens have no label: the first token of an example, padding, and
-    tokens that are not trained on.
+    examples. Three kinds of tokens get the label IGNORED: the first token of an example, padding,
+    and tokens that are not trained on.
     """
     longest = max(num_tokens(row) for row in rows)
     length = next((length for length in padded_lengths if length >= longest), longest)

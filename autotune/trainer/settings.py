@@ -65,14 +65,16 @@ class ModelSettings:
     rslora: bool  # use rank-stabilised LoRA
     lora_dropout: float  # the dropout probability of the adapters' inputs
     adapters_in_fp32: bool  # keep the adapters in fp32, even if the base is in 16 bits or fewer
-    # Recompute every n-th layer in the backward pass; None recomputes no layer
+    # Recompute every n-th layer in the backward pass, or no layer if this is None
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
     # The fraction of its activations that a compiled layer keeps for the backward pass
     activation_budget: float = 1.0
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
-    joined: bool = False  # join the products of adapters with the products of the base
-    grouped: bool = False  # compute the adapters of experts as grouped products
+    # Compute the adapters inside the matrix products of the base (see `joined_lora`)
+    joined: bool = False
+    # Compute the adapters of all experts in grouped matrix products (see `grouped_lora`)
+    grouped: bool = False
     quantize_experts: bool = False  # store the routed experts of a mixture in nf4, too
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary
@@ -218,7 +220,7 @@ class Options:
 
 
 def one_gpu(visible: str) -> dict[str, str]:
-    """Return the environment variables that show torch only the first GPU of `visible`.
+    """Return the environment variables that hide all GPUs but the first of `visible` from torch.
 
     `visible` is a value of CUDA_VISIBLE_DEVICES. transformers' Trainer would split each batch over
     all GPUs that it sees. The variables also make CUDA number GPUs as nvidia-smi does, because

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 # In tiles of 4,096 tokens, the matrix products of an 8B model are as fast as for a whole row, and
-# the MLP needs half a GiB. Only with a 4-bit base are tiles slower, because its weights are
-# unpacked for each tile.
+# the MLP needs half a GiB. Tiles are slower only with a 4-bit base, whose weights are unpacked
+# again for each tile.
 TILE_TOKENS = 4096
 
 

@@ -61,7 +61,8 @@ SEED = 0
 RECOMPILE_LIMIT = 64
 # The number of rows with images whose tokens are counted, as a sample of all rows.
 COUNTED_ROWS = 64
-# The least number of different random examples; a run with more examples repeats them.
+# A short list of lengths is repeated as often as fits into this number of random examples. A run
+# with more examples repeats these examples.
 RANDOM_EXAMPLES = 64
 
 
@@ -139,7 +140,7 @@ def train_on_images(
 
 
 def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
-    """Return the callback that stores the origin of this run in its checkpoints, if it saves any.
+    """Return the callback that stores this run's origin (see `origin`) in its checkpoints, if any.
 
     Ends the process if the checkpoint to continue from has another origin.
     """
@@ -243,7 +244,7 @@ def train(
 
 
 def answer(prompt: Prompt | None, model: nn.Module, trainer: LeanTrainer) -> list[str]:
-    """Return the model's answer as a list; empty without a prompt."""
+    """Return a list with the model's answer, or an empty list if there is no prompt."""
     if prompt is None:
         return []
     return [prompt.answer(model, trainer.compute_loss_context_manager())]
@@ -290,7 +291,7 @@ def initialize_device(settings: RunSettings) -> torch.device:
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # If the model is offloaded, gradients are on the CPU, where gloo adds up their norm.
+        # If the model is offloaded, gradients are on the CPU, and gloo reduces their norm there.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
     ranks.join(backend)
     return PartialState(cpu=not torch.cuda.is_available()).device

@@ -28,10 +28,10 @@ Tensors = tuple[torch.Tensor, ...]
 class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
-    A row's padding counts as a separate example. `ends` (int32) has one entry more than the rows
-    have tokens. The first entries of `ends` are 0 and the end of each example. All further entries
-    repeat the last end, so the shape of `ends` does not depend on the number of examples. `counts`
-    (2 values, on the host) are the number of examples and the tokens of the longest example.
+    A row's padding counts as a separate example. `ends` (int32) begins with 0 and the end of each
+    example. All further entries repeat the last end, until `ends` has one entry more than the rows
+    have tokens. So the shape of `ends` does not depend on the number of examples. `counts` (2
+    values, on the host) has the number of examples and the number of tokens in the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -211,7 +211,7 @@ def _differentiate_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
-    # The state of a random number generator. Only dropout would read it, and there is no dropout.
+    # The state of a random number generator, which only dropout would read. There is no dropout.
     state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(

@@ -26,7 +26,7 @@ SIZES_HEAD = """\
 # text part of transformers' default config. tests/helpers/refresh_model_types.py writes this file.
 """
 ATTENTIONS_HEAD = """\
-# The model types that transformers refuses to build with an attention implementation.
+# For each attention implementation: the model types that transformers cannot build with it.
 # tests/helpers/refresh_model_types.py writes this file.
 """
 # FlashAttention 2 lacks the attention sinks of gpt-oss; only other versions support them.

@@ -127,7 +127,7 @@ def test_files_that_do_not_match_the_config(tmp_path):
     ("content", "reason"),
     [
         (b"", "model.safetensors is not a complete safetensors file"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS (git lfs pull)"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer (run git lfs pull)"),
         (b"\xff" * 16, "model.safetensors is not a complete safetensors file"),
         (b"\x02\0\0\0\0\0\0\0[]", "its header is damaged"),
     ],

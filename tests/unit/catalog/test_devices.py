@@ -117,7 +117,7 @@ def test_an_apple_gpu_leads_to_what_works(name):
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "GPU", "nvidia"])
 def test_any_gpu_leads_to_this_machines(name):
-    with pytest.raises(UsageError, match="names no GPU product") as caught:
+    with pytest.raises(UsageError, match="is not the name of a GPU product") as caught:
         resolve_device(name)
     assert "--gpu auto" in caught.value.remedy
 
@@ -300,10 +300,10 @@ ROW = {"name": "x", "vendor": "nvidia", "compute_capability": None, "source": "m
     ("sizes", "memory_gib", "source"),
     [
         ({}, None, None),
-        ({"memory_mib": 2560}, 2.5, "total of nvidia-smi, recalled"),
+        ({"memory_mib": 2560}, 2.5, "total of nvidia-smi, not checked"),
         ({"memory_mib": 2560, "memory_source": "read"}, 2.5, "read"),
         ({"marketed_gb": 50}, 49.5, "estimate: 0.99 GiB for each GB on the data sheet"),
-        ({"memory_mib": 1024, "marketed_gb": 50}, 1.0, "total of nvidia-smi, recalled"),
+        ({"memory_mib": 1024, "marketed_gb": 50}, 1.0, "total of nvidia-smi, not checked"),
     ],
     ids=str,
 )

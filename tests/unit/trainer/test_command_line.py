@@ -92,7 +92,7 @@ def test_only_a_run_that_can_answer_takes_a_prompt(
         ({"num_gpus": 2}, "a run on one GPU"),
         ({"objective": "classification"}, "objective sft"),
         ({"images": [[{}]]}, "objective sft"),
-        ({"model_settings": varlen}, "another attention than varlen"),
+        ({"model_settings": varlen}, "an attention other than varlen"),
     ):
         with pytest.raises(SystemExit):
             parse_options(replace(made, **change), given)
