@@ -97,7 +97,7 @@ def read_checkpoint(
     mtp = {tensor.name for tensor in tensors if _is_mtp(tensor.name, num_layers, mtp_layers)}
     counts = _count_parameters(tensors, bits)
     if config.get("tie_word_embeddings") is True:
-        counts.pop("lm_head.weight", None)  # a copy of the embedding, which transformers drops
+        counts.pop("lm_head.weight", None)  # transformers drops this copy of the embedding
 
     fault = _mismatch([one for one in tensors if one.name not in mtp], num_layers, embedding)
     params = sum(count for name, count in counts.items() if name not in mtp)

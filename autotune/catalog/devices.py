@@ -60,7 +60,7 @@ class DeviceSpec:
 
     @property
     def label(self) -> str:
-        """The displayed name, with a remark if the user described the card."""
+        """The displayed name, with a remark if the user described the card with `--gpu`."""
         return self.name if self.given is None else f"{self.name} (as you described it)"
 
     @property
@@ -114,7 +114,7 @@ class DeviceSpec:
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
 
     def has_memory(self, memory_gib: float | None) -> bool:
-        """Return whether `memory_gib` is close to the product's memory; true if one is unknown."""
+        """Return whether `memory_gib` is about the product's memory; true if either is unknown."""
         if memory_gib is None or self.memory_gib is None:
             return True
         return abs(memory_gib - self.memory_gib) <= MEMORY_TOLERANCE * self.memory_gib

@@ -14,8 +14,8 @@ from autotune.catalog.prices import EXAMPLE, Price
 class ExampleCard:
     """The memory and the price of the card.
 
-    `memory_gib` limits the tensors and the headroom together. The memory that torch and other
-    libraries take does not count.
+    `memory_gib` limits the sum of the tensors and the safety margin (headroom). The memory that
+    torch and other libraries take does not count.
     """
 
     memory_gib: float

@@ -136,7 +136,7 @@ class ModelSpec:
         return size
 
     def with_overrides(self, overrides: dict[str, Any]) -> "ModelSpec":
-        """Return the model with other values for these keys of its config, and random weights.
+        """Return a model with random weights whose config has these values for these keys.
 
         `overrides` may hold keys that say how to run a model, such as `dtype`; they are ignored, as
         in a config.json. Raises UsageError if a model with the new config cannot be trained. Also
@@ -214,7 +214,7 @@ class ModelSpec:
         return self.size(*_CONTEXT)
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
-        """Return the FLOPs of training on one token, or None for unknown `params` or family."""
+        """Return the FLOPs of training on one token, or None if they cannot be computed."""
         if self.params is None:
             return None
         return flops_per_token(self.config, self.params, method, seq_len)
@@ -406,7 +406,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
     method = quantised.get("quant_method")
     if method in DEQUANTISED:
         return str(method)
-    reason = f"by the method {method!r}, which no probe trains"
+    reason = f"by the method {method!r}, which probes do not support"
     if method == "bitsandbytes":
         # A dynamic quantisation keeps some layers in 16 bits, and no knob says which layers.
         layer = re.search(r"\w[\w.]*\.\d+[\w.]*", str(quantised.get("llm_int8_skip_modules")))
@@ -417,7 +417,7 @@ def _stored_as(config: dict[str, Any], shown: str) -> str | None:
         elif quantised.get("bnb_4bit_quant_type") == "nf4":
             return "nf4-double" if quantised.get("bnb_4bit_use_double_quant") else "nf4"
         else:
-            reason = "to fp4, which no probe trains"
+            reason = "to fp4, which probes do not support"
     raise UsageError(
         f"{shown} describes a checkpoint that is already quantised {reason}",
         remedy="pass the unquantised model; `--set quantization=...` quantises it",
@@ -514,7 +514,9 @@ _UNTIED = ("gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", 
 
 
 def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: int) -> float | None:
-    """Return the FLOPs per token of a training step on rows of `seq_len`, or None if unknown.
+    """Return the FLOPs per token of a training step on rows of `seq_len` tokens, or None.
+
+    The result is None if the family's matrix products or the config's sizes are not known.
 
     As in appendix B of the PaLM paper, only operations that the mathematics needs are counted. So
     recomputation for activation checkpointing is left out. LoRA's own matrices are left out too

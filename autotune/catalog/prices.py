@@ -89,10 +89,10 @@ def load_prices(path: Path) -> tuple[Price, ...]:
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
     """Return every price of `device`, a catalogue name, the best first.
 
-    The user's own prices come before the catalogue's. Each of the two lists is sorted by three
-    keys: first, quotable prices precede other prices; second, smaller instances precede larger
-    ones, because one GPU of an eight-GPU instance cannot be rented alone; third, lower on-demand
-    prices precede higher ones.
+    The user's own prices come before the catalogue's. In each of the two lists, quotable prices
+    come before other prices. Then, smaller instances come before larger ones, because one GPU of an
+    eight-GPU instance cannot be rented alone. Instances of equal size are sorted by their on-demand
+    price.
     """
     return [*best_first(device, own), *best_first(device, list_prices())]
 

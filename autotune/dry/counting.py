@@ -1,8 +1,9 @@
 """Computes the memory and work of one training step on the meta device, without GPU or weights.
 
-Model, adapters, checkpointing, loss and optimizer are the same as in a real probe. Some memory is
-not allocated on the meta device, such as the workspaces of CUDA's kernels. For each kernel that
-needs such memory, a formula adds the bytes. No formula depends on the model family.
+Model, adapters, checkpointing, loss and optimizer are the same as in a real probe, a short run that
+measures a configuration. Some memory is not allocated on the meta device, such as the workspaces of
+CUDA's kernels. For each kernel that needs such memory, a formula adds the bytes. No formula depends
+on the model family.
 """
 
 import math
@@ -429,7 +430,7 @@ def _flex(query: torch.Tensor, *_: Any) -> int:
 
 
 def _flex_backward(gradient: torch.Tensor, *_: Any) -> int:
-    """The bytes of two 32-bit numbers for each query, for the gradients of its scores' sum."""
+    """The bytes of two temporary 32-bit numbers for each query."""
     rows, heads, length, _ = gradient.shape
     return 2 * blocks(4 * rows * heads * length)
 

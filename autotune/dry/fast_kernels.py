@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autotune.dry.storage_counter import StorageCounter, num_bytes
 
 CHUNK = 64  # tokens
-# Each chunk has a CHUNK x CHUNK matrix with an element for each pair of tokens. On its diagonal lie
-# blocks of DIAGONAL x DIAGONAL elements, and products in these blocks stay in 32 bits.
+# Each chunk has a CHUNK x CHUNK matrix with an element for each pair of tokens. The blocks of
+# DIAGONAL x DIAGONAL elements on its diagonal are stored in 32 bits.
 DIAGONAL = 16
 # A backward kernel divides the elements of a key into blocks, and computes one partial gradient for
 # each block. In the gated delta rule, the blocks for the gradient of the gates have at most WIDEST
@@ -373,7 +373,7 @@ def _last_state(states: torch.Tensor) -> torch.Tensor:
 
 
 def _add_heads(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Add the gradients of value heads that share a head of `tensor`."""
+    """Sum the gradients of the value heads that share a head of `tensor`."""
     rows, length, heads, size = tensor.shape
     if gradient.shape[2] == heads:
         return gradient

@@ -5,7 +5,7 @@ The replacement computes nothing. It allocates and keeps the same tensors as the
 blocks that a mask hides. So their work is counted from one number: the mean number of keys in the
 visible blocks of a query. Each row counts as one example.
 
-Shapes in docstrings: B rows, H query heads, T queries, V elements in the value of a key.
+Shapes in docstrings: B rows, H query heads, T queries, V elements in a value vector.
 """
 
 from collections.abc import Callable, Iterator

@@ -81,7 +81,7 @@ class DryTrlStep:
 
 
 class _MetaDeviceMixin:
-    """A mixin for TRL's trainers, for a model that is already on the meta device."""
+    """A mixin that lets TRL's trainers use a model on the meta device."""
 
     accelerator: Any
 

@@ -233,7 +233,10 @@ def _release(version: str) -> list[int]:
 
 
 def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
-    """The key of a stored count: a digest of the request and, in the user's cache, `versions`."""
+    """The key of a stored count: a digest of the request and of `versions`.
+
+    The keys of shipped counts have no versions.
+    """
     config = {
         name: value for name, value in request.config.as_dict().items() if name not in IGNORED_KNOBS
     }

@@ -56,7 +56,7 @@ ALIGNMENT = 16  # bytes
 # wider heads, another kernel accumulates the output in memory.
 WIDEST_IN_REGISTERS = 128
 # Torch has no FLOP formula for these products: bitsandbytes' products with a 4-bit weight and in 8
-# bits, and the grouped product of experts.
+# bits, and the grouped matrix product of experts.
 UNPACKED_PRODUCT = "gemm_4bit"
 PRODUCT_IN_8_BITS = "int8_scaled_mm"
 GROUPED_PRODUCT = "_grouped_mm"
@@ -293,7 +293,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def num_bytes(values: Any) -> int:
-    """The bytes of all tensors among values; an element repeated along a dimension counts once."""
+    """The bytes of all tensors in `values`; a dimension with stride 0 counts only once."""
     return sum(
         tensor.element_size()
         * math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -377,7 +377,7 @@ def _least_references() -> tuple[int, int, int]:
 
 
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    """The tensors among values, including those inside lists and tuples."""
+    """The tensors in `values`, also inside nested lists and tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):

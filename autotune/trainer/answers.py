@@ -69,8 +69,8 @@ class Prompt:
         with torch.no_grad(), computing:
             for _ in range(TOKENS):
                 logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
-                # A model that was not trained on this form of prompt may end its answer at once.
-                # Forbid the end token until the answer has text, because no answer shows nothing.
+                # A model that was not trained on this form of prompt may end its answer at once. An
+                # empty answer would be useless, so the end token is forbidden until there is text.
                 if end is not None and not self._text(tokens):
                     logits[:, end] = -torch.inf
                 following = logits.argmax(-1, keepdim=True)

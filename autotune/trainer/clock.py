@@ -125,7 +125,7 @@ class Clock(TrainerCallback):
         self._ends.append(None)
 
     def _event(self, now: float) -> Any:
-        """Return a CUDA event that follows all work issued so far; on a CPU, return `now`."""
+        """Return a CUDA event after all work launched so far; on a CPU, return `now`."""
         if not torch.cuda.is_available():
             return now
         event = torch.cuda.Event(enable_timing=True)
@@ -220,7 +220,7 @@ class Clock(TrainerCallback):
         """
         self._synchronize()
 
-        # A step is timed if no graph was compiled in it.
+        # Time only the steps that compiled no graph.
         marks = list(zip(self._events, self._ends, self._tokens[1:], self._graphs, strict=False))[
             1:
         ]

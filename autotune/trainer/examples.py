@@ -31,7 +31,8 @@ from .reading import BadDataset, Located
 from .tables import size_of
 from .time_limit import time_limit
 
-BATCH = 1000  # rows to tokenise in one call, because a tokenizer works on several rows in parallel
+# The most rows to tokenise in one call. A fast tokenizer tokenises the rows of a call in parallel.
+BATCH = 1000
 BATCH_BYTES = 2**24  # a batch ends once its rows take this number of bytes in memory
 # The most seconds of CPU time for rendering a row. Rendering usually takes milliseconds.
 RENDER_S = 10.0

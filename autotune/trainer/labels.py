@@ -1,4 +1,4 @@
-"""Makes the token examples, batches and loss to train a text classifier.
+"""Makes the token examples, the batches and the loss for training a text classifier.
 
 An example has the tokens of its text, which are not trained on, followed by the number of its
 label.

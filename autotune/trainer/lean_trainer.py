@@ -1,4 +1,4 @@
-"""A Trainer that does not visit every module of a model in every micro batch."""
+"""A Trainer that does not traverse all modules of the model in every micro batch."""
 
 import functools
 import weakref
@@ -175,10 +175,10 @@ class _BalancedSampler(Sampler[int]):
 
 
 class LeanTrainer(Trainer):
-    """A Trainer that visits modules only to switch between training and evaluation.
+    """A Trainer that traverses all modules only to switch between training and evaluation.
 
     This Trainer also does not count FLOPs, so `total_flos` stays 0. On a 7B model with adapters,
-    visiting all modules and counting FLOPs would each take the host milliseconds in each micro
+    traversing all modules and counting FLOPs would each take the host milliseconds in each micro
     batch. With a small micro batch, the device would idle meanwhile.
 
     `row_lengths` are the numbers of tokens of the rows to train on. With `row_lengths`, rows of
@@ -290,7 +290,7 @@ class LeanTrainer(Trainer):
 def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """Update each parameter as soon as its gradient exists, and free the gradient.
 
-    Few gradients thus exist at the same time. `make` makes an optimizer for each parameter, and all
+    So only few gradients exist at a time. `make` makes an optimizer for each parameter, and all
     these optimizers share the state of `optimizer`. `optimizer` keeps the learning rates, and is
     saved and loaded as before, but its own `step` does nothing. Returns the hooks.
     """

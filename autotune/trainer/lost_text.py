@@ -93,7 +93,7 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
     try:
         rendered = render(marked)
         shows_tools = not form.tools or render(replace(marked, tools=None)) != rendered
-    # A template may refuse the marks: then only the conversation's own texts are searched.
+    # A template may raise an error for the marks. Then only the real texts are searched for.
     except Exception:
         return []
     lost = [where for mark, where in marks.items() if mark not in rendered]

@@ -1,4 +1,4 @@
-"""Builds the model to train: base weights (real or random, quantised), adapters, checkpointing.
+"""Builds the model to train: its base weights (real or random), adapters and checkpointing.
 
 Speed and memory depend on shapes, not on values. Random weights come from a normal distribution,
 because uninitialised memory may hold NaN.
@@ -427,7 +427,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _base_of(model: nn.Module) -> PreTrainedModel | None:
-    """Return the transformers model, also from within PEFT's wrapper, or None without one."""
+    """Return the first transformers model in `model`, which PEFT may wrap, or None."""
     found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return next(found, None)
 

@@ -27,9 +27,9 @@ ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 
 
 def register_attentions() -> None:
-    """Register the attentions "sdpa_cudnn", "varlen" and "flash_windows" in transformers.
+    """Register three attention implementations: "sdpa_cudnn", "varlen" and "flash_windows".
 
-    "flex_attention" is replaced by a version that works under autocast.
+    transformers' "flex_attention" is replaced by a version that works under autocast.
 
     cuDNN's attention needs its own name in the model's config. Dynamo selects compiled code by this
     config, and does not see torch's global switches. "varlen" and "flash_windows" have no

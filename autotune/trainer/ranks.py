@@ -219,7 +219,7 @@ def _end_with(parent: int) -> None:
 
 
 def join(backend: str) -> None:
-    """Join the other ranks by the launcher's file, or by the address that torchrun gives."""
+    """Join the other ranks through the launcher's file, or at the address that torchrun gives."""
     from torch import distributed as dist
 
     meeting = os.environ.get(MEETING)

@@ -94,7 +94,7 @@ def split(
     """Return the examples to train on, and the last `held_out` examples as rows.
 
     Examples to train on are truncated to `seq_len` tokens, and held-out rows to `held_out_tokens`.
-    Examples without a token to train on are left out, because their loss is not a number.
+    Examples without a token to train on are left out, because their loss would be NaN.
     """
     num_trained = len(examples) - held_out
     if held_out < 0 or num_trained < 1 or (held_out and held_out_tokens < 2):

@@ -1,4 +1,4 @@
-"""The settings of a training, and their file: train_config.json. This module needs no torch."""
+"""The settings of a training run, stored in train_config.json. This module needs no torch."""
 
 import json
 import os
@@ -17,7 +17,7 @@ LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
 # The endings of the paths of experts' parameters. Each parameter holds one projection of all
-# experts of a layer. Experts without a gate have `up_proj`.
+# experts of a layer. Experts without a gate have `up_proj` instead of `gate_up_proj`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 # transformers makes the masks of these model types without positions, so packed examples would
 # attend to each other. The trainer makes the masks itself.
@@ -75,7 +75,7 @@ class ModelSettings:
     joined: bool = False
     # Compute the adapters of all experts in grouped matrix products (see `grouped_lora`)
     grouped: bool = False
-    quantize_experts: bool = False  # store the routed experts of a mixture in nf4, too
+    quantize_experts: bool = False  # store the routed experts of the model in nf4, too
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary
     num_labels: int | None = None
