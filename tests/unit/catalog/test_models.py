@@ -207,7 +207,7 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         ),
         (
             LLAMA | {"quantization_config": {"bits": 4, "quant_method": "gptq"}},
-            "already quantised by the method 'gptq', which no probe trains",
+            "already quantised by the method 'gptq', which probes do not support",
         ),
         (LLAMA | {"quantization_config": 4}, "quantised by the method None"),
         (
