@@ -68,11 +68,11 @@ SAID = [
         "verify",
         "({winners_within_3_percent} of {winners} within 3%); memory {peak_error_max:.2%} worst",
     ),
-    ("verify", "**{peak_error_max:.2%} worst**: reserved memory of the exported run against"),
+    ("verify", "**{peak_error_max:.2%} worst**: error of the promised reserved memory"),
     (
         "verify",
-        "**{tokens_error_median:.1%} median, {tokens_error_max:.0%} worst**: speed of the exported"
-        " run",
+        "**{tokens_error_median:.1%} median, {tokens_error_max:.0%} worst**: error of the promised"
+        " speed",
     ),
     ("verify", "| speed of an exported run | {tokens_error_max:.0%} off |"),
     (
@@ -86,8 +86,8 @@ SAID = [
     ("depth_extrapolation", "undisturbed, {first_error_max_of_all:.0%} worst in a study"),
     (
         "depth_extrapolation",
-        "**{reserved_error_median:.2%} median, {reserved_error_max:.1%} worst**: reserved memory of"
-        " whole",
+        "**{reserved_error_median:.2%} median, {reserved_error_max:.1%} worst**: error of the reserved"
+        " memory of whole",
     ),
     ("depth_extrapolation", "The {configs} configurations are from five families"),
     ("depth_extrapolation", "Peak allocated memory is {peak_error_max:.1%} off at worst"),
@@ -95,7 +95,7 @@ SAID = [
     ("depth_extrapolation", "| step time, CPU-bound | 0.6% | {time_error_max_host_bound:.1%} |"),
     (
         "depth_extrapolation",
-        "**{first_error_median:.1%} median, {first_error_max:.0%} worst**: the first probe alone",
+        "**{first_error_median:.1%} median, {first_error_max:.0%} worst**: error for the same",
     ),
     (
         "depth_extrapolation",
@@ -142,13 +142,14 @@ SAID = [
     ("plan_memory", "on average {heldout_pace_bias:.0%} too long |"),
     (
         "plan_memory",
-        "**{heldout_error_max:.1%} worst, {heldout_error_median:.2%} median**: allocated memory of"
-        " {heldout_configs}",
+        "**{heldout_error_max:.1%} worst, {heldout_error_median:.2%} median**: error of the"
+        " predicted allocated memory of {heldout_configs}",
     ),
     ("plan_memory", "Reserved memory is {heldout_reserved_error_max:.1%} off at worst"),
     (
         "plan_memory",
-        "**{error_max:.1%} worst**: allocated memory of {fitted_configs} configurations of"
+        "**{error_max:.1%} worst**: error of the predicted allocated memory of {fitted_configs}"
+        " configurations of"
         " the {fitted_models} models",
     ),
     (
@@ -161,23 +162,26 @@ SAID = [
         " {published_error_max:.0%} off**",
     ),
     ("plan_memory", "All {published_nf4_verdicts} verdicts with nf4 were right"),
-    ("plan_memory", "reduce the error to {published_error_max_as_they_ran:.0%}:"),
+    ("plan_memory", "reduce the error to {published_error_max_as_they_ran:.0%}."),
     (
         "plan_memory",
-        "**{heldout_counted_error_max:.2%} worst**: the count of the {heldout_configs} held-out"
-        " configurations",
+        "**{heldout_counted_error_max:.2%} worst**: difference between the counted and the"
+        " measured memory of the {heldout_configs} held-out configurations",
     ),
     (
         "plan_memory",
         "**{heldout_pace_error_median:.1%} median, {heldout_pace_bias:.0%} too long on average**:"
-        " step time",
+        " error of the predicted step time",
     ),
     (
         "plan_memory",
         "should hold 80% of the step times, and held {heldout_pace_within_80:.0%} of them. For the",
     ),
     ("plan_memory", "models of the fit the median is {pace_error_median:.1%}"),
-    ("plan_memory", "**{pace_error_max:.0%} worst**: step time of a CPU-bound configuration"),
+    (
+        "plan_memory",
+        "**{pace_error_max:.0%} worst**: error of the predicted step time of a CPU-bound configuration",
+    ),
     (
         "plan_memory",
         "| memory by formula, new models | {heldout_error_max:.1%} off | the worst of"
@@ -185,8 +189,8 @@ SAID = [
     ),
     (
         "plan_published",
-        "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: memory peaks that"
-        " others published",
+        "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: error of the"
+        " formula's predictions, compared with memory peaks that others published",
     ),
     ("plan_published", "Of {rows} published runs on one GPU, {excluded} cannot be expressed"),
     (
@@ -199,7 +203,7 @@ SAID = [
         "LLaMA-Factory {by_source[llamafactory]:.0%}, Qwen {by_source[qwen]:.0%} and Axolotl"
         " {by_source[axolotl]:.0%}",
     ),
-    ("allocator", "to {error_max:.0%} too high**: nine configurations of four layers"),
+    ("allocator", "to {error_max:.0%} too high**: the predicted reserved memory of nine"),
     ("allocator", "reserve up to {unused_max_fixed:.0%} more memory than is allocated"),
     ("allocator", "growing segments reserve up to {unused_max_expandable:.0%} more"),
     (
@@ -212,16 +216,19 @@ SAID = [
     ("dry_probe", "{heldout_families} families were in no earlier comparison"),
     (
         "day_zero_gpu",
-        "the count of {configs} whole models from {families} families of 2025 and 2026",
+        "the counted peaks of {configs} whole models from {families} families of 2025 and 2026",
     ),
     ("mixtures", "**{gptoss_over_before:.2f} times**: gpt-oss-20b with adapters on its experts"),
     ("mixtures", "Qwen3-30B-A3B reaches {qwen_tokens_per_s:,.0f} tokens/s"),
     ("mixtures", "study of 150 s with 79 GiB found {found_share:.0%} of that"),
-    ("day_zero_gpu", "**{memory_error_max:.4%} worst**: the count of"),
+    ("day_zero_gpu", "**{memory_error_max:.4%} worst**: difference between the counted peaks"),
     ("day_zero", "**{answered} of {types}**: causal and image-text-to-text model types"),
-    ("day_zero", "{refused} are refused with a reason"),
+    ("day_zero", "The other {refused} types are refused with a reason"),
     ("day_zero", "all {named_answered} types of 2025 and 2026 that were named"),
-    ("day_zero_gpu", "in {gpu_bound} of the {configs}, they are {time_error_median:.1%} off"),
+    (
+        "day_zero_gpu",
+        "in {gpu_bound} of the {configs}; the step times of these {gpu_bound} are {time_error_median:.1%} off",
+    ),
     ("day_zero_gpu", "in the median and {time_error_max:.1%} at worst. One of the {configs} step"),
     (
         "ranks_end_gpus",
@@ -241,7 +248,10 @@ SAID = [
         "on two H200s. Reserved memory is at most 2.3% off, but {reserved_error_max:.0%} under the"
         " third stage",
     ),
-    ("world_depth", "**{time_error_max:.1%} worst**: step time of GPU-bound whole models"),
+    (
+        "world_depth",
+        "**{time_error_max:.1%} worst**: error of the step time of GPU-bound whole models",
+    ),
     (
         "world_depth",
         "catalogue's link speed needs only one card. It is {unseen_time_error_max:.1%} off at"
@@ -252,21 +262,24 @@ SAID = [
         "predictions from real ranks are {host_bound_time_error_max:.0%} off, and predictions"
         " from a simulated rank {host_bound_unseen_time_error_max:.0%}",
     ),
-    ("world_four", "**{time_error_max:.1%} worst**: step time on four H200s"),
+    ("world_four", "**{time_error_max:.1%} worst**: error of the step time on four H200s"),
     ("world_four", "On four H200s the longest time was {stopped_s_max:.1f} s"),
     ("world_oom", "**{stopped_s_max:.2f} s**: longest time until all ranks stopped"),
     (
         "world_losses",
-        "**{ddp_loss_error_max:.3%} under DDP, {fsdp2_loss_error_max:.2%} under FSDP2**: losses of"
-        " two H100s",
+        "**{ddp_loss_error_max:.3%} under DDP, {fsdp2_loss_error_max:.2%} under FSDP2**: difference"
+        " between the losses of two H100s",
     ),
     (
         "counted_ranks",
-        "**{error_median:.1%} median, {error_max:.1%} worst**: the formula against {ranks} ranks",
+        "**{error_median:.1%} median, {error_max:.1%} worst**: error of the formula for {ranks} ranks",
     ),
     ("counted_ranks", "ranks of {models} models under FSDP2, whose memory was counted"),
     ("counted_ranks", "models outside the fit are {other_models_error_max:.1%} off at worst"),
-    ("plan_world", "**{own_memory_error_max:.1%} worst**: the formula against our own ranks"),
+    (
+        "plan_world",
+        "**{own_memory_error_max:.1%} worst**: error of the formula for the peak memory of our own ranks",
+    ),
     (
         "plan_world",
         "the {memory_rows} rows are {memory_error_median:.0%} off in the median and"
@@ -279,10 +292,13 @@ SAID = [
     ),
     (
         "packing",
-        "**{error_max:.1%} worst**: speed of one exported script on examples of very different"
-        " lengths",
+        "**{error_max:.1%} worst**: error of the promised speed of one exported script on examples of"
+        " very different lengths",
     ),
-    ("real_data", "**{error_max:.1%} worst**: a pass over 3,000 examples"),
+    (
+        "real_data",
+        "**{error_max:.1%} worst**: error of the projected time of a pass over 3,000 examples",
+    ),
     (
         "real_data",
         "| padded to the longest | 152 s | 163 s | -{error_max:.1%} | {speedup_padded:.2f} |",
@@ -294,7 +310,7 @@ SAID = [
     ),
     ("real_data", "| packed, compiled | 52.1 s | 52.1 s | 0.04% | {speedup_packed:.2f} |"),
     ("real_data", "**{trl_error:.1%}**: `trl sft` reached 3,613 tokens/s"),
-    ("real_data", "**{speedup_packed:.2f} times**: a pass over examples"),
+    ("real_data", "**{speedup_packed:.2f} times**: speed-up of a pass over examples"),
     (
         "cpu_truth",
         "**{ratio_min:.2f}, {ratio:.2f} and {ratio_max:.2f} times**: promised speed divided"
@@ -316,8 +332,7 @@ SAID = [
     (
         "projection",
         "**{error_mean_of_unseen_sets:.0%} mean, {error_mean_of_sets_of_unseen_sets:.0%} if each"
-        " set counts "
-        "once**: {pairs}",
+        " set counts once**: error of the projected speed for {pairs}",
     ),
     (
         "projection",
@@ -333,7 +348,7 @@ SAID = [
     (
         "projection",
         "**{error_mean_calibrated:.0%} mean, {error_mean_of_sets_calibrated:.0%} if each set counts"
-        " once**: the same",
+        " once**: error for the same",
     ),
     (
         "projection",
@@ -342,8 +357,8 @@ SAID = [
     ),
     (
         "transfer",
-        "**{error_median:.1%} median, {error_max:.0%} worst**: GPU-bound pairs of an H100 and an"
-        " H200",
+        "**{error_median:.1%} median, {error_max:.0%} worst**: error of the predicted step time for"
+        " GPU-bound pairs of an H100 and an H200",
     ),
     (
         "transfer",
@@ -384,7 +399,8 @@ SAID = [
     ("transfer", "| two hosts with the same work | {hosts_differ_max:.1f} times apart |"),
     (
         "plan_speed",
-        "**{error_median:.0%} median**: speeds on A100s that others published. Of {rows} speeds,"
+        "**{error_median:.0%} median**: error of the formula for speeds on A100s that others"
+        " published. Of {rows} speeds,"
         " {excluded} cannot",
     ),
     (
@@ -400,8 +416,8 @@ SAID = [
     (
         "counted_speed",
         "**{device_bound_counted_error_median:.1%} median, {device_bound_counted_error_max:.1%}"
-        " worst**: "
-        "{device_bound_configs} GPU-bound configurations of {models} dense models",
+        " worst**: error of the step time that was predicted from counted work, for"
+        " {device_bound_configs} GPU-bound configurations of {models} dense models",
     ),
     (
         "counted_speed",
@@ -411,8 +427,7 @@ SAID = [
     (
         "counted_speed",
         "**{host_bound_counted_error_median:.0%} median, {host_bound_counted_error_max:.0%}"
-        " worst**: "
-        "{host_bound_configs} CPU-bound",
+        " worst**: error in the same comparison for {host_bound_configs} CPU-bound",
     ),
     (
         "counted_speed",
@@ -422,14 +437,14 @@ SAID = [
     (
         "counted_speed",
         "**{unknown_first_error_median:.0%} median, {unknown_first_error_max:.0%} worst**:"
-        " the first prediction for {unknown_models} models without a formula on an H100, in"
+        " error of the first prediction for {unknown_models} models without a formula on an H100, in"
         " {unknown_configs} configurations",
     ),
     ("counted_speed", "held {unknown_first_inside_80:.0%} of them"),
     (
         "counted_speed",
         "**{unknown_counted_error_median:.1%} median, {unknown_counted_error_max:.0%}"
-        " worst**: the same {unknown_configs} configurations now",
+        " worst**: error for the same {unknown_configs} configurations now",
     ),
     (
         "counted_speed",
@@ -437,7 +452,7 @@ SAID = [
         " {unknown_device_error_max:.1%} at worst",
     ),
     ("counted_speed", "peaks are {unknown_peak_error_max:.2%} off at most"),
-    ("objectives", "{time_error_max:.1%} for time**: three models with images"),
+    ("objectives", "{time_error_max:.1%} for time**: errors for three models with images"),
     (
         "objectives",
         "The {host_bound} CPU-bound ones (DPO and KTO) are {host_bound_time_error_max:.1%} off at"
@@ -445,13 +460,13 @@ SAID = [
     ),
     (
         "exported_objectives",
-        "**{speed_error_max:.1%} worst for speed, {memory_error_max:.1%} for memory**: exported"
-        " runs",
+        "**{speed_error_max:.1%} worst for speed, {memory_error_max:.1%} for memory**: errors of"
+        " the promised values",
     ),
     (
         "plan_objectives",
-        "**{error_max:.1%} worst for memory, {time_error_median:.0%} median for time**: the"
-        " formulas, for {configs}",
+        "**{error_max:.1%} worst for memory, {time_error_median:.0%} median for time**: errors of"
+        " the formulas for {configs}",
     ),
     ("plan_objectives", "step is {counted_error_max:.2%} off at worst"),
     (
@@ -481,7 +496,7 @@ SAID = [
     ("search_efficiency", "| {random_seconds:,.0f} s, median of {seeds} seeds |"),
     (
         "search_efficiency",
-        "**{ratio_to_optuna:.1f} times**: how much less GPU time autotune takes than Optuna",
+        "**{ratio_to_optuna:.1f} times**: GPU time of Optuna, divided by the GPU time of autotune",
     ),
     (
         "search_efficiency",
@@ -507,7 +522,7 @@ SAID = [
         " both run alone also differ by up to {alone_change_max:.0%}",
     ),
     ("study_7b", "**{configs_judged} configurations in {wall_seconds:.0f} s**: a study of a 7B"),
-    ("study_7b", "**{speedup:.1f} times**: a 7B's winner against its baseline"),
+    ("study_7b", "**{speedup:.1f} times**: tokens/s of a 7B's winner"),
     ("long_tails", "**{large_judged} and {small_judged} configurations**: judged on rows"),
     ("long_tails", "its winner reached {large_mfu:.0%} MFU"),
     ("first_minutes", "**{first_number_s:.0f} s and {answer_s:.0f} s**: README's first command"),
@@ -524,8 +539,9 @@ SAID = [
     ("side_by_side", "| winner of a two-minute study | {study_ratio:.2f} times torchtune |"),
     (
         "cap22",
-        "**{ratio:.2f} times**: the winner against the published advice for 24 GB cards, "
-        "{winner_tokens_per_s:,.0f} against {advice_tokens_per_s:,.0f} tokens/s",
+        "**{ratio:.2f} times**: speed of a study's winner, divided by the speed of the published advice for"
+        " 24 GB cards: "
+        "{winner_tokens_per_s:,.0f} and {advice_tokens_per_s:,.0f} tokens/s",
     ),
     ("longest", "**{tokens_80gb:,} tokens in {step_s_80gb:.0f} s**: the longest row"),
     ("longest", "the longest is {tokens_24gb:,} tokens in {step_s_24gb:.0f} s"),
@@ -591,11 +607,11 @@ SAID = [
         "Masked packed rows reach {masked_over_full:.2f} and {masked_over_full_short:.2f} times",
     ),
     ("packed_attention", "**{loss_difference_max:.1%}**: largest difference of the losses"),
-    ("labels", "token by token: {rows:,} rows with real chat templates"),
+    ("labels", "token by token, for {rows:,} rows with real chat templates"),
     (
         "labels",
-        "All rows agree except {rows_said:,}, and the exported file's head explains the"
-        " {rows_said:,} differences",
+        "All rows agree except {rows_said:,}, and the comment at the top of each tool's exported"
+        " file explains these differences",
     ),
     ("labels", "Rows that differ without an explanation: {mismatches} ("),
     ("chat_training", "**{trl_difference:.5f}**: difference of the final held-out loss"),
@@ -604,10 +620,10 @@ SAID = [
         "chat_training",
         "The loss of {held_out} held-out answers fell from {loss_before:.2f} to {loss_after:.2f}",
     ),
-    ("learn", "for at most {cost_share_max:.1%} of the sweep's steps"),
+    ("learn", "with at most {cost_share_max:.1%} of the sweep's steps"),
     ("reports", "**{right} of {cases} right**: 20 public reports"),
     ("fuzz", "**{faults} faults**: {tried:,} mutated datasets and files of other tools"),
-    ("lost_text", "{tried:,} random conversations with 72 chat templates"),
+    ("lost_text", "In {tried:,} random conversations with 72 chat templates"),
     (
         "check_examples",
         "**{answered} of {files} answered**: Of the {files} example files that Axolotl,"
