@@ -86,7 +86,8 @@ SAID = [
     ("depth_extrapolation", "undisturbed, {first_error_max_of_all:.0%} worst in a study"),
     (
         "depth_extrapolation",
-        "**{reserved_error_median:.2%} median, {reserved_error_max:.1%} worst**: error of the reserved"
+        "**{reserved_error_median:.2%} median, {reserved_error_max:.1%} worst**: error of the"
+        " reserved"
         " memory of whole",
     ),
     ("depth_extrapolation", "The {configs} configurations are from five families"),
@@ -180,7 +181,8 @@ SAID = [
     ("plan_memory", "models of the fit the median is {pace_error_median:.1%}"),
     (
         "plan_memory",
-        "**{pace_error_max:.0%} worst**: error of the predicted step time of a CPU-bound configuration",
+        "**{pace_error_max:.0%} worst**: error of the predicted step time of a CPU-bound"
+        " configuration",
     ),
     (
         "plan_memory",
@@ -227,7 +229,8 @@ SAID = [
     ("day_zero", "all {named_answered} types of 2025 and 2026 that were named"),
     (
         "day_zero_gpu",
-        "in {gpu_bound} of the {configs}; the step times of these {gpu_bound} are {time_error_median:.1%} off",
+        "in {gpu_bound} of the {configs}; the step times of these {gpu_bound} are"
+        " {time_error_median:.1%} off",
     ),
     ("day_zero_gpu", "in the median and {time_error_max:.1%} at worst. One of the {configs} step"),
     (
@@ -272,13 +275,15 @@ SAID = [
     ),
     (
         "counted_ranks",
-        "**{error_median:.1%} median, {error_max:.1%} worst**: error of the formula for {ranks} ranks",
+        "**{error_median:.1%} median, {error_max:.1%} worst**: error of the formula for"
+        " {ranks} ranks",
     ),
     ("counted_ranks", "ranks of {models} models under FSDP2, whose memory was counted"),
     ("counted_ranks", "models outside the fit are {other_models_error_max:.1%} off at worst"),
     (
         "plan_world",
-        "**{own_memory_error_max:.1%} worst**: error of the formula for the peak memory of our own ranks",
+        "**{own_memory_error_max:.1%} worst**: error of the formula for the peak memory of our"
+        " own ranks",
     ),
     (
         "plan_world",
@@ -292,7 +297,8 @@ SAID = [
     ),
     (
         "packing",
-        "**{error_max:.1%} worst**: error of the promised speed of one exported script on examples of"
+        "**{error_max:.1%} worst**: error of the promised speed of one exported script on"
+        " examples of"
         " very different lengths",
     ),
     (
@@ -437,7 +443,8 @@ SAID = [
     (
         "counted_speed",
         "**{unknown_first_error_median:.0%} median, {unknown_first_error_max:.0%} worst**:"
-        " error of the first prediction for {unknown_models} models without a formula on an H100, in"
+        " error of the first prediction for {unknown_models} models without a formula on an"
+        " H100, in"
         " {unknown_configs} configurations",
     ),
     ("counted_speed", "held {unknown_first_inside_80:.0%} of them"),
@@ -539,7 +546,8 @@ SAID = [
     ("side_by_side", "| winner of a two-minute study | {study_ratio:.2f} times torchtune |"),
     (
         "cap22",
-        "**{ratio:.2f} times**: speed of a study's winner, divided by the speed of the published advice for"
+        "**{ratio:.2f} times**: speed of a study's winner, divided by the speed of the"
+        " published advice for"
         " 24 GB cards: "
         "{winner_tokens_per_s:,.0f} and {advice_tokens_per_s:,.0f} tokens/s",
     ),
