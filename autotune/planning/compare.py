@@ -1,4 +1,4 @@
-"""Compares cards for the same run: the cheapest, the fastest, and the best within a budget.
+"""Compares cards (GPUs) for one run, and finds the cheapest, the fastest and the best in a budget.
 
 The comparison also says when buying a card is cheaper than renting it. Each card's numbers are
 estimates from a plan for this card. All plans use the same formulas, so a formula's error changes
@@ -72,13 +72,13 @@ def compare(
 ) -> Comparison:
     """Compare cards for each spec in `specs` (one per model) and each search space in `methods`.
 
-    An entry of `gpus` or `methods` may hold several names with commas between them. By default, the
-    function compares all cards of the catalogue whose price is known. `owned` describes the user's
-    card, which is compared too. All cards train adapters of the same rank. `say` receives warnings
-    and progress.
+    An entry of `gpus` or `methods` may hold several names with commas between them. The default of
+    `gpus` is every card of the catalogue with a known price. `owned` describes the user's own card,
+    which is compared too. If adapters are trained, their rank is the same on all cards. `say`
+    receives warnings and progress.
 
-    Raises UsageError if a part of a spec is unknown or impossible, or if no model has a formula on
-    any card.
+    Raises UsageError if a spec has an unknown name or an invalid value, or if no plan can be made
+    for any card.
     """
     names = _names(gpus) if gpus else priced_cards(specs)
     cards = _named_cards([*names, owned.device.option] if owned else names)
@@ -134,8 +134,8 @@ def compare(
 def _accuracy_text(groups: Sequence[Group]) -> str:
     """Return a text about how memory and speed were estimated, and how large the errors are.
 
-    The cards in `groups` were estimated by formulas, by dry probes (which run a step on the meta
-    device), or some cards by each. The text covers only what was used.
+    The estimates for the cards in `groups` come from formulas, from dry probes (which run a step on
+    the meta device), or from both. The text describes only the methods that were used.
     """
     needs = [card.least for group in groups for card in group.cards if card.least]
     counted_flags = {need.memory is not None and need.memory.counted for need in needs}
@@ -166,7 +166,7 @@ def _names(values: Sequence[str]) -> list[str]:
 
 
 def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
-    """Return the cards with these names, each once. Raises UsageError."""
+    """Return the cards with these names, each once. Raises UsageError for an unknown name."""
     cards = list(dict.fromkeys(resolve_device(name) for name in names))
     if not cards:
         raise UsageError("no GPU is named", remedy="for example --gpus a10,l4,a100-80gb,h100")
@@ -180,10 +180,10 @@ def priced_cards(specs: Sequence[StudySpec]) -> list[str]:
 
 
 def with_one_rank(setup: Setup) -> Setup:
-    """Return the setup with the smallest LoRA rank that its study may choose, for every card.
+    """Return the setup with the LoRA rank pinned to the smallest rank of its search space.
 
-    A study prefers a larger rank if it costs little more. Cards with different ranks would train
-    different adapters, so neither their speeds nor their costs could be compared.
+    A study prefers a larger rank if the run then costs only little more. Cards with different ranks
+    would train different adapters, so neither their speeds nor their costs could be compared.
     """
     ranks = [rank for rank in setup.task.space.choices("lora_rank") if rank is not None]
     if len(ranks) < 2:
@@ -238,8 +238,8 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
             space = space.pin(name, value)
     configs = candidates(space) if Sizes.of(task.model) else ()
 
-    # Of configurations that differ only in the micro batch, the configuration with the smallest
-    # micro batch needs the least memory.
+    # If configurations differ only in the micro batch size, the configuration with the smallest
+    # size needs the least memory.
     smallest: dict[tuple[Any, ...], TrainConfig] = {}
     for config in configs:
         key = key_without_micro_batch(task, config)
@@ -269,7 +269,7 @@ def _least_by_bf16(
     """Return the estimates of the configurations that need the least memory, with and without bf16.
 
     The key True holds the estimate for cards that support bf16, and False the estimate for other
-    cards. Each estimate was made for one card, and stands for all cards with the same key.
+    cards. Each estimate was made for one card, and is used for all cards with the same key.
     """
     needs = {card.device.supports_bf16: card.least for card in compared if card.least}
     missing = {True, False} - {card.device.supports_bf16 for card in compared}
@@ -291,7 +291,7 @@ def _least_by_bf16(
 
 
 def smallest_holding(needs: Mapping[bool, Estimate], headroom: float) -> DeviceSpec | None:
-    """Return the smallest card on which the configuration in `needs` surely fits, or None.
+    """Return the smallest card on which the configuration in `needs` certainly fits, or None.
 
     `needs` maps True to the estimate for cards that support bf16, and False to the estimate for
     other cards. Both estimates are of the configuration that needs the least memory.

@@ -1,7 +1,7 @@
 """Computes the memory and the work of a training step without a GPU, for models without a formula.
 
-A dry probe runs the step on the meta device, in a process of its own. It adds up the bytes of all
-tensors, the FLOPs and the moved bytes.
+A dry probe runs the step on torch's meta device, in a separate process. It adds up the bytes of all
+tensors, the FLOPs, and the bytes that operations read and write.
 """
 
 import functools
@@ -18,7 +18,7 @@ from autotune.dry.prober import DryAnswer, DryProber
 def count(
     model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
 ) -> DryCount | None:
-    """Compute the memory and the work of a training step of the whole model.
+    """Compute the memory, the FLOPs and the memory traffic of a training step of the whole model.
 
     Returns None if the dry probe cannot run the step; `no_count` says why.
     """

@@ -64,7 +64,10 @@ def accuracy_text(
 
 
 def planned_device(name: str) -> DeviceSpec:
-    """Return the device with this name; `auto` means this machine's GPU. Raises UsageError."""
+    """Return the device with this name; `auto` means this machine's GPU.
+
+    Raises UsageError for an unknown name, and for `auto` if this machine has no GPU.
+    """
     if name.strip().lower() != "auto":
         return resolve_device(name)
     try:

@@ -1,4 +1,4 @@
-"""Finds changes to a file of TRL, Axolotl or LLaMA-Factory that make its run fit a card."""
+"""Finds changes to a run's file for TRL, Axolotl or LLaMA-Factory that make the run fit a GPU."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,15 @@ from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignCo
 
 MAX_MICRO_BATCH = 1024  # the largest micro batch that the search tries
 MIN_LENGTH = 256  # the shortest sequence length that the search tries, in tokens
-# Keys of a file that hold a mapping. A key inside one of these mappings is changed inside it, not
-# at the file's top level.
+# Keys whose value is a mapping of further keys. If such a mapping contains a key that is to be
+# changed, the key is changed there, not at the file's top level.
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# The rank of a change says how much the change alters the training's result, the least first:
+# The rank of a change says how much it alters the training's result. In ascending order:
 # - SAME_RESULT leaves the result as it is.
 # - OTHER_OPTIMIZER changes the optimizer, or switches DoRA off.
-# - QUANTIZED quantises the base, or leaves out the fp32 master weights.
-# - SHORTER shortens the sequences.
+# - QUANTIZED quantises the base model, or drops the fp32 master weights.
+# - SHORTER truncates the sequences to a smaller length.
 # - ADAPTERS trains adapters instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
@@ -49,7 +49,7 @@ def apply_edits(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
 
 
 def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
-    """Yield each change that may save memory, except smaller micro batches and shorter rows.
+    """Yield each change that may save memory, except smaller micro batches and shorter sequences.
 
     `has_experts` says whether the model is a mixture of experts.
     """
@@ -108,9 +108,9 @@ def _smaller_evaluation(run: ForeignConfig) -> int | None:
 
 
 def _fused_loss(values: dict[str, Any]) -> Edits:
-    """Return the edits that fuse Axolotl's loss with the head.
+    """Return the edits that make Axolotl fuse the loss with the output head in one kernel.
 
-    The edits switch on Liger's fused loss if the file lists Liger's plugin, otherwise Cut Cross
+    If the file lists Liger's plugin, the edits switch on Liger's fused loss, otherwise Cut Cross
     Entropy.
     """
     plugins = values.get("plugins") or []
@@ -146,8 +146,8 @@ class FixSearch:
     def each_alone(self) -> list[CheckedRun]:
         """Return one changed run for each single change that saves memory or makes the run fit.
 
-        Of the smaller micro batches that fit, only the largest is returned. Of the shorter sequence
-        lengths that fit, only the longest is returned.
+        The result has only the largest smaller micro batch that fits, and only the longest shorter
+        sequence length that fits.
         """
         run = self.checked.run
         edited_runs = [(edits, self._parse(edits)) for _, edits in self._fixes()]
@@ -175,8 +175,8 @@ class FixSearch:
         """Return the best set of changes that makes the run fit, or None.
 
         The best set changes the training's result the least; ties go to the fewest changes, then to
-        the fastest run. If no set is certain to make an unfit run fit, the result is a set with
-        which the run may fit: the memory that it needs differs from the limit by less than the
+        the fastest run. If the run is out of memory and no set certainly makes it fit, the result
+        is a set that may make it fit: the memory need then differs from the limit by less than the
         formula's error.
         """
         fixes = self._fixes()
@@ -199,10 +199,11 @@ class FixSearch:
     def _best_subset(
         self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]
     ) -> CheckedRun | None:
-        """Return the run that fits with the fewest changes of this rank, or None if none fits.
+        """Return the run that fits with the fewest changes of this rank, or None if no run fits.
 
-        A run fits if its state is FITS or in `accepted`. `length` is the changed sequence length,
-        or {}. Of two runs with equally many changes, the faster run wins.
+        A run fits if its state is FITS or in `accepted`. `length` is the edit that shortens the
+        sequences, or {} to keep their length. Of two runs with equally many changes, the faster run
+        wins.
         """
         results = []
         for place, (count, edits) in enumerate(_subsets(fixes, rank)):
@@ -235,7 +236,7 @@ class FixSearch:
         return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
-        """Parse the edited file for the run's number of GPUs.
+        """Apply the edits to the file, and parse it for the run's number of GPUs.
 
         Returns None if the tool would refuse the edited file, or if the run is unsupported.
         """
@@ -278,7 +279,7 @@ class FixSearch:
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
         batch_key = key_of(run.format, "micro_batch_size")
         # In Axolotl, the older key `batch_size` sets the number of rows in a step. Axolotl refuses
-        # a file that also has the key for the accumulation.
+        # a file that also has the key for gradient accumulation.
         if run.values.get("batch_size") is not None:
             return [{batch_key: size} for size in sizes]
         accumulation_key = key_of(run.format, "accumulation")
@@ -300,9 +301,9 @@ def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
     """Yield each combination of changes with this rank, as (number of changes, merged edits).
 
     The rank of a combination is the largest rank of its changes. For the rank SHORTER, all
-    combinations of lower ranks are yielded, because the caller shortens the rows itself. For
-    SAME_RESULT, the combination without changes is also yielded. At most one change of a
-    combination trains adapters.
+    combinations of lower ranks are yielded, because the caller itself adds the shorter sequence
+    length. For SAME_RESULT, the combination without changes is also yielded. At most one change of
+    a combination trains adapters.
     """
     allowed = [fix for fix in fixes if fix[0] <= rank]
     for count in range(len(allowed) + 1):

@@ -42,7 +42,7 @@ EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters 
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
 TOOLS = ("trl", "axolotl", "llamafactory")
-_TRAINING = "pass a YAML file with which TRL, Axolotl or LLaMA-Factory trains"
+_TRAINING = "pass the YAML file of a training by TRL, Axolotl or LLaMA-Factory"
 _REMEDY = (
     "pass the file of a supported run: for sft, dpo, kto or reward, with LoRA or full fine-tuning, "
     "of a checkpoint that is not quantised"
@@ -50,9 +50,9 @@ _REMEDY = (
 
 
 def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
-    """Adapt the run to its model: the attention that transformers chooses, and the adapted layers.
+    """Adapt the run's attention, and the layers that get adapters, to the model.
 
-    Raises UsageError if the model has no layer with a name from the file.
+    Raises UsageError if the model has none of the layers that the file names for adapters.
     """
     config = run.config
     kind = model.text_type
@@ -116,15 +116,15 @@ def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
 
 
 def _completed(file: File, tool: str) -> File:
-    """Return the file, completed by the keys that its own keys imply."""
+    """Return the file with added keys, which its own keys imply."""
     implied: dict[str, Any] = {}
     method = file.text("finetuning_type") if tool == "llamafactory" else ""
     if method == "freeze":
         implied["freeze_trainable_layers"] = 2
     if method == "oft":
         file = _oft_as_lora(file)
-    # No formula covers checkpoints in these two formats. The table `lessens` in foreign_keys.yaml
-    # has a row for each format.
+    # No formula covers checkpoints in the formats NVFP4 and AQLM. The table `lessens` in
+    # foreign_keys.yaml has a row for each format.
     _, storage = quantised_copy(file.text(key_of(tool, "model")))
     if storage in ("NVFP4", "AQLM"):
         implied[f"{storage} storage"] = True
@@ -132,11 +132,11 @@ def _completed(file: File, tool: str) -> File:
 
 
 def _oft_as_lora(file: File) -> File:
-    """Return the file with LoRA in place of OFT, at a rank that needs less memory than OFT needs.
+    """Return the file with LoRA in place of OFT, at a rank that needs less memory than OFT.
 
-    OFT with blocks of n inputs has (n - 1) / 2 parameters for each input of a layer. LoRA of rank n
-    / 8 has n / 8 parameters for each input and for each output. OFT also stores a float32 copy of
-    each layer's input.
+    Orthogonal fine-tuning (OFT) with blocks of n inputs has (n - 1) / 2 parameters for each input
+    of a layer. LoRA of rank n / 8 has n / 8 parameters for each input and for each output. OFT also
+    stores a float32 copy of each layer's input.
     """
     block = file.whole("oft_block_size", default=32, least=0)  # 0 if the file sets oft_rank
     adapters = {"lora_rank": max(1, block // 8), "lora_target": file.values.get("oft_target")}
@@ -194,7 +194,8 @@ def _command_objective(objective: str) -> str:
 def _unknown_keys(values: dict[str, Any], tool: str) -> str:
     """Return a sentence about the keys that Axolotl ignores, or "".
 
-    Raises Refused for an unknown key of TRL or LLaMA-Factory, which refuse the file.
+    Raises Refused for an unknown key in a file of TRL or LLaMA-Factory, because these tools refuse
+    such a file.
     """
     tool_keys = load_data("autotune.planning", "known_keys")[tool]
     unsupported = set(chain.from_iterable(run["keys"] for run in table("refused")))
@@ -366,7 +367,8 @@ def _read(file: File, tool: str) -> ForeignConfig:
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
 
-    # If a key is in one of these mappings and at the top level, the tools use the mapping's value.
+    # If a key is both in one of these mappings and at the top level, the tools use the mapping's
+    # value.
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):
         file = replace(file, values=file.values | file.mapping(nested).values)
 
@@ -536,7 +538,10 @@ def _known_objective(key: str, name: str, known: dict[str, str]) -> Objective:
 def _objective_knobs(
     file: File, tool: str, objective: Objective, *, packing: bool
 ) -> dict[str, Any]:
-    """Return the knobs that an objective other than SFT sets, and note its trainer's deviations."""
+    """Return the knobs that an objective other than SFT sets.
+
+    Adds notes on differences between the tool's trainer and the estimate.
+    """
     if packing:
         key = key_of(tool, "packing")
         raise Refused(key, f"sequences of {objective} are not packed", "switch it off")

@@ -80,8 +80,8 @@ def _rows(file: File, tool: str, config: TrainConfig) -> int | None:
 def _loss(file: File, tool: str, config: TrainConfig) -> str:
     """Return the kind of loss that evaluation batches use, as a value of the knob `loss`.
 
-    Liger's fused loss avoids logits in training, but not in evaluations. Cut Cross Entropy and TRL
-    avoid logits in training and in evaluations.
+    Liger's fused loss avoids storing the logits in training, but not in evaluations. Cut Cross
+    Entropy and TRL avoid storing them in both.
     """
     fused = tool == "trl" or (file.flag("cut_cross_entropy", default=True) and _has_cut(file))
     return config.loss if fused else "full"

@@ -16,7 +16,7 @@ _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 
 
 class Refused(UsageError):
-    """An error: the value of a key is impossible or unsupported."""
+    """The error for a key whose value is impossible or unsupported."""
 
     def __init__(self, key: str, message: str, remedy: str = "correct it in the file") -> None:
         super().__init__(f"{key}: {message}", remedy=remedy)
@@ -93,7 +93,7 @@ class File:
             raise Refused(key, f"true or false is needed, not {quote(value)}") from None
 
     def text(self, *keys: str, default: str = "") -> str:
-        """Return a printable text without spaces around it."""
+        """Return a text, which must be printable, without the spaces at its ends."""
         key, value = self.get(*keys)
         if value is not None and not (isinstance(value, str) and value.isprintable()):
             raise Refused(key, f"a name is needed, not {quote(value)}")

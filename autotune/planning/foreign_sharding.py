@@ -134,7 +134,7 @@ def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) 
         exchanges = True
 
     # The strategy decides which terms of memory are sharded. If the strategy is unknown, the lower
-    # bound of the memory assumes that every term is sharded that at least one strategy shards.
+    # bound of the memory assumes that every term is sharded if at least one strategy shards it.
     shared: set[str] = set()
     unshared_notes = list(run.notes)
     if notes["sharded"] in run.notes and number > 1:

@@ -1,4 +1,4 @@
-"""Finds the longest row that fits a card, for each method.
+"""Finds the longest row (training sequence) that fits a card, for each training method.
 
 The length is predicted from the memory of two training steps at other lengths, which dry probes
 compute without a GPU. Real steps on a GPU then verify the prediction. Layers are computed in tiles
@@ -58,8 +58,8 @@ LONG_ROWS: dict[str, Any] = {
 COUNTED_AT = ((65_536, 131_072), (16_384, 32_768), (4_096, 8_192))
 STEP = 1_024  # predicted lengths are multiples of this number of tokens
 FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer's state
-# The share of micro batches with the long row that the request states. The share is so small that
-# the probe's warm-up contains no long row (`probe/schedule`).
+# A probe's request states this share of micro batches with the long row. The share is small enough
+# that the probe's warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
 LEAST_GAIN = 0.02  # try a longer row only if it has at least 2 % more tokens
 HEADROOM = 0.01  # the share of the card's memory that stays free
@@ -82,9 +82,9 @@ PINNED_APART = {
 # measured time differed by a factor of 1.23.
 TIME_ERROR = 1.3
 # The memory that the allocator reserves beyond the predicted peak, as a share of this peak, if
-# tensors are few and large (`benchmarks/longest.py`). The allocator reserved 2.1 % more than 39 GiB
-# on an H100. Under a cap of 24 GB, it reserved over 3.7 % more, and no memory was left for another
-# block.
+# tensors are few and large (`benchmarks/longest.py`). On an H100, the allocator reserved 2.1 % more
+# than the predicted 39 GiB. Under a cap of 24 GB, it reserved over 3.7 % more than predicted, and
+# no memory was left for another block.
 ALLOCATOR_SHARE = 0.06
 
 
@@ -113,7 +113,7 @@ class Longest(ShownAsTable):
     def config(self, method: str, tokens: int) -> TrainConfig:
         """Return the configuration of a method for rows of `tokens` tokens.
 
-        Raises ValueError for an impossible knob.
+        Raises ValueError for an impossible value of a knob.
         """
         knobs = LONG_ROWS | METHODS[method]
         if method != "full":
@@ -125,8 +125,8 @@ class Longest(ShownAsTable):
 
     def host_gib(self, config: TrainConfig) -> float:
         """Return the GiB of pinned memory that the inputs of all layers take."""
-        # PEFT's preparation of a quantized base keeps the embedding and norms in 32 bits, so the
-        # hidden states between layers also have 32 bits.
+        # PEFT's preparation of a quantised base casts the embedding and the norms to 32 bits, so
+        # the hidden states between layers also have 32 bits.
         element_bytes = 4 if config.base_dtype == "float32" or config.kbit_preparation else 2
         layer_bytes = config.tokens * self.model.hidden_size * element_bytes
         return gib(self.model.num_layers * layer_bytes) if config.offloads else 0.0
@@ -143,11 +143,11 @@ class Longest(ShownAsTable):
         return limits
 
     def count(self, config: TrainConfig) -> DryCount | None:
-        """Compute the memory and the work of a step with one micro batch, by a dry probe."""
+        """Compute the memory and the FLOPs of a step with one micro batch, by a dry probe."""
         return dry_count(self.model, config, 1).count
 
     def need_gib(self, config: TrainConfig) -> float | None:
-        """Return the GiB that a step with one micro batch needs, or None without an estimate.
+        """Return the GiB that a step with one micro batch needs, or None if it cannot be estimated.
 
         On a machine that cannot run dry probes, a formula predicts the memory.
         """
@@ -215,9 +215,9 @@ class Longest(ShownAsTable):
     ) -> tuple[int, str]:
         """Return the longest row within all limits, and the limit that bounds it.
 
-        `need_by_tokens` maps row lengths in tokens to the GiB that a row of this length needs. Of
-        these, the two amounts of memory nearest to the GPU's limit define a straight line. The line
-        predicts the longest row that fits the GPU's memory.
+        `need_by_tokens` maps row lengths in tokens to the GiB that a row of this length needs. A
+        straight line through the two points whose memory is nearest to the GPU's limit predicts the
+        longest row that fits the GPU's memory.
         """
         low, high = sorted(
             sorted(need_by_tokens, key=lambda tokens: abs(need_by_tokens[tokens] - self.limit_gib))[
@@ -257,9 +257,9 @@ class Longest(ShownAsTable):
     def step_s(self, config: TrainConfig, count: DryCount) -> float | None:
         """Return the seconds of a step with one long row, or None if the card's rates are unknown.
 
-        The time of attention follows from the FLOPs that the causal mask leaves. The time of all
-        other work follows from its FLOPs and its moved bytes. Copies to the host's memory overlap
-        with computation.
+        The time of attention is computed from the FLOPs that the causal mask does not skip. The
+        time of all other work is computed from its FLOPs and its memory traffic. Copies to the
+        host's memory overlap with computation, so they add no time.
         """
         other_flops = {
             name: flops for name, flops in count.flops.items() if "attention" not in name
@@ -488,7 +488,7 @@ def find_longest(
     if target is None:
         return query, rows
 
-    # A prediction alone needs neither the prober nor its libraries.
+    # These imports are here because a prediction alone does not need the prober's libraries.
     from autotune.core.scratch import scratch_directory
     from autotune.probe.supervisor import WorkerProber
 
@@ -510,9 +510,9 @@ def find_longest(
 
 
 def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -> None:
-    """Raise UsageError for an unknown method or an impossible knob.
+    """Raise UsageError for an unknown method or knob, or for an impossible value of a knob.
 
-    `say` gets a warning for each knob without effect.
+    `say` gets a warning for each knob that has no effect.
     """
     if method not in METHODS:
         raise UsageError(
@@ -540,7 +540,7 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
 def _target_here(gpu: str) -> Target | None:
     """Return the target for probes on this machine's GPU, or None if the GPU cannot replace `gpu`.
 
-    The GPU must be `gpu` itself or be able to simulate it.
+    The machine's GPU must be the product `gpu` itself, or must be able to simulate it.
     """
     try:
         target = find_target(gpu)

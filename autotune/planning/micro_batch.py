@@ -1,7 +1,8 @@
-"""Computes the least possible time of a profiled micro batch, and what the run needs of the host.
+"""Computes a lower bound of a profiled micro batch's time, and the host resources that a run needs.
 
-A dry probe runs the micro batch on the meta device, and adds up its FLOPs and moved bytes. The
-device's rates were measured just before the profile was taken.
+A dry probe runs the micro batch on torch's meta device, without a GPU. It adds up the FLOPs, and
+the bytes that operations read and write. The device's rates (FLOP/s and bandwidth) were measured
+just before the profile.
 """
 
 from collections.abc import Iterator
@@ -29,14 +30,14 @@ NOT_MOVED = (
 LOADER_SHARE = (
     0.1  # the share of a micro batch's time that a data loader in the training process may take
 )
-# The GiB of host memory that a process with PyTorch, transformers and CUDA takes. Without CUDA, it
-# takes 0.5 GiB.
+# The GiB of host memory that a process with PyTorch, transformers and CUDA takes. Without CUDA,
+# such a process takes 0.5 GiB.
 PROCESS_GIB = 2.0
 CHECKPOINT_S = 60.0  # a disk that writes a checkpoint in at most this many seconds is fast enough
 
 
 def count_work(request: ProbeRequest, profile: MicroBatchProfile) -> DryAnswer:
-    """Compute the FLOPs and the moved bytes of the profiled micro batch, by a dry probe."""
+    """Compute the FLOPs and the memory traffic of the profiled micro batch with a dry probe."""
     rows = ((profile.length,),) * profile.rows
     counted_request = replace(
         request, micro_batches=(MicroBatch(rows=rows, length=profile.length, share=1.0),)
@@ -50,8 +51,8 @@ def bounds(
 ) -> tuple[Bound, ...]:
     """Return the measured seconds and the least possible seconds of each kind of work.
 
-    The kinds of work are matrix products, attention, and all other operations, whose time depends
-    on the moved bytes. Unknown least seconds are None.
+    The kinds of work are matrix products, attention, and all other operations. Memory bandwidth
+    limits the other operations. If the least possible time is unknown, `Bound.best_s` is None.
     """
 
     def seconds_of(*kinds: KernelClass) -> float:
@@ -120,7 +121,7 @@ def host_needs(
     examples_per_s: float,
     tokenised_per_s: float | None,
 ) -> Iterator[HostNeed]:
-    """Yield what the run needs of each part of the machine, and what the machine has.
+    """Yield a HostNeed for each part of the machine: the amount needed and the amount found.
 
     Training consumes `examples_per_s` examples per second. `disk_mb_s` is the disk's rate, and
     `tokenised_per_s` the rate of tokenisation in examples per second; both were measured on this
@@ -178,8 +179,8 @@ def host_needs(
 
 def _cores(config: TrainConfig) -> HostNeed:
     """Return the number of CPU cores that the run needs: one for each process that computes."""
-    busy = ["the loop that issues the work"]
-    busy += ["the processes of the loader"] if config.loader_workers else []
+    busy = ["the training loop"]
+    busy += ["the data loader's processes"] if config.loader_workers else []
     busy += ["the compiler"] if config.compile != "none" else []
     *others, last = busy
     why = f"one for {', '.join(others)}{' and ' * bool(others)}{last}"

@@ -109,10 +109,10 @@ def _step_by_formula(recipe: Recipe, config: TrainConfig) -> RankStepTime | None
 
 
 def _best(recipe: Recipe, number: int, ratio: float) -> RankPlan:
-    """Return the plan of the fastest strategy with which the winner fits on `number` GPUs.
+    """Return the plan of the fastest sharding strategy that makes the winner fit on `number` GPUs.
 
-    If the winner fits with no strategy, return the plan of the strategy that needs the least
-    memory. If no strategy has an estimate, the plan's `problem` says why.
+    If the winner does not fit with any strategy, return the plan of the strategy that needs the
+    least memory. If no strategy has an estimate, the plan's `problem` says why.
     """
     rows = []
     problem = "no formula covers it"
@@ -167,8 +167,8 @@ def _scaled_plan(recipe: Recipe, parallelism: Parallelism, ratio: float) -> Rank
 def _config_for(recipe: Recipe, parallelism: Parallelism) -> TrainConfig:
     """Return the winner's configuration on several GPUs, with the same global batch.
 
-    The winner's micro batch is halved until the micro batches of all GPUs make up a global batch.
-    Raises ValueError if no such micro batch exists.
+    The winner's micro batch is halved until the micro batches of all GPUs together divide the
+    global batch. Raises ValueError if no such micro batch exists.
     """
     own = recipe.config
     largest = LARGER_BATCH * max(recipe.shape.examples_per_step, recipe.workload.global_batch)

@@ -29,13 +29,13 @@ def estimate_named_configs(
     say: Say = ignore_message,
     counted: bool = False,
 ) -> list[ConfigResult]:
-    """Estimate each configuration listed in the spec. Raises UsageError for an impossible spec.
+    """Estimate each configuration listed in the spec. Raises UsageError for an invalid spec.
 
-    With `counted`, a dry probe computes the memory of a configuration that no formula covers, on
-    the meta device. `observations` (measurements of other users) correct only the estimates of
-    configurations without a published result: otherwise a published result could correct the
-    estimate that it is compared with. A configuration with a published result is estimated even if
-    this package's trainer refuses it, because the result came from another trainer.
+    If `counted` is true and no formula covers a configuration, a dry probe computes its memory on
+    the meta device. The measurements of other users in `observations` correct an estimate only if
+    the configuration has no published result. Otherwise, the published result could correct the
+    very estimate that is compared with it. A configuration with a published result is estimated
+    even if this package's trainer refuses it, because the result came from another trainer.
     """
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)

@@ -1,7 +1,7 @@
-"""Loads other users' measurements: the observations in the package, and imported submissions.
+"""Loads other users' measurements from the package's data and from imported submission files.
 
-The module `submission` validates submissions. Because `submission` loads pydantic, it is imported
-only if there is a file to read.
+The module `submission` validates submission files. Its import loads pydantic, which is slow, so it
+is imported only if there is a file to read.
 """
 
 import functools
@@ -81,9 +81,10 @@ def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
 
 
 def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, ...]]:
-    """Return the observations of valid files in `directory`, and the problems of the other files.
+    """Return the observations of valid files in `directory`, and an error text for each other file.
 
-    If several files have equal content, only one of them is loaded. Never raises.
+    If several files have equal content, only one of them is loaded. The function raises no
+    exception.
     """
     submissions: dict[str, Submission] = {}
     problems = []
@@ -152,7 +153,7 @@ def _load(path: Path) -> "Submission":
             )
         raise UsageError(
             "\n".join(problems),
-            remedy="ask for a file written by `autotune submit` of this version",
+            remedy="ask for a file that `autotune submit` of this version wrote",
         ) from None
 
 

@@ -74,8 +74,8 @@ def _estimate_on(
     limit = device_limit_gib(card, headroom)
     price = find_price(card.name)
 
-    # Even measured memory gets the formula's error, because CUDA contexts and workspaces differ
-    # from card to card.
+    # The formula's error is applied even to measured memory, because CUDA contexts and workspaces
+    # differ from card to card.
     state = _missing_feature(card, winner.config) or memory_state(need, limit)
     estimated = Estimate(
         device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
@@ -93,7 +93,7 @@ def _estimate_on(
     return replace(
         estimated,
         tokens_per_s=speed.tokens_per_second,
-        # The probes ran on the card `source`, so results for this card are not projected.
+        # The probes ran on the card `source`, so the results for `source` itself are not projected.
         cost=replace(
             cost,
             evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED,

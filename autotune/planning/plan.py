@@ -45,8 +45,8 @@ from autotune.study.neighbours import grouped_variants, leaner_optimizer
 from autotune.study.ranking import Scored, choose, explain_choice
 
 MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
-# Of a large space, every n-th configuration is estimated, with n up to this number. For a larger n,
-# enumerating the space would take longer than the estimates. Then a random sample is estimated
+# Every n-th configuration of a large space is estimated, with n up to this number. For a larger n,
+# enumerating the space would take longer than the estimates, so a random sample is estimated
 # instead.
 MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -72,8 +72,8 @@ def plan(
     (`setup.open_reserve`). `say` gets warnings and progress. If no formula covers the model and
     `counted` is true, a dry probe computes the baseline's memory on the meta device.
 
-    Raises UsageError if a part of the spec is unknown or impossible, or if the model or the card
-    has no data.
+    Raises UsageError if the spec has an unknown name or an invalid value, or if the memory of the
+    card or of the baseline is unknown.
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
@@ -84,9 +84,9 @@ def plan(
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = ignore_message) -> Setup:
-    """Set up the study that `autotune run` would do on this card. Raises UsageError.
+    """Set up the study that `autotune run` would do on this card. `say` gets the warnings.
 
-    `say` gets the warnings.
+    Raises UsageError in the cases of `set_up`, and if the study is for several GPUs.
     """
     setup = set_up(spec, device, say)
     numbers = setup.task.numbers_of_gpus
@@ -139,7 +139,7 @@ def plan_task(
     device. If the baseline does not fit, a dry probe also computes the memory of the configuration
     that needs the least memory. All other configurations are left out.
 
-    Raises UsageError if no formula covers the model or the card.
+    Raises UsageError if the baseline's memory cannot be estimated.
     """
     baseline = _baseline(task, limit_gib, observations, counted=counted)
     if unsupported(task.model, baseline.config):
@@ -175,7 +175,7 @@ def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
 
     The result is cached, because most compared cards have the same space.
     """
-    # Of a large space, take every n-th configuration, or a random sample if n is too large.
+    # Take every n-th configuration of a large space, or a random sample if n is too large.
     stride = math.ceil(space.size() / MAX_CONFIGS)
     choices: Iterator[dict[str, Any]]
     if stride <= MAX_STRIDE:
@@ -191,17 +191,18 @@ def _fitting(
     limit_gib: float,
     observations: Sequence[Observation],
 ) -> tuple[dict[TrainConfig, Estimate], int]:
-    """Return the estimates of the configurations that surely fit and whose speed is known.
+    """Return the estimates of the configurations that certainly fit and whose speed is known.
 
-    Also return the number of configurations that surely fit but whose speed is unknown. Most
-    configurations do not fit on a card. A configuration is skipped if a similar configuration that
-    needs less memory did not fit.
+    Also return the number of configurations that certainly fit but whose speed is unknown. Most
+    configurations do not fit on a card, so a configuration is skipped if a similar configuration
+    that needs less memory did not fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
     no_speed = 0
-    # For each combination of the other knobs: the smallest micro batch that does not fit
+    # Maps a key of all other knobs to the smallest micro batch that does not fit with them
     too_large: dict[tuple[Any, ...], int] = {}
-    # Values of the knobs in _LASTING whose memory between steps alone exceeds the limit
+    # Combinations of values of the knobs in _LASTING with which the memory that stays in use
+    # between steps alone exceeds the limit
     hopeless = set()
     for config in configs:
         key = key_without_micro_batch(task, config)
@@ -268,8 +269,9 @@ def _counted_plan(
     """Return the plan of a model that no formula covers.
 
     A dry probe has computed the memory of `baseline`. If the model is a mixture of experts, dry
-    probes compute the memory with its fastest kernels too. If neither fits, a dry probe computes
-    the memory of the configuration that needs the least memory.
+    probes also compute the memory with its fastest kernels, grouped matrix products. If neither
+    configuration fits, a dry probe computes the memory of the configuration that needs the least
+    memory.
     """
     result = _baseline_plan(task, limit_gib, observations, baseline)
     grouped = _count_grouped(task, limit_gib, observations) if task.model.has_experts else None
@@ -292,10 +294,11 @@ def _counted_plan(
 def _count_grouped(
     task: Task, limit_gib: float, observations: Sequence[Observation]
 ) -> Estimate | None:
-    """Count compiled layers with grouped products of the experts, or return None if impossible.
+    """Estimate compiled layers with grouped matrix products, or return None if that is impossible.
 
-    The micro batch is the largest of the baseline's that fits. If none fits, an optimizer with
-    less state is tried too, and then experts in 4 bits if the space has them.
+    A grouped matrix product computes all experts of a layer in one kernel. The micro batch is the
+    largest of the baseline's micro batches that fits. If no micro batch fits, an optimizer with
+    less state is tried, and then experts quantised to 4 bits if the space has them.
     """
     space = task.space
     found = None
@@ -316,19 +319,20 @@ def _count_grouped(
 def count_leanest(
     task: Task, limit_gib: float, observations: Sequence[Observation] = ()
 ) -> Estimate | None:
-    """Estimate the leanest configuration by a dry probe, or return None if that is impossible.
+    """Estimate the configuration that needs the least memory by a dry probe.
 
-    The leanest configuration is the one that needs the least memory.
+    Returns None if no dry probe can run such a configuration.
     """
     space = task.space
     if "peft" in space.choices("lora_kernels"):
-        # Grouped products need adapters on experts. Whether a model can have such adapters is known
-        # only after the model is built. So grouped products are left out; they save little memory:
-        # 0 % for Qwen3-30B-A3B, and 4 % for OLMoE.
+        # Grouped matrix products (one kernel for all experts) need adapters on experts. Whether a
+        # model can have such adapters is known only after the model is built. So grouped products
+        # are left out. They would save little memory: 0 % for Qwen3-30B-A3B, and 4 % for OLMoE.
         space = space.pin("lora_kernels", "peft")
     spaces = [space]
     if space.choices("quantize_experts") == (False, True):
-        # Only a process that builds the model knows whether its experts can be quantised.
+        # Whether the model's experts can be quantised is known only after the model is built. So
+        # the space without quantised experts is tried, too.
         spaces.append(space.pin("quantize_experts", False))
     if "full" in space.choices("loss"):
         # For some models, the logits cannot be computed in chunks. So try the loss `full`, too.
@@ -341,10 +345,10 @@ def count_leanest(
 def _baseline(
     task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
 ) -> Estimate:
-    """Return the baseline with the largest micro batch that fits.
+    """Return the estimate of the baseline with the largest micro batch that fits.
 
-    If no micro batch fits, return the estimate for the largest micro batch that has one. Raises
-    UsageError if no formula covers the baseline and no dry probe can compute its memory.
+    If no micro batch fits, return the estimate for the largest micro batch that can be estimated.
+    Raises UsageError if no formula covers the baseline and no dry probe can compute its memory.
     """
     found = _largest_that_fits(task, task.baselines, limit_gib, observations, counted=counted)
     if found is None:
@@ -364,9 +368,10 @@ def _largest_that_fits(
     *,
     counted: bool = True,
 ) -> Estimate | None:
-    """Return the estimate of the first configuration that fits; the first has the most rows.
+    """Return the estimate of the first configuration that fits.
 
-    If none fits, return the first one that has an estimate, or None if there is none.
+    `configs` are sorted by micro batch size, the largest first. If no configuration fits, return
+    the first estimate that can be made, or None if no configuration can be estimated.
     """
     fallback = None
     for number, config in enumerate(configs):

@@ -1,4 +1,4 @@
-"""Checks whether a run that another tool's file describes fits, its time, and changes that help.
+"""Checks a run that another tool's file describes: whether it fits, its time, and helpful changes.
 
 The file's content is not executed.
 """
@@ -95,8 +95,8 @@ def check(
     `options` are fields of StudySpec for the card, the number of GPUs, the model, the examples, the
     memory and the price. An option with the value None counts as absent.
 
-    Raises UsageError if the file, the model or the card is unreadable or unknown, or if the run's
-    memory is unknown.
+    Raises UsageError if the file is unreadable, if the model or the card is unknown, or if the
+    run's memory cannot be computed.
     """
     options = dict(options or {})
     run = read_file(file, options.get("objective"))
@@ -181,8 +181,8 @@ def _changes(
 ) -> tuple[CheckedRun | None, tuple[tuple[CheckedRun, float], ...]]:
     """Return the run with changes that make it fit, and each single change that helps.
 
-    Each single change has the GiB that it saves. The first value is None if no changes suffice. A
-    run that already fits gets no changes.
+    The first value is None if no changes suffice. The second value has each helpful single change
+    with the GiB that it saves. A run that already fits gets no changes.
     """
     if checked.state == FITS:
         return None, ()
@@ -190,7 +190,8 @@ def _changes(
     search = FixSearch(context=context, checked=checked)
     single_changes = tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone())
     if checked.bounds.reported.counted:
-        # Dry probes of all combinations of changes would take minutes.
+        # Dry probes of all combinations of changes would take minutes, so only single changes are
+        # tried.
         fitting = (fixed for fixed, _ in single_changes if fixed.state == FITS)
         return next(fitting, None), single_changes
     return search.best(), single_changes

@@ -1,4 +1,4 @@
-"""Estimates a run that another tool's file describes, on one card: its memory and its time.
+"""Estimates the memory and the time on one card of a run that another tool's file describes.
 
 If no formula covers the model or its int8 base, a dry probe computes the memory on the meta device.
 For other configurations without a formula, the lower bound of the memory, and sometimes the upper
@@ -172,8 +172,8 @@ def _least(
     """Return the lower bound of the memory.
 
     The bound assumes that every tensor is sharded and offloaded if possible. Runs that shard or
-    offload weights compute in 16 bits. In 16 bits, autocast keeps no casts, and the 32-bit weights
-    are sharded or offloaded as part of the optimizer's state.
+    offload weights compute in 16 bits. So autocast keeps no 16-bit copies of weights, and the
+    32-bit weights are sharded or offloaded as part of the optimizer's state.
     """
     uncounted = run.uncounted
     assert uncounted is not None
@@ -193,13 +193,13 @@ def _least(
 def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
     """Return the memory bounds of a run whose memory a dry probe computed.
 
-    The dry probe that computed `memory` had no offloading and no float32 base. The bounds include
-    the effects of both.
+    The dry probe that computed `memory` had no offloading and no float32 base. The bounds add the
+    effects of offloading and of a float32 base.
     """
     in_fp32 = FP32_BASE in run.notes
     low = high = memory
     if in_fp32 and run.config.quantization == "none":
-        # In float32, a weight takes 4 bytes instead of 2. The memory of its 16-bit casts is
+        # In float32, a weight takes 4 bytes instead of 2. The memory of its 16-bit copies is
         # unknown.
         low = replace(low, weights=2 * low.weights)
     if run.config.offloads:
@@ -217,10 +217,10 @@ def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
 def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) -> MemoryBreakdown:
     """Return the memory with a frozen base in float32 under autocast.
 
-    Autocast caches no casts of frozen weights. Each product casts its weight again, and the
-    autograd graph holds that cast until the layer's backward pass. So casts exist for all layers
-    that are not recomputed, and for the head while its logits exist. A unit test checks the number
-    of casts in the layers.
+    Autocast caches no casts of frozen weights. Each matrix product casts its weight to 16 bits
+    again, and the autograd graph holds this copy until the layer's backward pass. So 16-bit copies
+    exist for all layers that are not recomputed, and for the head while its logits exist. A unit
+    test checks the number of copies in the layers.
     """
     quantized = config.quantization != "none"
     frozen = sizes.params - (sizes.linear_params if quantized else 0)
@@ -254,7 +254,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     if run.uncounted is not None and run.uncounted.exchanges:
         return None  # the time to send weights or gradients is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:
-        return None  # a dry probe leaves out the casts of a float32 base
+        return None  # a dry probe leaves out the time to cast a float32 base
 
     steps = min(run.accumulation, 2)
     host = host_of(context.task.calibration)

@@ -1,7 +1,7 @@
 """Plans a run for several numbers of GPUs, with the best configuration of each sharding strategy.
 
-All results are projected by formula. Collectives between hosts run at the bandwidth of the network
-or of the GPUs' link, whichever is lower.
+All results are projected by formula. Collectives between hosts are assumed to run at the bandwidth
+of the network or of the GPUs' link, whichever is lower.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,8 +55,8 @@ def plan_spec(
     number of GPUs per host. `network` is the bandwidth between the hosts
     (`gpu_counts.parse_network`).
 
-    Raises UsageError if a part of the spec, a number or the deadline is impossible, or if no
-    formula covers the model.
+    Raises UsageError if a value of the spec, a number of GPUs or hosts, or the deadline is invalid,
+    or if no formula covers the model.
     """
     spec_count, gpu = split_count(spec.gpu)
     if spec_count is not None and gpus is not None:
@@ -133,7 +133,7 @@ def plan_gpus(
     if unsupported(task.model, baseline):
         raise UsageError(
             no_estimate(task, baseline, counted=False),
-            remedy="leave out --gpus: `autotune plan` counts what one GPU needs",
+            remedy="leave out --gpus: `autotune plan` computes the memory for one GPU",
         )
 
     configs = candidates(distinguishable(task.space, baseline))
@@ -196,7 +196,7 @@ def _plan_rank(
     observations: Sequence[Observation],
     network_gb_s: float | None,
 ) -> RankPlan:
-    """Return the plan of the best configuration under a strategy.
+    """Return the plan of the best configuration for one number of GPUs and one sharding strategy.
 
     If no configuration is certain to fit, the plan is for the configuration that needs the least
     memory. If no configuration has an estimate, the plan's `problem` says why.
@@ -245,7 +245,7 @@ def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:
 
 
 def _score(estimated: Estimate) -> float:
-    """Return the speed by which the configurations of a strategy are compared.
+    """Return the speed that is used to compare the configurations of one sharding strategy.
 
     If the link's bandwidth is unknown, the result is the speed of one GPU without communication. If
     that speed is unknown too, the result is 1.

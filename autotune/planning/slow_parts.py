@@ -102,14 +102,14 @@ LIMITS = (
         part="products",
         measured=_products,
         least=0.75,
-        unit="of the rate expected from its data sheet",
+        unit="of the rate expected from the GPU's data sheet",
         why="the GPU may be hot, limited in power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
     ),
     Limit(
         part="memory of the GPU",
         measured=_copies,
         least=0.75,
-        unit="of the bandwidth expected from its data sheet",
+        unit="of the bandwidth expected from the GPU's data sheet",
         why="another process may use the GPU, or its memory runs at a lower clock",
     ),
 )

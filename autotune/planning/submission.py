@@ -1,4 +1,4 @@
-"""Defines a submission: a file with the measured rows of a study, without private data.
+"""Defines a submission: a file that shares a study's measurements without private data.
 
 pydantic checks each value against a range, a pattern or a list, both when a submission is written
 and when it is read. This module loads pydantic, so import it inside the functions that need it.
@@ -20,8 +20,8 @@ from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.version import __version__
 from autotune.study.summary import Candidate, Recipe
 
-# A submission states its raw tokens/s, and the tokens and the time of a step. The stated tokens/s
-# may differ by at most this share from the quotient of these two numbers.
+# A submission states its raw tokens/s, and also the tokens and the time of a step. The stated
+# tokens/s may differ by at most this share from the step's tokens divided by its time.
 AGREEMENT = 0.01
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -35,8 +35,8 @@ Gib = Annotated[float, Field(ge=1e-3, le=1e5)]
 class MeasuredRow(BaseModel):
     """A configuration and its measurement.
 
-    Raw tokens include padding; useful tokens are those that the model learns from. `tokens_per_row`
-    is the mean length with padding, or None if all rows have `seq_len` tokens.
+    Raw tokens include padding, and useful tokens exclude it. `tokens_per_row` is the mean length of
+    a row with padding, or None if all rows have `seq_len` tokens.
     """
 
     model_config = CHECKED
@@ -71,7 +71,8 @@ class MeasuredRow(BaseModel):
 class Submission(BaseModel):
     """The content of a submission's file. The names of the fields are the file's keys.
 
-    `rows` has the winner's measurement and, if the baseline was measured, the baseline's.
+    `rows` has the measurement of the study's winner and, if the baseline was measured, also the
+    baseline's measurement.
 
     `gpu` and `model` are names in the catalogue; `model` is None for a model outside the catalogue.
     `product` is the driver's name of the GPU.
@@ -94,9 +95,9 @@ class Submission(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_version_1(cls, data: Any) -> Any:
-        """Flatten a file of version 1, and drop the type and the size of its model.
+        """Convert a file of version 1: flatten it, and drop the type and the size of its model.
 
-        A file of version 1 with an unknown key stays unchanged. It is then refused because of its
+        A file of version 1 with an unknown key stays unchanged, and is later refused because of its
         version.
         """
         match data:
@@ -165,7 +166,8 @@ class Submission(BaseModel):
 def submission_of(recipe: Recipe, measured_on: str) -> Submission:
     """Return the submission of a study. `measured_on` is a day, like 2026-11-22.
 
-    Raises UsageError if the GPU is not in the catalogue or a number is impossible.
+    Raises UsageError if the GPU is not in the catalogue, if the study's objective is not sft, or if
+    a value is out of range.
     """
     spec = recipe.model
     fingerprint = recipe.fingerprint
@@ -234,7 +236,7 @@ def _is_catalogued(name: str, digest: str) -> bool:
 def _public_version(version: str) -> str:
     """Return the version without the part after "+", which may contain private text.
 
-    If this part names the device of a torch build, such as cu128, it stays.
+    The part stays if it names the device of a torch build, such as cu128.
     """
     public, _, local = version.partition("+")
     return version if re.fullmatch(r"(cu|cpu|rocm|xpu)[0-9.]*", local) else public

@@ -29,14 +29,15 @@ from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 
-# If the numbers of parameters of several models differ by at most this factor, only one model is
-# listed.
+# If the numbers of parameters of several models differ by at most this factor, only one of these
+# models is listed.
 STEP = 1.2
-HOPELESS = 1.5  # a model that needs more than this multiple of the limit fits with no other knobs
+# A model that needs more than this multiple of the memory limit does not fit with any knob values.
+HOPELESS = 1.5
 LEAST_PARAMS = 10**8
 SHORTEST, LONGEST = 128, 2**20  # the shortest and the longest row to try, in tokens
-# The search with these pinned knobs is shorter. If a configuration fits, each pin changes the speed
-# of the best configuration by less than 5 %.
+# Pinning these knobs shortens the search. If a configuration fits, each pin changes the speed of
+# the best configuration by less than 5 %.
 _ADAPTERS = {"lora_rank": 16, "optimizer": "adamw_torch_fused", "padding": "bucket"}
 PINS: dict[str, dict[str, Any]] = {
     "full": {"padding": "bucket"},
@@ -110,7 +111,7 @@ def trainable(
 ) -> Trainable:
     """Return the models that the card can train with the options of `spec` (all except its model).
 
-    `models` are by default the result of `sizes`. `say` gets messages about the progress. Raises
+    The default of `models` is the result of `sizes`. `say` gets progress messages. Raises
     UsageError if the card's memory is unknown, or if no model has a plan for the card.
     """
     if spec.objective != Objective.SFT:
@@ -180,7 +181,7 @@ def _size(item: tuple[int, ModelSpec]) -> tuple[int, str]:
 
 
 def longest_row(setup: Setup, limit_gib: float) -> int | None:
-    """Return the tokens of the longest row that is certain to fit, as the formulas predict.
+    """Return the tokens of the longest row that certainly fits, according to the formulas.
 
     The result is a power of two, or the model's context length. The row is for the configuration
     that needs the least memory. Returns None if not even a row of SHORTEST tokens fits.

@@ -38,9 +38,10 @@ MORE = {
     | {"kt_config", "kt_cpu_activation", "kt_non_expert_weight_path"},
 }
 HEAD = """\
-# The keys of a run's file, by tool. Written by tests/helpers/refresh_known_keys.py from the tools'
-# sources, with those of transformers 4 and 5. planning/foreign_config.py names all other keys: TRL
-# and LLaMA-Factory refuse them, and Axolotl ignores them.
+# The keys that a tool accepts in the configuration file of a run.
+# tests/helpers/refresh_known_keys.py extracted them from the sources of the tools and of
+# transformers 4 and 5. planning/foreign_config.py reports every other key in a user's file: TRL and
+# LLaMA-Factory refuse such a key, and Axolotl ignores it.
 """
 
 

@@ -738,7 +738,7 @@ REFUSED = {
     (
         "axolotl",
         "process_reward_model: true",
-    ): "it trains for another objective than sft, dpo, kto and reward, and no probe trains for it",
+    ): "its objective is none of sft, dpo, kto and reward, and autotune cannot train for it",
     ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
@@ -749,7 +749,7 @@ REFUSED = {
     (
         "axolotl",
         "kd_trainer: true",
-    ): "it trains for another objective than predicting the next token, which is not supported",
+    ): "its objective is not the prediction of the next token, which is the only supported one",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer accepts this key",
     ("llamafactory", "use_megatron_bridge: true"): "it is not supported",
     (

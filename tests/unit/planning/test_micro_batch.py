@@ -141,17 +141,17 @@ def test_a_loader_in_the_same_process_must_be_ten_times_as_fast() -> None:
 @pytest.mark.parametrize(
     ("knobs", "needed", "why"),
     [
-        ({}, 1, "one for the loop that issues the work"),
-        ({"compile": "per_layer"}, 2, "one for the loop that issues the work and the compiler"),
+        ({}, 1, "one for the training loop"),
+        ({"compile": "per_layer"}, 2, "one for the training loop and the compiler"),
         (
             {"loader_workers": 2},
             2,
-            "one for the loop that issues the work and the processes of the loader",
+            "one for the training loop and the data loader's processes",
         ),
         (
             {"loader_workers": 2, "compile": "per_layer"},
             3,
-            "one for the loop that issues the work, the processes of the loader and the compiler",
+            "one for the training loop, the data loader's processes and the compiler",
         ),
     ],
 )

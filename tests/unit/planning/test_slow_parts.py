@@ -44,7 +44,7 @@ def test_a_good_machine_has_nothing_slow(host: Any) -> None:
         (
             {"products": {"bf16": {1024: 90.0, 8192: 30.0}}},
             "products",
-            "of the rate expected from its data sheet, below",
+            "of the rate expected from the GPU's data sheet, below",
         ),
         ({"copy_gb_s": 264.0}, "memory of the GPU", "0.5 of the bandwidth"),
     ],
