@@ -1,9 +1,10 @@
 """Finds the longest row (training sequence) that fits a card, for each training method.
 
-The length is predicted from the memory of two training steps at other lengths, which dry probes
-compute without a GPU. Real steps on a GPU then verify the prediction. Layers are computed in tiles
-of tokens, the loss in chunks, and the inputs of recomputed layers are offloaded to the host. The
-memory of a row is then linear in the row's length, and part of it is on the host (docs/longest.md).
+Dry probes compute, without a GPU, the memory of training steps at two other lengths. A straight
+line through these two points predicts the longest length. Real steps on a GPU then verify the
+prediction. Layers are computed in tiles of tokens, the loss in chunks, and the inputs of recomputed
+layers are offloaded to the host. The memory of a row is then linear in the row's length, and part
+of it is on the host (docs/longest.md).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -159,8 +160,9 @@ class Longest(ShownAsTable):
     def predict(self, method: str) -> LongestRow:
         """Predict the longest row without a GPU.
 
-        The length is predicted from the memory at two other lengths, which dry probes compute. A
-        third dry probe, at the predicted length, checks the prediction.
+        Dry probes compute the memory at two other lengths, and a straight line through these points
+        predicts the longest length. A third dry probe, at the predicted length, checks the
+        prediction.
         """
         config = self.config(method, STEP)
         upper = min(self.bounds(method).values(), default=2**24)

@@ -78,7 +78,7 @@ def _task(recipe: Recipe) -> Task:
 
 
 def _measured_plan(recipe: Recipe, candidate: Candidate) -> RankPlan:
-    """Return a candidate's measured memory and speed per GPU, and the step time of the formula."""
+    """Return a candidate's measured memory and speed per GPU, and its step time by formula."""
     config = candidate.config
     shape = recipe.workload.run_shape(config)
     tokens_per_s = candidate.performance.tokens_per_second / config.num_gpus

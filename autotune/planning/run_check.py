@@ -421,7 +421,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     elif run.uncounted is not None:
         causes = " and ".join(run.uncounted.causes)
         yield (
-            f"The need is a range, because no formula covers {causes}. At the lower end, "
+            f"The memory need is a range, because no formula covers {causes}. At the lower end, "
             "everything possible is sharded and offloaded; at the upper end, each GPU keeps the "
             "whole model."
         )

@@ -215,7 +215,7 @@ def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
 
 
 def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) -> MemoryBreakdown:
-    """Return the memory with a frozen base in float32 under autocast.
+    """Return the memory of a run whose frozen base is in float32 under autocast.
 
     Autocast caches no casts of frozen weights. Each matrix product casts its weight to 16 bits
     again, and the autograd graph holds this copy until the layer's backward pass. So 16-bit copies

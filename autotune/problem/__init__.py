@@ -1,1 +1,1 @@
-"""What a study tunes: specification, search space, dataset, workload, target and constraints."""
+"""A study's problem: specification, search space, dataset, workload, target and constraints."""

@@ -1,4 +1,4 @@
-"""A calibration: the rates that `autotune calibrate` measured on one machine, and the file of them.
+"""A calibration: the rates that `autotune calibrate` measured on one machine, and their file.
 
 In the formulas, these rates replace the rates of the card's data sheet. A calibration is valid only
 for the card and the host that were measured. The user's cache keeps one file for each card. A copy
@@ -36,14 +36,14 @@ class Calibration(ShownAsTable):
     Args:
         device: the card's name in the catalogue, or its name on this machine if the catalogue lacks
             it.
-        layer_ms: the host's milliseconds to issue one uncompiled decoder layer with adapters: its
-            forward pass, recomputation and backward pass.
+        layer_ms: the milliseconds of host time to launch the kernels of one uncompiled decoder
+            layer with adapters, for its forward pass, recomputation and backward pass.
         reference: the measured speed of a short training, divided by the speed that the formula
             predicts from `rates`; None if no formula covers the device.
         processor: the name of the host's processor; `cores` and `memory_gib` also describe the
             host.
         disk_mb_s: the host's disk speed, or None if no file could be written.
-        place: where the calibration comes from, in words: this machine, or a file.
+        place: the origin of the calibration in words: this machine, or the name of a file.
         collectives: rates of communication between several GPUs of this kind in the host.
     """
 
@@ -123,12 +123,12 @@ class Calibration(ShownAsTable):
         return f"calibrated {preposition} {printable(self.place)}, {self.day.isoformat()}"
 
     def products_tflops(self, side: float | None = None) -> float:
-        """Return the TFLOP/s of a matrix product with as much arithmetic as one of square matrices.
+        """Return the TFLOP/s of a product of square matrices with `side` rows.
 
-        `side` is the number of rows of the square matrices; the default is the largest measured
-        side. The product is in the training dtype: bf16 if the card has it, otherwise fp16. Between
-        two measured sides, the logarithm of the rate is interpolated. A side outside the measured
-        sides gets the rate of the nearest one.
+        A product of other matrices is assumed to have the rate of the square product with the same
+        number of FLOPs. The default of `side` is the largest measured side. The dtype is bf16 if
+        the card has it, otherwise fp16. Between two measured sides, the logarithm of the rate is
+        interpolated. A side outside the measured range gets the rate of the nearest measured side.
         """
         by_dtype = self.rates.products
         rates = next((by_dtype[name] for name in ("bf16", "fp16") if name in by_dtype), None)
@@ -176,5 +176,5 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def kept_path(device: str) -> Path:
-    """Return the path in the user's cache where the calibration of this card is kept."""
+    """Return the path of this card's calibration in the user's cache."""
     return user_cache() / "calibration" / f"{kebab_case(device)}.json"

@@ -61,8 +61,8 @@ class Floors:
 
     If a field `allow_...` is true, the user consents to values that are otherwise removed. Without
     consent, some of these values are tried only if no other configuration fits. If `min_rank` or
-    `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless this limit would leave the
-    space without a value.
+    `max_truncated` is None, MIN_RANK or MAX_TRUNCATED applies, unless this limit would remove all
+    values of the knob.
     """
 
     min_rank: int | None = None
@@ -75,7 +75,7 @@ class Floors:
 
 @dataclass(slots=True)
 class Narrowing:
-    """A search space from which rules remove values, and the removed values so far.
+    """A search space, which rules narrow by removing values, and the values removed so far.
 
     `reserve` is the space to search if no configuration of `space` fits. Impossible values are
     removed from both spaces. Values that only a quality limit (a floor) forbids are removed from
@@ -114,7 +114,10 @@ class Narrowing:
     def prefer(
         self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False
     ) -> None:
-        """Keep only the allowed values, unless none is allowed or the knob has a single value."""
+        """Keep only the allowed values.
+
+        All values stay if no value is allowed, or if the knob has a single value.
+        """
         choices = self.space.choices(name)
         if len(choices) > 1 and any(map(allowed, choices)):
             self.keep(name, allowed, reason, reserve=reserve)
@@ -125,7 +128,7 @@ class Narrowing:
         self.reserve = self.reserve.condition(name, other, allowed)
 
     def divide(self, batch: int) -> None:
-        """Allow only micro batch sizes that divide the global batch when multiplied by the GPUs."""
+        """Allow only micro batch sizes whose product with the GPU count divides `batch`."""
         self.space = self.space.divide(batch)
         self.reserve = self.reserve.divide(batch)
 
@@ -135,9 +138,10 @@ class Narrowing:
         self.reserve = self.reserve.offer(name, values)
 
     def leave_out(self, name: str, value: Any, reason: str) -> None:
-        """Remove a value without telling the user, and its knob if only the default is left.
+        """Remove a value without telling the user.
 
-        Raises UsageError if no value is left.
+        If only the knob's default is left, the knob is removed, too. Raises UsageError if no
+        value is left.
         """
         self.space, removed = self.space.narrow(name, lambda other: other != value, reason)
         self.reserve, _ = self.reserve.narrow(name, lambda other: other != value, reason)
@@ -154,12 +158,13 @@ class Narrowing:
 def attentions_without_sdpa(
     model: ModelSpec, device: DeviceSpec, *, has_flex: bool
 ) -> tuple[str, ...]:
-    """Return the attentions to search if transformers has no SDPA attention for the model.
+    """Return the attention implementations to search for a model without SDPA attention.
 
-    Eager attention comes first: it is transformers' default for such a model, and the baseline
-    takes the first value. The last is the fastest. Eager attention stores the scores of all pairs
-    of tokens. FlexAttention stores none, so it is faster and needs less memory. Its kernels need
-    the same GPUs as flash attention.
+    transformers may have no SDPA attention for a model. Its default for such a model is eager
+    attention, which comes first, because the baseline takes the first value. The fastest
+    implementation comes last. Eager attention stores the scores of all pairs of tokens.
+    FlexAttention does not store scores, so it is faster and needs less memory. FlexAttention runs
+    on the same GPUs as flash attention.
     """
     runs_flex = device.kind != "cpu" and device.has_flash
     if runs_flex and has_flex and no_flex(model) is None:
@@ -175,7 +180,7 @@ def narrow_to_model(
 ) -> None:
     """Remove values that the model, the global batch or the number of examples makes impossible.
 
-    `without_sdpa` has the attentions to search if the model has no SDPA attention.
+    `without_sdpa` has the attention implementations to search if the model has no SDPA attention.
     """
     batch = workload.global_batch
     examples = workload.trained
@@ -246,7 +251,7 @@ def _narrow_tiling(narrowing: Narrowing) -> None:
 
 
 def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
-    """Remove a knob's value if it needs a value of another knob that the space lacks."""
+    """Remove a knob's value if it works only with values of another knob that the space lacks."""
     needed = {other: _listed(wanted) for other, wanted in KNOBS[name].active_when.items()}
     for other, excluded in KNOBS[name].impossible_with.get(value, {}).items():
         possible = (*KNOBS[other].choices, *narrowing.space.choices(other))
@@ -283,8 +288,8 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
             "num_gpus", uneven_counts, f"do not divide the global batch of {batch} (--global-batch)"
         )
         narrowing.divide(batch)
-    # An optimizer that steps during the backward pass cannot accumulate gradients, so the micro
-    # batch must be a GPU's whole share of the global batch.
+    # An optimizer that steps during the backward pass cannot accumulate gradients, so a GPU's whole
+    # share of the global batch must be one micro batch.
     narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // fewest,))
 
 
@@ -357,7 +362,7 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove values that the target device does not support."""
     if device.kind == "cpu" and max(narrowing.space.choices("num_gpus")) > 1:
         narrowing.remove(
-            "sharding", set(STRATEGIES) - {"ddp"}, "accelerate divides models only among GPUs"
+            "sharding", set(STRATEGIES) - {"ddp"}, "accelerate shards models only across GPUs"
         )
 
     _narrow_precision(narrowing, device)
@@ -386,8 +391,8 @@ def _narrow_precision(narrowing: Narrowing, device: DeviceSpec) -> None:
 
     A CPU without fast bf16 trains in fp32, even if fp32 is not in the space. If the device has no
     bf16, and the space does not have the knob `precision`, the device's usual precision is added to
-    the space. A precision that is the only one in the space is never replaced; an error is raised
-    if the device does not support it.
+    the space. If the space has only one precision, it is never replaced. An error is raised if the
+    device does not support this precision.
     """
     if narrowing.space.knob("precision") is None and not device.supports_bf16:
         narrowing.pin("precision", device.usual_precision)
@@ -467,7 +472,7 @@ def narrow_to_trl(
     narrowing.remove(
         "cuda_graphs",
         {"micro_batch"},
-        "TRL's step reads values on the host, which no CUDA graph can",
+        "TRL's step reads values on the host, which is impossible in a CUDA graph",
     )
     narrowing.remove("lora_kernels", {"joined", "grouped"}, "TRL computes adapters as PEFT does")
     narrowing.remove("quantize_experts", {True}, "TRL leaves the experts in 16 bits")
@@ -518,7 +523,9 @@ def narrow_to_images(narrowing: Narrowing, workload: Workload) -> None:
         "images are read only when a micro batch is made, so sequence lengths are unknown before",
     )
     narrowing.remove(
-        "cuda_graphs", {"micro_batch"}, "no CUDA graph can read image sizes on the host"
+        "cuda_graphs",
+        {"micro_batch"},
+        "image sizes are read on the host, which is impossible in a CUDA graph",
     )
     narrowing.remove_untested("images")
 
@@ -549,7 +556,7 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
 
 
 def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
-    """Combine compilation only with packing if unpacked rows have too many lengths to compile.
+    """Allow compilation only with packing if unpacked rows have too many lengths to compile for.
 
     Unpacked rows have too many lengths if the only allowed padding is to the longest row of each
     micro batch. If all examples have the same length, no row has padding, and the value "masked" of
@@ -587,7 +594,7 @@ def narrow_checkpointing(narrowing: Narrowing) -> None:
     """Remove selective recomputation if some values of other knobs exclude compiled layers."""
     compiled = narrowing.space.knob("compile")
     if compiled is None or "per_layer" not in compiled.choices():
-        reason = "only compiled layers have it, because the compiler chooses the recomputed tensors"
+        reason = "it needs compiled layers, because the compiler chooses the recomputed tensors"
         narrowing.remove("checkpointing", SELECTIVE, reason)
     elif others := set(compiled.when or {}) - {"checkpointing"}:
         reason = f"the layers are compiled only with some values of {', '.join(sorted(others))}"
@@ -603,8 +610,8 @@ def narrow_to_layers(
 ) -> None:
     """Remove values that the model's layers do not support; `shape` is None if unknown.
 
-    `without_sdpa` has the attentions to search if the model has no SDPA attention. Raises
-    UsageError if no value is left.
+    `without_sdpa` has the attention implementations to search if the model has no SDPA attention.
+    Raises UsageError if no value is left.
     """
     if shape is not None and shape.no_adapters:
         _narrow_to_other_adapters(narrowing, shape)
@@ -630,9 +637,9 @@ def narrow_to_layers(
 
 
 def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape | None) -> None:
-    """Allow grouped matrix products only for adapters on experts.
+    """Allow grouped matrix products (one kernel for all experts) only for adapters on experts.
 
-    If there are adapters on experts, layers are compiled only with grouped products.
+    If the experts have adapters, layers can be compiled only with grouped matrix products.
     """
 
     def on_experts(targets: str) -> bool:
@@ -640,7 +647,8 @@ def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape
             return shape is not None and shape.parametrized
         return any(map(is_expert_parameter, target_modules(model.text_type, targets) or []))
 
-    # With other targets, grouped products are excluded already (`impossible_with`).
+    # If the adapters have other targets, the registry of knobs already excludes grouped products
+    # (`impossible_with`).
     excluded = KNOBS["lora_kernels"].impossible_with["grouped"]["lora_targets"]
     named = set(narrowing.space.choices("lora_targets")) - set(excluded)
     with_experts = set(filter(on_experts, named))
@@ -676,7 +684,7 @@ def _narrow_to_named_layers(
     A value stays if the model has all modules that the value names. If lora_targets.yaml has the
     module names of this model type, a value stays if the model has at least one of the modules. The
     value `attention_experts` stays only if the model also has a parameter of experts. One of
-    EXPERT_PARAMETERS is enough, because no family has all of them.
+    EXPERT_PARAMETERS is enough, because no model family has all of these parameters.
     """
 
     def is_present(name: str) -> bool:
@@ -741,7 +749,7 @@ def refusal(
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
-    """Remove values that the quality limits (`floors`) forbid, but never a knob's only value.
+    """Remove values that the quality limits (`floors`) forbid, but never the only value of a knob.
 
     Raises UsageError if the user asked for a rank or a length that the space does not have.
     """
@@ -805,7 +813,7 @@ def _apply_floor_of_length(
 
 
 def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
-    """Combine packing only with compatible values of other knobs.
+    """Allow packing only together with compatible values of other knobs.
 
     Raises UsageError if the user asked for packing but packing is impossible.
     """
@@ -871,7 +879,7 @@ def _packing_conditions(
         return "the lengths of the examples were not given (--dataset, --lengths)"
 
     # An attention implementation is allowed if packing was tested with it. With flash_attention_2,
-    # transformers separates the examples of packed rows only in micro batches of one row.
+    # transformers separates the examples of packed rows only if a micro batch has a single row.
     reasons = {
         value: untested("packing", True, "attention", value)
         for value in narrowing.space.choices("attention")
@@ -898,7 +906,7 @@ def _packing_conditions(
 
     # Each allowed micro batch size must be possible with each allowed length. The shortest length
     # allows the most sizes. A longer length may exclude some of these sizes. If a length would
-    # exclude all of them, the length is excluded instead.
+    # exclude all remaining sizes, the length is excluded instead.
     allowed_sizes = set(sizes)
     allowed_lengths = []
     for length in sorted(lengths):

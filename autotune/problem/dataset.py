@@ -58,10 +58,10 @@ PROMPTS = ("question", "query", "instructions", "problem", "input", "context", *
 PAIR = ("chosen", "rejected", "label")
 # The user gets a note if at least this share of the tokens is cut off.
 WORTH_A_NOTE = 0.01
-# The user gets a note if the mean length of one dataset is at least this many times the mean length
-# of another, because a speed that was measured for one of them may not hold for the other.
+# The user gets a note if the mean length of the examples is above or below the mean length in the
+# study by at least this factor, because the measured speed may then not hold.
 OTHER_LENGTHS = 1.5
-BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; in English, today's tokens have 3.5 to 4.5
+BYTES_PER_TOKEN = 4.0  # in UTF-8; for English text, today's tokenizers have 3.5 to 4.5
 
 
 def dataset_lengths(
@@ -78,7 +78,8 @@ def dataset_lengths(
     `tokenizer` is a directory with a tokenizer, which counts the tokens. If `tokenizer` is None,
     tokens are estimated from the number of bytes. For next-token prediction, the tokens are also
     cached (`token_cache`) for a later training on the same files. If an example is a pair of
-    answers, its length is that of the prompt with the longer answer. `say` gets progress messages.
+    answers, its length is the length of the prompt with the longer answer. `say` gets progress
+    messages.
 
     Raises:
         UsageError: if a row has an unknown form. The message names the row.
@@ -214,7 +215,7 @@ def tokenised_per_s(
 
 @contextmanager
 def dataset_errors() -> Iterator[None]:
-    """Convert errors of the code that reads datasets to errors with a remedy."""
+    """Convert errors that occur while a dataset is read to errors that tell the user a remedy."""
     try:
         yield
     except BadDataset as error:
@@ -242,8 +243,8 @@ def _lengths_for(
     """Return the length of each example's longest row, for an objective other than SFT."""
     if objective is Objective.CLASSIFICATION:
         label_names(read_rows(path, split))
-    texts = list[Located]()  # the rows
-    sizes = list[int]()  # how many rows each example has
+    texts = list[Located]()  # all rows of all examples
+    sizes = list[int]()  # the number of rows of each example
     for where, row in read_rows(path, split):
         try:
             examples = rows_of(objective, row)
@@ -255,7 +256,8 @@ def _lengths_for(
     if not texts:
         raise BadDataset(f"{path} has no examples")
 
-    # For each row, the number of its tokens and the share of these tokens to train on
+    # `rows` has two numbers for each row: its number of tokens, and the share of these tokens to
+    # train on.
     if tokenizer is None:
         byte_counts = [_bytes(where, parse_row(where, row), None) for where, row in texts]
         rows = [
@@ -279,7 +281,7 @@ def _lengths_for(
 
 
 def _say_notes(encoder: Encoder, path: Path, number: int, say: Callable[[str], None]) -> None:
-    """Report texts of these examples that the chat template leaves out."""
+    """Warn the user about texts in these examples that the chat template leaves out."""
     for note in encoder.describe_notes(number):
         say(f"warning: {path.name}: {note}")
 
@@ -319,7 +321,7 @@ def _require(objective: Objective, columns: dict[str, Any], *names: str) -> None
 
 
 def _require_prompt_in(answers: list[Any], columns: dict[str, Any]) -> None:
-    """Raise ValueError if the answers lack the prompt, which seems to be in an ignored column."""
+    """Raise ValueError if the answers lack the prompt and an ignored column seems to contain it."""
     if any(isinstance(answer, list) and len(answer) > 1 for answer in answers):
         return  # the answers are whole conversations, which contain the prompt
     for name in PROMPTS:
@@ -396,7 +398,7 @@ def full_path(dataset: str) -> str:
 
 
 def files_of(dataset: str, split: str | None) -> tuple[str, ...]:
-    """Return the paths of a local dataset's files; empty for a dataset that is not here."""
+    """Return the paths of a dataset's files, or () if the dataset is on the Hub or missing."""
     path = Path(dataset)
     if is_on_hub(path):
         return ()
@@ -452,8 +454,8 @@ def check_examples(
         raise UsageError(
             f"--dataset: {trained} examples to train on do not fill a micro batch of"
             f" {config.micro_batch_size}",
-            remedy="give more examples, or run a study with these: it chooses a micro batch that"
-            " they fill",
+            remedy="give more examples, or run a study with these examples: it chooses a micro"
+            " batch that they fill",
         )
     return [] if lengths is None else _length_notes(lengths, workload, config.seq_len)
 
@@ -521,7 +523,7 @@ def _text(form: Plain | Chat) -> str:
 
 
 def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
-    """Return how many bytes of an example the model only reads, and how many it is trained on."""
+    """Return the number of an example's bytes outside the loss, and the number inside the loss."""
     try:
         if not isinstance(form, Chat):
             prompt = (form.prompt or "").encode()

@@ -1,7 +1,7 @@
 """Judge whether other work on the machine disturbed the timed steps of a probe.
 
-The times of a disturbed probe cannot be trusted. Its memory and its outcome can, because other
-processes do not change them.
+The times of a disturbed probe cannot be trusted. Its memory and its outcome can still be trusted,
+because other processes do not change them.
 """
 
 import os

@@ -53,8 +53,8 @@ def images_of(
 ) -> tuple[Picture, ...]:
     """Return the images for a row of `length` tokens.
 
-    Only examples whose images fit in the row are considered. The images are those of the example
-    with the nearest length or, if `largest` is true, of the example with the most image tokens.
+    Only examples whose images fit in the row are considered. The images come from the example with
+    the nearest length or, if `largest` is true, from the example with the most image tokens.
     """
     candidates = [
         example for example in examples if num_image_tokens(example[1]) + LEAST_TEXT <= length

@@ -1,4 +1,4 @@
-"""Pack examples into rows by best-fit decreasing; millions of examples take milliseconds."""
+"""Pack examples into rows by best-fit decreasing, in milliseconds for millions of examples."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -66,9 +66,9 @@ def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, .
 
 
 def _place(rows: _OpenRows, tokens: int, number: int) -> int:
-    """Put examples of one length into rows that have the same examples' lengths already.
+    """Put examples of one length into the fullest group of equal rows that has room for them.
 
-    Return the number of examples that are not yet placed.
+    Return the number of examples that are not placed yet.
     """
     fullest = rows.take_fullest(tokens)
     target = fullest or Rows(number=number, examples=())

@@ -18,7 +18,7 @@ from autotune.trainer.dealing import ranks_of
 
 MAX_BUCKETS = 4  # the largest number of buckets; layers are compiled once for each bucket
 WORTH_A_BUCKET = 0.01  # one more bucket must reduce the padded tokens by at least this fraction
-BINS = 64  # the largest number of bins; a bucket covers one or more neighbouring bins
+BINS = 64  # the most bins of lengths; a bucket covers one or more neighbouring bins
 MAX_STAND_INS = 5
 NO_SHARE = 1e-9  # smaller shares of micro batches are ignored as rounding errors
 SIGMAS = 7  # binomial probabilities are ignored beyond this number of standard deviations
@@ -66,7 +66,7 @@ class Draw:
 
 @lru_cache(maxsize=1024)
 def batch_maxima(draw: Draw) -> Maxima:
-    """Return how the length of a micro batch's longest example is distributed."""
+    """Return the distribution of the length of a micro batch's longest example."""
     lengths = draw.lengths
     share_within = (
         _shares_of_sorted(draw)
@@ -137,7 +137,7 @@ def sort_group_size(examples: int, step_examples: int) -> int:
 
 @lru_cache(maxsize=1024)
 def new_length_share(draw: Draw, number: int) -> float:
-    """Return the expected share of micro batches, among `number`, that have a new padded length."""
+    """Return the expected share of the first `number` micro batches with a new padded length."""
     return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
 
 
@@ -170,7 +170,7 @@ def waiting(draw: Draw, ranks: int, each: int, *, bucketed: bool) -> float:
     lengths of chats.
     """
     ends = buckets(draw) if bucketed else ()
-    if each == 1:  # the slowest rank has the longest of all ranks' rows
+    if each == 1:  # the rank with the longest row of all ranks is the slowest
         return _mean(replace(draw, size=ranks * draw.size), ends) / _mean(draw, ends) - 1
 
     is_sorted = draw.sorted_together > draw.size
@@ -213,7 +213,7 @@ def _enough(number: int) -> int:
 
 @lru_cache(maxsize=4)
 def _places(draw: Draw, number: int) -> list[int]:
-    """Return `number` random indices into `batch_maxima`; all calls begin with the same ones."""
+    """Return `number` random indices into `batch_maxima`, which begin the same in every call."""
     maxima = batch_maxima(draw)
     until = list(itertools.accumulate(one.share for one in maxima))
     generator = random.Random(0)  # noqa: S311 (no secret)
@@ -268,9 +268,9 @@ def stand_ins(draw: Draw) -> dict[int, float]:
     with the shares, is exact except for rounding. If small micro batches are CPU-bound, the time is
     constant up to some length, and grows above it. The error of the mean time is then 1.2 % on
     average and 3.1 % at most. These errors were computed for 120 draws from 12 distributions; for
-    each draw, the time began to grow at the length that gives the largest error. Three Gauss nodes
-    over all lengths would give a mean error of 4.5 % and a largest error of 14.6 %. Four Gauss
-    nodes would give 2.5 % and 9.2 %.
+    each draw, the time began to grow at the length that gives the largest error. Gauss quadrature
+    over all lengths would give a mean error of 4.5 % and a largest error of 14.6 % with three
+    nodes, and 2.5 % and 9.2 % with four nodes.
     """
     maxima = batch_maxima(draw)
     if len(maxima) <= MAX_STAND_INS:
@@ -295,7 +295,7 @@ def stand_ins(draw: Draw) -> dict[int, float]:
 
 
 def _two_nodes(weighted: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return two weighted values that represent many: every cubic polynomial keeps its sum.
+    """Return two weighted values that replace `weighted` in the sum of any cubic polynomial.
 
     The weighted sum of a cubic polynomial over the two values equals its weighted sum over
     `weighted`. This is Gauss quadrature, computed from the first three moments. If all values are

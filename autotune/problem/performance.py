@@ -88,7 +88,7 @@ def step_time_s(
 ) -> float:
     """Return the seconds of an optimizer step, from the median times of its parts.
 
-    The parts are `accumulation` micro batches, and the time of the step after them. The share
+    The parts are `accumulation` micro batches, and the rest of the step after them. The share
     `new_length_share` of the micro batches have a new row length, and each of these takes longer,
     by the measured time `new_length_s`.
     """
@@ -102,12 +102,11 @@ def step_time_s(
 def step_spread(
     measurements: Sequence[Measurement], accumulation: int, new_length_share: float = 0.0
 ) -> tuple[float, float]:
-    """Return by how much the probes' step times differ from the reported step time, as a range.
+    """Return the range of the probes' step times, relative to the reported step time.
 
-    If a probe timed a single step, the times of its micro batches are used instead. The range is
-    relative to the reported step time. It is at least AGAIN, the usual difference between two
-    probes, and at least the error of an extrapolated time. If only one time was measured, the range
-    is at least UNSEEN.
+    If a probe timed a single step, the times of its micro batches are used instead. The range is at
+    least AGAIN, the usual difference between two probes, and at least the error of an extrapolated
+    time. If only one time was measured, the range is at least UNSEEN.
     """
     reported_s = statistics.median(
         step_time_s(measurement, accumulation, new_length_share) for measurement in measurements
@@ -168,8 +167,8 @@ def tokens_per_s(result: ProbeResult, workload: Workload) -> float | None:
 def margins(result: ProbeResult) -> dict[str, float]:
     """Return a probe's margins by name; a configuration is feasible if no margin is above 0.
 
-    `memory` is (needed memory - limit) / limit. `health` is 0 after a success and after a lack of
-    memory, and 1 after any other outcome.
+    `memory` is (needed memory - limit) / limit. `health` is 0 after a success or an out-of-memory
+    error, and 1 after any other outcome.
     """
     if result.oom is not None:
         return {"memory": result.oom.margin, "health": 0.0}

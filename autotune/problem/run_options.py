@@ -11,7 +11,7 @@ KEPT_CHECKPOINTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """After how many optimizer steps a run evaluates and saves, and where it reports its metrics.
+    """How often a run evaluates and saves, in optimizer steps, and the tracker of its metrics.
 
     By default, the run saves a checkpoint about every half hour, and evaluates at each save.
     """

@@ -52,7 +52,10 @@ class Knob:
         return self.values
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the values that are possible with the chosen ones; if none is, return all."""
+        """Return the values that are possible with the chosen values of other knobs.
+
+        If no value is possible, return all values.
+        """
         knob = KNOBS[self.name]
         if self.divides is not None:
             number = chosen.get("num_gpus", _DEFAULTS.num_gpus)
@@ -95,7 +98,7 @@ class Knob:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Return {other knob: value, or list of values, with which this knob has an effect}.
+        """Return {other knob: its value, or list of values, that lets this knob have an effect}.
 
         If one of the other knobs has a different value, this knob has no effect. Conditions come
         from the registry of knobs and from the space (`when`).
@@ -105,7 +108,7 @@ class Knob:
     def depends_on(self) -> dict[str, list[Any]]:
         """Return the values of other knobs that decide whether this knob has an effect.
 
-        The result also has those values of other knobs that decide which values of this knob are
+        The result also has the values of other knobs that decide which values of this knob are
         possible.
         """
         deciding = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
@@ -131,7 +134,7 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The knobs of a space; each knob comes after the knobs that its conditions name."""
+    """The knobs of a space; each knob comes after the knobs in its conditions."""
 
     name: str
     knobs: tuple[Knob, ...]
@@ -140,7 +143,7 @@ class SearchSpace:
         return hash((self.name, *((knob.name, knob.values) for knob in self.knobs)))
 
     def describe(self) -> dict[str, Any]:
-        """Return plain data; a continued study compares it with the data of its earlier space."""
+        """Return plain data, which a continued study compares with the data of its old space."""
         return {
             knob.name: {
                 "values": list(knob.values),
@@ -285,7 +288,10 @@ class SearchSpace:
         )
 
     def enumerate(self) -> Iterator[dict[str, Any]]:
-        """Yield every distinct configuration as {knob: value}, without knobs without effect."""
+        """Yield every distinct configuration as {knob: value}.
+
+        Knobs that have no effect in a configuration are left out.
+        """
 
         def extend(chosen: dict[str, Any], knobs: tuple[Knob, ...]) -> Iterator[dict[str, Any]]:
             if not knobs:
@@ -300,7 +306,7 @@ class SearchSpace:
 
     def size(self) -> int:
         """Return the number of distinct configurations."""
-        # For each knob, those of its values that the conditions of other knobs name.
+        # For each knob, the values that occur in the conditions of other knobs
         deciding_values: dict[str, list[Any]] = {}
         for knob in self.knobs:
             for name, values in knob.depends_on().items():
@@ -400,7 +406,7 @@ _shipped = functools.cache(_read)
 
 
 def _sort_by_conditions(knobs: list[Knob]) -> Iterator[Knob]:
-    """Yield each knob after the knobs that its conditions name, otherwise in the given order.
+    """Yield each knob after the knobs in its conditions, otherwise in the given order.
 
     Knobs whose conditions form a cycle also stay in the given order.
     """

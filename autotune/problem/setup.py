@@ -212,9 +212,9 @@ def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
 
 
 def _example_gib(spec: StudySpec, model: ModelSpec, device: DeviceSpec) -> float | None:
-    """Return the memory in GiB of the example card, if the device (a CPU) stands for one.
+    """Return the GiB of the made-up example card, if the device is a CPU that represents it.
 
-    The result is None if there is no example card, or if the user gives the memory.
+    The result is None if there is no example card for the model, or if the user gives the memory.
     """
     example = example_card(model, device)
     return example.memory_gib if example and spec.memory_gib is None else None
@@ -380,7 +380,7 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 def _attentions_without_sdpa(
     model: ModelSpec, workload: Workload, device: DeviceSpec, *, has_flex: bool = True
 ) -> tuple[str, ...]:
-    """Return the attentions to search if the model has no SDPA attention."""
+    """Return the attention implementations to search if the model has no SDPA attention."""
     if untested("attention", "flex_attention", "images") and workload.pictured:
         return ("eager",)
     return constraints.attentions_without_sdpa(model, device, has_flex=has_flex)
@@ -398,8 +398,8 @@ def open_reserve(setup: Setup) -> Setup:
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
     """Return the number of examples in an optimizer step.
 
-    If the user gives the batch in tokens, several numbers of examples come close to that batch. The
-    result is the number that the most micro batch sizes divide.
+    If the user gives the batch in tokens, several numbers of examples are close to that batch. The
+    result is the one of these numbers that is divisible by the most micro batch sizes.
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
@@ -509,7 +509,10 @@ def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[st
 def _lengths(
     spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callable[[str], None]
 ) -> Lengths:
-    """Return the lengths of the examples or, if unknown, a usual length that the space allows."""
+    """Return the lengths of the examples.
+
+    If the lengths are unknown, every example gets the same usual length, which the space allows.
+    """
     if spec.dataset is not None:
         path = Path(expanduser(spec.dataset))
         tokenizer = expanduser(spec.tokenizer or "") or model.tokenizer
@@ -606,7 +609,7 @@ def notes_of_checkpoint(model: ModelSpec) -> list[str]:
 def _notes_of_kernels(model: ModelSpec, probes_run_here: bool) -> list[str]:
     """Return notes about the fast kernels for some of the model's layers.
 
-    The notes say which packages are missing, and with which kernels the study's numbers are valid.
+    The notes name the missing packages, and the kernels for which the study's numbers are valid.
     """
     from autotune.catalog.fast_kernels import counted_packages, is_installed
 

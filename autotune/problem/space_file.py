@@ -1,4 +1,4 @@
-"""The form of a search space file, checked by pydantic.
+"""The format of a search space file, which pydantic checks.
 
 Only `SearchSpace.load` imports this module, and only when it reads a file, because the import of
 pydantic is slow.

@@ -8,11 +8,11 @@ class SpeedTransfer:
     """The target card's speed divided by the source card's speed, for each kind of work.
 
     `products` is the factor for matrix products, and `bytes` is the factor for memory traffic.
-    `fp8` is the factor for 8-bit products, or None if a card has no fp8. `host` is the factor for
-    the hosts' speeds, or None unless both hosts were calibrated. `error` is the standard deviation
-    of the logarithm of the converted speed. If a profile says how the device's time is divided
-    between kinds of work, `profiled_error` replaces `error`. `basis` is the number of measurements
-    on the target card that corrected the factors.
+    `fp8` is the factor for matrix products in fp8, or None if one of the cards has no fp8. `host`
+    is the factor for the hosts' speeds, or None if one of the hosts was not calibrated. `error` is
+    the standard deviation of the logarithm of the converted speed. If a profile says how the
+    device's time is divided between kinds of work, `profiled_error` replaces `error`. `basis` is
+    the number of measurements on the target card that corrected the factors.
     """
 
     products: float
@@ -24,5 +24,8 @@ class SpeedTransfer:
     basis: int = 0
 
     def ratio(self, share: float) -> float:
-        """Return target speed / source speed, if products take this share of the source's time."""
+        """Return (target speed) / (source speed).
+
+        `share` is the share of the source's time that matrix products take.
+        """
         return 1 / (share / self.products + (1 - share) / self.bytes)

@@ -34,10 +34,10 @@ MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow
 
 
 class InvalidSpec(UsageError, ValueError):
-    """An impossible value in a study.
+    """An impossible value in a study's spec.
 
-    InvalidSpec is also a ValueError, because pydantic reports the key at which a ValueError
-    occurred. So the message can name the line of the file.
+    InvalidSpec is also a ValueError, because pydantic reports the key of the file at which a
+    ValueError occurred. With this key, the error message can name the line of the file.
     """
 
     def __init__(self, message: str) -> None:
@@ -68,7 +68,7 @@ def _option(default: Any, help: str, **details: Any) -> Any:
 
     The option's help shows the default, unless the default is None or False.
     """
-    # The comparison is with `is`, because the default 0 equals False but must be shown.
+    # The comparison uses `is`, because the default 0 equals False, but must be shown.
     if not any(default is hidden for hidden in (MISSING, None, False)):
         details.setdefault("shown_default", str(default))
     return field(default=default, metadata={"option": Option(help=help, **details)})
@@ -183,7 +183,7 @@ class StudySpec:
         shown_default="as the objective needs",
     )
     pins: dict[str, Any] = field(default_factory=dict)
-    # If the spec has these configurations, they are probed, and there is no search.
+    # If the spec has such configurations, only these are probed, without a search.
     configs: tuple[NamedConfig, ...] = ()
     source: str | None = None  # the publication that contains the results of `configs`
     examples: int | None = _count(
@@ -412,7 +412,7 @@ class StudySpec:
 
     @property
     def image(self) -> tuple[int, int]:
-        """The width and height in pixels that each image is assumed to have without a dataset."""
+        """The width and height in pixels of the assumed images, if there is no dataset."""
         if self.image_size is not None and self.dataset is not None:
             raise InvalidSpec(
                 "the images of a dataset have sizes of their own: leave image_size out"
@@ -469,12 +469,12 @@ RARE = tuple(name for name, option in OPTIONS.items() if option.is_rare)
 
 
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
-    """Return the spec of a file; each option that is not None replaces a value of the file.
+    """Return the spec in a file. Each option that is not None replaces a value of the file.
 
-    Without a path, the spec has only the options. Instead of a path, the name of a suite that comes
-    with the package may be given. If an option replaces the file's card or model, the published
-    results are left out. Raises UsageError for an impossible value, an unknown key (with its line),
-    or a missing model.
+    Without a path, the spec has only the options. The path may also be the name of a suite that
+    comes with the package. If an option replaces the file's card or model, the published results
+    are removed, because they are for the file's card and model. Raises UsageError for an impossible
+    value, an unknown key (with its line), or a missing model.
     """
     given_options = {name: value for name, value in options.items() if value is not None}
     if path is None:
@@ -507,12 +507,12 @@ def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
 
 
 def shipped_suites() -> dict[str, Path]:
-    """Return {name: file} of the suites of published results that come with the package."""
+    """Return {name: file} for the package's suites, which contain published results."""
     return shipped_files("published", "studies/published")
 
 
 def _spec_file(path: Path) -> Path:
-    """Return the file at this path or, without such a file, the package's suite of this name.
+    """Return the path if it exists, otherwise the file of the package's suite with this name.
 
     Raises UsageError if there is neither a file nor a suite.
     """

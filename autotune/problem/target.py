@@ -1,8 +1,9 @@
 """Target: the device to tune for, and the GPU of this machine that probes for it.
 
-A larger GPU can probe for a smaller device. The probe may use only as much memory as the device
-has, so the probe runs out of memory exactly if the same run would do so on the device. The device's
-speed is projected from the probe's speed. Features that the larger GPU lacks cannot be tried.
+A larger GPU can probe for a smaller device. The probe may use only the memory that the device has,
+so the probe runs out of memory if and only if the same run would run out of memory on the device.
+The device's speed is projected from the probe's speed. Features of the device that the larger GPU
+lacks cannot be tried.
 """
 
 import shlex
@@ -17,7 +18,8 @@ from autotune.core.text import kebab_case, printable
 from autotune.core.units import fmt_gib
 from autotune.problem.calibration import HERE, Calibration, kept_path, read_calibration
 
-# If other processes, such as a display server, hold at most this memory, it is ignored.
+# The GPU memory of other processes, such as a display server, is ignored if it is at most this
+# number of GiB.
 IGNORED_GIB = 0.5
 # The share of the host's memory that a run on the CPU may use. Other processes need the rest.
 HOST_SHARE = 0.8
@@ -177,7 +179,7 @@ def kept_calibration(
     if calibration.processor != processor_name():
         of_another = f"it was made on a machine with {printable(calibration.processor)}"
         say(
-            f"warning: the kept calibration is not used: {of_another}"
+            f"warning: the cached calibration is not used: {of_another}"
             " (`autotune calibrate` makes a new one)"
         )
         return None

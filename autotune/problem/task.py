@@ -40,7 +40,8 @@ class Task:
             wait for the GPU with the longest rows is added. Formulas predict the communication and
             the wait.
         within_hours: the time limit of the full run.
-        example_gib: the memory of the invented example card, if a CPU runs the probes in its place.
+        example_gib: the memory of a made-up card for demonstrations, if a CPU runs the probes in
+            its place; otherwise None.
     """
 
     study: str
@@ -93,9 +94,9 @@ class Task:
 
         The score is the useful tokens per second. If several GPU counts are compared, the score is
         the speed per GPU, so that the lowest cost per token wins. A run that misses the deadline
-        scores lower than every run that meets it. The gap is larger than the largest loss of speed
-        that the slack can accept. Among late runs, the fastest is the best. `hours` is the duration
-        of the run, and is given if the run includes more than optimizer steps.
+        scores lower than every run that meets it. The gap is so large that no value of `slack` lets
+        a late run win. Among late runs, the fastest has the best score. `hours` is the duration of
+        the run. It is given if the run includes evaluations or checkpoints.
         """
         most = self.numbers_of_gpus[-1] if len(self.numbers_of_gpus) > 1 else 1
         if self.is_late(config, tokens_per_s, hours):
@@ -172,8 +173,8 @@ class Task:
     def model_key(self) -> str:
         """A key of the model, the trainer and the objective.
 
-        The memory that a probe measured is valid for all studies with the same key. So are all
-        results of a probe with only a few of the model's layers.
+        All studies with the same key can reuse the memory that a probe measured, and all results of
+        a probe with only a few of the model's layers.
         """
         if self.workload.objective is not Objective.SFT:
             return digest_of([self.model.digest, self.trainer, self.workload.objective])
@@ -188,10 +189,10 @@ class Task:
 
     @cached_property
     def baselines(self) -> tuple[TrainConfig, ...]:
-        """The configurations to try as the baseline: the nearest to BASELINE, then smaller ones.
+        """The configurations to try as the baseline, the nearest to BASELINE first.
 
-        The later configurations have smaller micro batches. The smallest GPU count comes first. On
-        several GPUs, DDP comes before FSDP2, if the space has both.
+        The following configurations have smaller and smaller micro batches. The smallest GPU count
+        comes first. On several GPUs, DDP comes before FSDP2, if the space has both.
         """
         return tuple(itertools.chain.from_iterable(map(self._baselines, self.numbers_of_gpus)))
 

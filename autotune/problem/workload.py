@@ -36,7 +36,8 @@ _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)
 # A probe's step has two micro batches if the run accumulates gradients: the second micro batch has
 # a higher peak, because the gradients of the first are still allocated.
 PROBED_MICRO_BATCHES = 2
-# A probe that confirms a result times longer steps, which are more similar to the run's steps.
+# A confirming probe has more micro batches in a step, so its steps are more similar to the run's
+# steps.
 CONFIRMED_MICRO_BATCHES = 4
 
 
@@ -45,9 +46,9 @@ class RunShape:
     """The steps of a run that makes `epochs` passes over `examples` examples.
 
     On average, a row has `tokens_per_row` tokens including padding, and `examples_per_row`
-    examples. `useful_tokens_per_row` excludes padding and truncated tokens. A forward pass of one
-    device takes `micro_batch_size` rows. An optimizer step takes `accumulation` such micro batches
-    on each of `world_size` devices.
+    examples. `useful_tokens_per_row` excludes padding and truncated tokens. A micro batch has
+    `micro_batch_size` rows. An optimizer step has `accumulation` micro batches on each of
+    `world_size` devices.
     """
 
     micro_batch_size: int
@@ -117,7 +118,7 @@ class Workload:
         pictured: representative examples with images (`problem.images`). The lengths of these
             examples include the images' tokens.
         images_end: the largest position, in tokens, of an image's end in a row; 0 if unknown.
-        vision: whether a vision tower is trained, too.
+        vision: whether a vision tower is `frozen` or `trained`.
     """
 
     JSON: ClassVar = "facts()"
@@ -250,10 +251,10 @@ class Workload:
         Times are assumed to be proportional to tokens. GPUs with shards of a model gather layers in
         each micro batch, so they wait for each other in each micro batch. Under DDP, GPUs wait only
         once a step, and the tokens of a complete step differ less from GPU to GPU than the tokens
-        of a micro batch. If groups of GPUs hold copies of a sharded model, the copies wait for each
-        other only once a step. This function still assumes that they wait in each micro batch.
-        `parallelism` replaces the configuration's parallelism, and `accumulation` replaces the
-        number that follows from the global batch.
+        of a micro batch. If several groups of GPUs each hold a sharded copy of the model, the
+        groups wait for each other only once a step. This function still assumes that the groups
+        wait in each micro batch. `parallelism` replaces the configuration's parallelism, and
+        `accumulation` replaces the number that follows from the global batch.
         """
         parallelism = parallelism or Parallelism.of(config)
         number = parallelism.num_gpus
@@ -394,7 +395,7 @@ class Workload:
         return max((num_image_tokens(pictures) for _, pictures in self.pictured), default=0)
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """Return the micro batches to time, and the longest one, which determines the memory peak.
+        """Return micro batches to time, and the longest micro batch, which sets the memory peak.
 
         Short and long micro batches alternate. If rows may have any length, only odd lengths are
         chosen. The reason is that cuDNN takes seconds to build a kernel for each alignment of the

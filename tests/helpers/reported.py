@@ -292,7 +292,7 @@ CHECKS = (
                 line="check qlora.yaml --gpu rtx-3090 --gpus 2",
                 begins=r"too close to tell: needs 0\.\d to 39\.\d of 21\.5 GiB on each of 2"
                 r" rtx-3090",
-                has=("The need is a range, because .*offloaded .*FSDP",),
+                has=("The memory need is a range, because .*offloaded .*FSDP",),
             ),
             Command(
                 line="plan --model llama-2-70b --gpu rtx-3090 --gpus 1,2 --space qlora --seq-len"
@@ -325,7 +325,7 @@ CHECKS = (
             Command(
                 line="check moe.yaml --gpu rtx-4090 --gpus 4",
                 begins=r"too close to tell: needs 21\.\d to 71\.\d of 21\.5 GiB on each of 4",
-                has=("The need is a range, because .*DeepSpeed's ZeRO",),
+                has=("The memory need is a range, because .*DeepSpeed's ZeRO",),
             ),
         ),
     ),
@@ -349,7 +349,7 @@ CHECKS = (
                 Command(
                     line=f"check offload.yaml --gpu {gpus}",
                     begins=rf"too close to tell: needs {needs} of 21\.5 GiB",
-                    has=("The need is a range, because .*offloaded to the host",),
+                    has=("The memory need is a range, because .*offloaded to the host",),
                 )
                 for gpus, needs in (
                     ("rtx-4090", r"2\.\d to 130\.\d"),

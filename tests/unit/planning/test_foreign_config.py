@@ -749,7 +749,7 @@ REFUSED = {
     (
         "axolotl",
         "kd_trainer: true",
-    ): "its objective is not the prediction of the next token, which is the only supported one",
+    ): "its objective is knowledge distillation, which is not supported",
     ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer accepts this key",
     ("llamafactory", "use_megatron_bridge: true"): "it is not supported",
     (

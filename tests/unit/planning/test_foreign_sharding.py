@@ -250,7 +250,7 @@ def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> 
     assert least.reserved == 0 < most.reserved
     assert shared.checked.estimate.tokens_per_s is None  # its transfers take unknown time
     assert any(
-        note.startswith("The need is a range, because no formula covers the sharding")
+        note.startswith("The memory need is a range, because no formula covers the sharding")
         for note in shared.notes
     )
     assert not any("each GPU holds the whole model" in note for note in shared.notes)

@@ -715,7 +715,7 @@ def test_selective_recomputation_needs_compiled_layers() -> None:
         narrow_checkpointing(lacking)
         assert both(lacking, "checkpointing") == ("none", "full")
         assert [removal.reason for removal in lacking.removals] == [
-            "only compiled layers have it, because the compiler chooses the recomputed tensors"
+            "it needs compiled layers, because the compiler chooses the recomputed tensors"
         ]
     conditional = unnarrowed(checkpointing=every, compile=compiled, packing=(True, False))
     conditional.only_with("compile", "packing", (True,))
