@@ -837,7 +837,7 @@ def test_what_is_refused(tool, line, failure):
         ("export_dir: out\nexport_quantization_bit: 4\n", "FILE is a file that quantises a trained"
          " model: it descr"),
         (f"{FACTORY}do_predict: true\n".replace("do_train: true\n", ""),
-         "FILE is a file that answers with a trained"),
+         "FILE is a file for inference with a trained"),
         ("compute_environment: LOCAL_MACHINE\nfsdp_config: {}\n",
          "FILE is accelerate's configuration, which says how"),
         ("zero_optimization: {stage: 3}\n", "FILE is a configuration of DeepSpeed, which says how"
