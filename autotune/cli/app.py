@@ -48,11 +48,11 @@ COMMANDS = {
         "Check whether the run that another tool's YAML describes fits a GPU, how long it takes "
         "and what to change; needs no GPU.",
     ),
-    "status": ("studies:status", "Show how far a study is, and its best configuration so far."),
+    "status": ("studies:status", "Show a study's progress, and its best configuration so far."),
     "list": ("studies:list_all", "List the studies of a database."),
     "resume": (
         "run:resume",
-        "Continue a study that was stopped, with the options it was begun with.",
+        "Continue a study that was stopped, with its original options.",
     ),
     "delete": (
         "studies:delete",
@@ -117,7 +117,7 @@ COMMANDS = {
     "prices": ("catalogs:prices", "List the price of a GPU hour, and the age of each price."),
     "submit": (
         "share:submit",
-        "Write a study's winner and baseline to a file for others, without anything private.",
+        "Write a study's winner and baseline to a file that you can share: it has no private data.",
     ),
     "import": (
         "share:import_",
@@ -217,9 +217,9 @@ def _check_machine(command: str) -> None:
             if sys.platform == "win32"
             else "use a machine or a container with Linux",
         )
-    # If one package of the extra `run` is missing, usually all are missing, so only one is looked
-    # for. A command that needs another missing package fails when it imports the package. Doctor
-    # reports missing packages itself.
+    # If one package of the extra `run` is missing, usually all are missing, so checking optuna is
+    # enough. A command that needs another missing package fails when it imports the package.
+    # `autotune doctor` reports missing packages itself.
     if command != "autotune doctor" and not is_installed("optuna"):
         raise NotInstalled(command)
 
@@ -243,12 +243,12 @@ def main() -> None:
 
     try:
         code = app(prog_name="autotune", standalone_mode=False) or 0
-        sys.stdout.flush()  # at the exit of Python, an ended reader would be an error
+        sys.stdout.flush()  # a closed pipe raises ReaderEnded here, not an error at Python's exit
         sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
     except ReaderEnded:
-        # What is left in the stream's buffer would be written at the exit.
+        # At its exit, Python writes the rest of the stream's buffer, so send it to the null device.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(BROKEN_PIPE)
     except typer.Abort:

@@ -25,9 +25,10 @@ MORE = "--details shows configurations, ranges, spot prices, other sizes and the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What to print: details, at most `most_rows` GPUs, and the cost of these numbers of examples.
+    """What to print: details, at most `most_rows` GPUs, and the cost for each number in `sizes`.
 
-    With a purchase budget, the GPUs that it can buy are listed instead of those to rent.
+    `sizes` are numbers of examples. With a purchase budget, the table lists the GPUs that the
+    budget can buy instead of the GPUs to rent.
     """
 
     details: bool = False
@@ -39,7 +40,7 @@ class Shown:
 def print_comparison(comparison: Comparison, shown: Shown) -> None:
     """Print the best GPU for each model and method, its numbers, and a table of the GPUs.
 
-    After the details follows the answer about costs (`report.answer.costs_answer`).
+    With details, the caller then prints the answer about costs (`report.answer.costs_answer`).
     """
     for number, group in enumerate(comparison.groups):
         if number:
@@ -106,7 +107,7 @@ def _bought_row(group: Group, bought: Bought) -> tuple[str, ...]:
 
 
 def _name(card: ComparedCard) -> str:
-    """Return the name of a GPU, with a star if only settings that change learning fit it."""
+    """Return the name of a GPU, with a star if the run needs settings that change learning."""
     return card.device.label + "*" * bool(card.plan and card.plan.from_reserve)
 
 
@@ -118,7 +119,7 @@ def _memory(card: ComparedCard) -> str:
 
 
 def _unfit_text(unfit: Sequence[ComparedCard], *, name_all: bool) -> str:
-    """Say which GPUs do not surely fit; the reason follows the name if there are few."""
+    """Name the GPUs on which the run does not surely fit, with reasons, or only count them."""
     if name_all:
         return "; ".join(f"{card.device.name}: {card.state}" for card in unfit)
     return f"{len(unfit)} GPUs do not surely fit."
@@ -132,7 +133,7 @@ def _print_details(comparison: Comparison, group: Group) -> None:
     print_text(workload_text(group))
     rows = [cells(group, card, today) for card in group.cards]
 
-    # Two tables instead of one, so that each fits the width of a terminal
+    # Print two tables instead of one, so that each table fits the width of a terminal.
     for table in ("speed", "cost"):
         columns = [column for column in COLUMNS if column.table == table or column.title == "GPU"]
         titles = {column.title: "right" if column.numeric else "left" for column in columns}

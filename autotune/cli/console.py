@@ -48,7 +48,7 @@ class Display(AbstractContextManager["Display"]):
 
     `quiet` suppresses all output except JSON. `events` adds a JSON line on stdout for each event.
     With `events` or `as_json`, stdout is only for JSON, so the answer is printed on stderr, too.
-    `storage` is the option of that name, which the printed commands repeat.
+    `storage` is the value of `--storage`, which the printed commands repeat.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class Display(AbstractContextManager["Display"]):
         )
         if task.plays_ranks:
             proxy += (
-                f", one of which simulates a rank of {' or '.join(map(str, task.numbers_of_gpus))}"
+                ", which simulates one rank of a run on "
+                f"{' or '.join(map(str, task.numbers_of_gpus))} GPUs"
             )
 
         memory = (
@@ -189,7 +190,7 @@ class Display(AbstractContextManager["Display"]):
         self._fields("warning", setup.warnings, "yellow")
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """Take the best trial of earlier sessions, so that new trials are compared with it."""
+        """Find the best trial of earlier sessions, so that new trials are compared with it."""
         for row in rows:
             self._compare(row)
         if best := self._best:
@@ -208,13 +209,14 @@ class Display(AbstractContextManager["Display"]):
             self._best = row
 
     def trying(self, number: int, config: TrainConfig) -> None:
-        """Show in the status which trial is being probed; `trial` prints a line at its end."""
+        """Show in the status which trial is being probed; `trial` later prints its result."""
         self._step = f"trial {number}: {config.label()}"
 
     def trial(self, row: TrialRecord) -> None:
         """Print a line for a finished trial: numbers or outcome, then configuration and details.
 
-        If an earlier trial of the same configuration had the same outcome, no line is printed.
+        No line is printed for a reused result if an earlier line already shows this outcome for the
+        same configuration, unless the trial is the best so far.
         """
         self._event("trial", **to_data(row))
         self._compare(row)
@@ -336,7 +338,10 @@ class Display(AbstractContextManager["Display"]):
             self._console.control(Control.home())
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
-        """Print where the results of the listed configurations are; the table comes later."""
+        """Print the files with the results of the listed configurations.
+
+        `commands.run` prints the results themselves at the end.
+        """
         self._event("result", configs=json_data(results))
         if not self._events:
             self._print(f"written: {out_dir}/suite.md and suite.json")
@@ -367,7 +372,7 @@ class Display(AbstractContextManager["Display"]):
         )
 
     def _best_run(self) -> str:
-        """Return text about the best trial so far, before its confirmation, or an empty text.
+        """Describe the best trial so far, which is not confirmed yet, or return an empty text.
 
         For example: 'trial 3, 10,531 tokens/s, full run about 49 s, $0.0082'.
         """

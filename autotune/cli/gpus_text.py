@@ -9,7 +9,10 @@ from autotune.report.answers import gpu_answer
 from autotune.report.describe import gpu_choices
 from autotune.study.scaling import GpuPlan, RankPlan, fastest
 
-NO_LINK = "it is unknown how fast these GPUs exchange data: set link_gb_s in your own GPU's data"
+NO_LINK = (
+    "it is unknown how fast these GPUs exchange data: set link_gb_s in your own description of the "
+    "GPU"
+)
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",
@@ -48,7 +51,7 @@ def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
 
 
 def _best_rows(gpu_plan: GpuPlan) -> Sequence[RankPlan]:
-    """Return the fastest row that fits for each number of GPUs, or its first row."""
+    """Return the fastest row that fits for each number of GPUs, or the first row if no row fits."""
     rows: list[RankPlan] = []
     for number in dict.fromkeys((row.hosts, row.num_gpus) for row in gpu_plan.rows):
         same = [row for row in gpu_plan.rows if (row.hosts, row.num_gpus) == number]
@@ -78,14 +81,14 @@ def _print_details(gpu_plan: GpuPlan) -> None:
         print_text(choice)
     print_text(
         f"{fmt_gib(task.device.memory_gib)} on each GPU, {fmt_gib(gpu_plan.limit_gib)} of it for "
-        f"tensors and NCCL; besides, a process takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
+        f"tensors and NCCL; each process also takes {fmt_gib(gpu_plan.context_gib)} for its CUDA "
         "context"
     )
     print_text(
         f"{task.workload.trained:,} examples x {task.workload.epochs} epoch(s), global batch "
         f"{task.workload.global_batch}"
     )
-    print_text(f"Every number is projected, nothing was measured here: {gpu_plan.how_sure}.")
+    print_text(f"Every number is projected, without a measurement here: {gpu_plan.how_sure}.")
     for removal in gpu_plan.left_out:
         print_text(removal, "left out: ")
 

@@ -1,7 +1,7 @@
 """The text of --help: commands in groups, the options of large commands in panels, and the start.
 
-Click's own formatter writes it. The library rich, which typer would use, takes longer to import
-than a short command runs.
+Click's own formatter writes this text. Typer would use the library rich, but importing rich takes
+longer than running a short command.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Start here:
 Add --dataset FILE to measure the lengths of your own examples.
 `autotune --help` lists all commands, `autotune run --help` the options of run."""
 
-# The commands by what they are for; `app.COMMANDS` describes each.
+# The commands, grouped by purpose. `app.COMMANDS` has the description of each command.
 GROUPS = {
     "Find the best configuration": ("run", "resume", "learn"),
     "Estimate without a GPU": ("plan", "compare", "check", "longest"),
@@ -64,7 +64,7 @@ class PanelCommand(TyperCommand):
     """A command whose --help shows many options in panels."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the panels; an argument, or an option of no panel, comes first."""
+        """Write the panels. Arguments, and options that belong to no panel, come first."""
         parameters = {one.name: one for one in self.get_params(ctx)}
         if len(parameters) <= FEW_OPTIONS:
             super().format_options(ctx, formatter)

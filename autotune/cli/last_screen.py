@@ -17,7 +17,7 @@ from autotune.report.answers import study_answer
 from autotune.report.infos import candidates
 from autotune.study.summary import Candidate, Recipe, StudySummary
 
-# The columns of the table of results: each heading, and the key of its number in `describe`
+# The columns of the table of results: each heading, and the key of its number in `describe.numbers`
 _COLUMNS = {
     "tokens/s": "useful tokens/s",
     "step": "optimizer step",
@@ -96,9 +96,9 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
 
 
 def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) -> dict[str, str]:
-    """Return the next command lines by purpose: train, verify and explain, as far as they apply.
+    """Return {purpose: command line} for the next steps: train, verify and explain, if possible.
 
-    The user can run the commands without a change. `storage` is the option of that name.
+    The user can run the commands without a change. `storage` is the value of `--storage`.
     """
     from autotune.study.storage.database import public_url
 

@@ -1,4 +1,4 @@
-"""The text of `autotune plan` for one GPU: the answer, and with `--details` what it rests on."""
+"""The text of `autotune plan` for one GPU: the answer and, with `--details`, its basis."""
 
 from collections.abc import Sequence
 

@@ -14,9 +14,10 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows lacks this signal
 
 @contextmanager
 def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
-    """In this block, Ctrl-C, SIGTERM and SIGHUP request a stop through `stop`, or a new token.
+    """In this block, Ctrl-C, SIGTERM and SIGHUP request a stop through `stop` or a new token.
 
-    A terminal that is closed sends SIGHUP, often twice.
+    A terminal often sends SIGHUP twice when it is closed, so a second SIGHUP does not end the
+    process.
     """
     stop = stop or StopToken()
 
@@ -24,7 +25,7 @@ def stop_on_signals(stop: StopToken | None = None) -> Iterator[StopToken]:
         if number == HANGUP:
             leave_terminal()
         elif stop():
-            os._exit(128 + number)  # the worker of the probe ends when this process ends
+            os._exit(128 + number)  # the worker process that runs a probe then ends, too
         stop.request(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM]

@@ -1,6 +1,7 @@
 """Makes the options of commands from the fields of StudySpec, and a StudySpec from the options.
 
-A rare field of StudySpec has no option: `--set NAME=VALUE` sets it, as it pins a knob.
+A rare field of StudySpec has no option of its own. `--set NAME=VALUE` sets it, just as it pins a
+knob.
 """
 
 import functools
@@ -117,8 +118,8 @@ def _is_flag(name: str) -> bool:
 def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options of a study to a command that takes **options, before the command's own options.
 
-    `names` are the names of the added options. The rare ones among them get no option, but the
-    value None in **options, which `spec_of` replaces by a value of `--set`.
+    `names` are the names of the added options. A rare name gets no option: **options has the value
+    None for it, and `spec_of` replaces None with the value from `--set`.
     """
     rare = tuple(name for name in names if name in RARE)
 
@@ -166,7 +167,7 @@ def spec_of(options: dict[str, Any]) -> StudySpec:
 
 
 def _set_rare(options: dict[str, Any], setting: str) -> None:
-    """Set a rare field among the options. Raises UsageError if the command does not read it."""
+    """Set a rare field among the options. Raises UsageError if the command ignores the field."""
     name, text = _split(setting)
     if name not in RARE:
         flag = f"--{name.replace('_', '-')}"
@@ -186,7 +187,7 @@ def _set_rare(options: dict[str, Any], setting: str) -> None:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return the value of a rare field from its text, as an option of its own would give it."""
+    """Convert the text of a rare field to a value, as an option would convert it."""
     if _takes_text(name):
         return text
     if StudySpec.__dataclass_fields__[name].type is float:

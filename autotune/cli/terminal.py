@@ -1,6 +1,6 @@
 """Prints text safely: names, configs and messages of other people cannot control the terminal.
 
-`guard` wraps stdout and stderr in streams that replace control characters by question marks. The
+`guard` wraps stdout and stderr in streams that replace control characters with question marks. The
 library rich must bypass these streams, because it writes colors and cursor moves itself. So
 `console` cleans each text before rich styles it. If the terminal's encoding lacks a character, a
 dash is replaced by a hyphen, and any other character by a question mark.
@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 
 # The width of a table in a pipe or a file, in characters: enough to print every cell completely
 _PIPE_WIDTH = 280
-# A computation that takes longer prints its progress, even if stderr is no terminal.
+# If stderr is no terminal, progress is printed only after a computation has taken this long.
 SILENT_S = 2.0
 
 
 class ReaderEnded(Exception):
-    """The program that reads the output has ended. Click would exit with 1 on a BrokenPipeError."""
+    """The program that reads the output has ended.
+
+    This error replaces BrokenPipeError, on which click would exit with code 1.
+    """
 
 
 class _Guarded:
-    """A text stream that replaces control characters by question marks.
+    """A text stream that replaces control characters with question marks.
 
     Its methods raise ReaderEnded if the stream is a pipe without a reader.
     """
@@ -50,7 +53,7 @@ class _Guarded:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is in the buffer."""
+        """Write the content of the buffer."""
         with _reader():
             self.unguarded.flush()
 
@@ -74,7 +77,7 @@ def _closest(error: UnicodeError) -> tuple[str, int]:
 
 
 def guard() -> None:
-    """Replace this process's stdout and stderr by guarded streams."""
+    """Replace this process's stdout and stderr with guarded streams."""
     codecs.register_error("closest", _closest)
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Guarded):
@@ -129,7 +132,7 @@ def print_text(text: str, start: str = "") -> None:
 
 
 def print_lines(lines: Mapping[str, str]) -> None:
-    """Print labelled texts on stdout, one below the other, without those that are empty."""
+    """Print labelled texts on stdout, one below the other. Empty texts are left out."""
     width = max(map(len, lines))
     for label, text in lines.items():
         if text:
@@ -138,10 +141,11 @@ def print_lines(lines: Mapping[str, str]) -> None:
 
 @contextmanager
 def notes_last() -> Iterator[Callable[[str], None]]:
-    """Yield a function for the messages of a computation, so that its answer is printed first.
+    """Yield a function that shows the messages of a computation; warnings follow its answer.
 
-    Warnings are printed on stderr when the block ends. On a terminal, messages of progress
-    disappear when the block ends. Elsewhere, they are lines on stderr, after SILENT_S seconds.
+    Warnings are printed on stderr when the block ends. On a terminal, progress messages disappear
+    when the block ends. Elsewhere, progress messages are lines on stderr, which appear only if the
+    block takes longer than SILENT_S seconds.
     """
     screen = console(stderr=True)
     warnings: dict[str, None] = {}
@@ -162,7 +166,7 @@ def notes_last() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _spinner(screen: "Console") -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows a message next to a spinner, in place of the one before."""
+    """Yield a function that shows a message next to a spinner, in place of the last message."""
     from rich.text import Text
 
     status = screen.status("", spinner="line")
@@ -179,9 +183,10 @@ def _spinner(screen: "Console") -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _late_lines() -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints a message on stderr, if the block lasts over SILENT_S seconds.
+    """Yield a function that prints messages on stderr once the block has run for SILENT_S seconds.
 
-    Then the latest message is printed, and each further one at once.
+    Of the messages before this time, only the latest is printed. Later messages are printed at
+    once.
     """
     latest = ""
     is_late = False
@@ -259,12 +264,15 @@ def print_table(
 
 
 def _frame(num_columns: int) -> int:
-    """Return the characters that the lines and spaces between the columns of a table take."""
+    """Return the number of characters that a table's lines, and spaces beside them, take."""
     return 3 * num_columns + 1
 
 
 def _parts(least: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Divide columns of these least widths into tables that fit; all have the first column."""
+    """Divide the columns into tables that fit the width; each table has the first column.
+
+    `least` has the smallest possible width of each column. Yields the column numbers of each table.
+    """
     part = [0]
     for number in range(1, len(least)):
         needed = sum(least[index] for index in (*part, number)) + _frame(len(part) + 1)
@@ -276,7 +284,10 @@ def _parts(least: Sequence[int], width: int) -> Iterator[list[int]]:
 
 
 def _widths(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
-    """Return widths of columns from `least` to `most`, so that most columns need no wrapping."""
+    """Return a width for each column, from its `least` to its `most` width.
+
+    As many columns as possible get their `most` width, at which no cell is wrapped.
+    """
     free = width - _frame(len(least)) - sum(least)
     widths = list(least)
     for number in sorted(range(len(least)), key=lambda number: most[number] - least[number]):

@@ -25,7 +25,7 @@ def with_remedy(error: Any, words: Sequence[str], commands: Iterable[str]) -> Us
     help_ = f"`{command} --help` lists its options"
     parameter: Any = getattr(error, "param", None)
     if option := getattr(error, "option_name", None):
-        # The option lacks its value, or is a flag and was given a value.
+        # The option lacks its value, or it is a flag that was given a value.
         if not hasattr(error, "possibilities"):
             return UsageError(_sentence(error), remedy=_correct_use(error, option, help_))
         if remedy := _other_way(error, option, words):
@@ -64,7 +64,7 @@ def _options(context: Any) -> list[str]:
 
 
 def _other_way(error: Any, option: str, words: Sequence[str]) -> str | None:
-    """Return what to give instead of an option that other versions or other programs have."""
+    """Return the remedy for an option that other versions or programs have, or None."""
     if option == "--dry-run":
         return "`autotune plan` estimates memory, speed and cost without a probe"
     name = option.removeprefix("--").replace("-", "_")

@@ -1,9 +1,9 @@
 """Answers a question with sentences, tables and figures, for a terminal and as an HTML page.
 
-The questions are: Which models can a card train? Is it cheaper to rent or to buy a card? How do the
-nodes of a study differ? The terminal and the page show the same sentences and tables. An answer
-states the result first, and then what the result is based on. The page contains plotly.js, so it
-opens offline.
+The questions are: Which models can a GPU (card) train? Is it cheaper to rent or to buy a GPU? How
+do the nodes of a study (the processes that ran its probes) differ? The terminal and the page show
+the same sentences and tables. An answer states the result first, and then its basis. The page
+contains plotly.js, so it opens offline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,10 +60,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer in sentences (`found`), with its basis (`notes`), tables, and figures by caption.
+    """An answer: sentences with the result (`found`) and its basis (`notes`), tables and figures.
 
-    `drawings` are functions that make the figures, because a terminal shows no figure and needs no
-    Plotly. A drawing returns the arguments of Plotly.newPlot, or None without data.
+    `drawings` maps each caption to a function that makes the figure. A terminal calls none of these
+    functions, so it does not import Plotly. Each function returns the arguments of Plotly.newPlot,
+    or None if there is no data.
     """
 
     title: str
@@ -125,7 +126,7 @@ def trainable_answer(result: Trainable, today: date) -> Answer:
         "A verdict gives the longest sequence, in tokens, that surely fits. "
         "tight: too close to the limit to tell. *: fits only with a setting that changes "
         "learning, such as pure bf16 or an optimizer other than AdamW.",
-        f"{len(result.models)} models, one of each size; --model NAME plans any other.",
+        f"{len(result.models)} models, one of each size; --model NAME plans any other model.",
         *_refusals(result.entries),
     ]
     if any(entry.tokens_per_s for entry in result.entries) and result.is_guess:
@@ -191,7 +192,7 @@ def _speed(entry: Entry) -> str:
 
 
 def _refusals(entries: Sequence[Entry]) -> list[str]:
-    """Say why models cannot be trained. A reason that holds for several methods is said once."""
+    """Say why models cannot be trained. A reason that holds for several methods is given once."""
     return [
         f"{name}: {why}."
         for name, why in dict.fromkeys((one.model, one.problem) for one in entries)
@@ -257,7 +258,7 @@ def costs_answer(
 
 
 def _prices_table(group: Group, today: date) -> Table:
-    """Return the table of the prices of one GPU: an hour, a day, a week, and an hour at spot."""
+    """Return a table with each GPU's price for an hour, a day, a week, and an hour at spot."""
     rows = []
     for card in group.cards:
         price = card.plan.task.price if card.plan else None
@@ -346,7 +347,8 @@ def _buying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
 def _paying_table(bought: Sequence[Bought], budget: PurchaseBudget) -> Table:
     """Return the table of the hours of use after which buying is cheaper than renting.
 
-    Each card has two rows: against renting the same card, and against renting the cheapest card.
+    Each card has two rows. The first row compares buying the card with renting the same card, and
+    the second row compares it with renting the cheapest card.
     """
     rows = []
     for one in bought:
@@ -381,8 +383,8 @@ def _pays(
 ) -> str:
     """Format the hours of use as '3,863 h, 22.2 months', 'never', or a dash if no price is known.
 
-    After `hours` of use, buying is cheaper than renting; None means never. If `rented` names the
-    rented card, the text ends with this name.
+    Buying is cheaper than renting after `hours` of use, or never if `hours` is None. If `rented`
+    names the rented card, the text ends with this name.
     """
     if not known:
         return DASH
@@ -429,10 +431,11 @@ def _buying_basis(budget: PurchaseBudget) -> str:
     """Return the assumptions about the cost of a purchased card."""
     source = "from Wikipedia's list, with the year"
     return (
-        f"A GPU costs its launch price ({source}), "
-        f"and electricity for its power limit at {fmt_usd(budget.usd_per_kwh)} a kWh. "
+        f"A bought GPU costs its launch price ({source}), "
+        f"and electricity at its power limit for {fmt_usd(budget.usd_per_kwh)} a kWh. "
         "The rest of the computer and the GPU's resale value do not count. "
-        "The hours until a GPU pays off against the cheapest GPU depend on estimated speeds. "
+        "The hours until a GPU pays off against renting the cheapest GPU depend on estimated "
+        "speeds. "
         "A dash: no price is known."
     )
 
@@ -441,20 +444,23 @@ def _buying_basis(budget: PurchaseBudget) -> str:
 
 
 def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
-    """Say which nodes of a study differ from the other nodes, with three tables of all nodes."""
+    """Say which nodes of a study differ from the others, with three tables of all nodes.
+
+    A node is a process that ran probes for the study.
+    """
     label = next((node.config.label() for node in nodes if node.config), None)
     baseline = f", {label}" if label else ""
     several = len(nodes) > 1
     notes = [
         f"Each node measured the baseline{baseline}. The tables show the latest measurement, "
-        "with the driver's readings during it. Times are UTC.",
+        "with the GPU driver's readings during this measurement. Times are UTC.",
         "to others: the node's speed against the median of the other nodes. " * several
         + "variation: the standard deviation of the timed micro batches divided by their mean. "
         + "apart: more than 5 % of speed, 2 % of memory or 10 C from the median of the other "
         "nodes, or the baseline fails on the node. " * several + "A dash: unknown.",
     ]
     if several and task.device.kind == "cpu":
-        notes.append("Nodes on one machine share its processors: only their memory is compared.")
+        notes.append("Nodes on one machine share its processors, so only their memory is compared.")
 
     caption = "Tokens/s of the baseline, with the range of the timed steps"
     return Answer(
@@ -467,7 +473,7 @@ def nodes_answer(nodes: Sequence[Node], task: Task) -> Answer:
 
 
 def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
-    """Yield a sentence for each node that is unlike the other nodes, slowed down or not measured.
+    """Yield a sentence for each node that differs from the others, is slowed down or not measured.
 
     If all nodes are alike and measured, one sentence says so.
     """
@@ -484,7 +490,7 @@ def _node_findings(nodes: Sequence[Node], *, has_speeds: bool) -> Iterator[str]:
             yield f"{node.name}{' is apart' if node.apart else ''}: {'; '.join(reasons)}"
 
     if quiet and len(nodes) > 1:
-        scope = "" if has_speeds else " in memory, which is all that is compared on a CPU"
+        scope = "" if has_speeds else " in memory (on a CPU, speeds are not compared)"
         yield f"None of the {len(nodes)} nodes is apart from the others{scope}."
     if len(nodes) == 1:
         yield "There is only one node, so there is no comparison."

@@ -1,6 +1,6 @@
 """Puts the answers of commands into words: result, memory, cost, certainty and reason.
 
-Each answer is created from the command's frozen value, once for all renderers.
+Each answer is made once, from the frozen dataclass that the command returns, for all renderers.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
 
 
 def certainty(estimated: Estimate, num_gpus: int = 1) -> str:
-    """Return what kind of evidence an estimate rests on, and the interval of its speed."""
+    """Return the kind of evidence behind an estimate, and the interval of its speed."""
     basis = f"estimated, {estimated.calibrated or 'nothing was measured here'}"
     if estimated.interval is None:
         return basis
@@ -258,7 +258,7 @@ def _layout(row: RankPlan, card: str) -> str:
 
 
 def _gpus_reason(plan: GpuPlan, chosen: RankPlan | None) -> str:
-    """Compare the cheapest plan with the fastest, and say whether it may miss the deadline."""
+    """Compare the cheapest plan with the fastest plan, or say that it may miss the deadline."""
     if chosen is None or chosen.estimate is None or chosen.estimate.cost is None:
         return next((row.problem for row in plan.rows if row.problem), "")
     high = chosen.estimate.cost.interval_hours[1]
@@ -313,7 +313,7 @@ def _largest_text(entry: Entry) -> str:
 
 
 def row_answer(found: LongestAnswer) -> Answer:
-    """Return an answer with the longest row of all methods."""
+    """Return an answer with the longest training sequence (row) that any of the methods can fit."""
     longest = max(found.rows, key=lambda row: row.tokens or 0)
     model = found.model.rpartition("/")[2]
     if longest.tokens is None:
@@ -353,7 +353,10 @@ def row_answer(found: LongestAnswer) -> Answer:
 
 
 def _row_certainty(found: LongestAnswer, longest: LongestRow) -> str:
-    """Say whether the row was measured, and whether the model was trained for such long rows."""
+    """Say whether a step with this row was measured.
+
+    If the row is longer than the rows that the model was trained for, say so, too.
+    """
     basis = "a step with this sequence was measured"
     if longest.evidence is Evidence.ESTIMATED:
         basis = "estimated: memory was counted without a GPU"

@@ -97,7 +97,10 @@ def _no_clear_difference(rivals: Sequence[str]) -> str:
 
 
 def _unfit_answer(group: Group, name: str) -> Answer:
-    """Return the answer for a group without a known speed: it names the card that comes closest."""
+    """Return the answer for a group whose cards all have an unknown speed.
+
+    The answer names a card that holds the run or, if there is none, the card that comes closest.
+    """
     known = [(card.least, card) for card in group.cards if card.least]
     if not known:
         problem = next((card.problem for card in group.cards if card.problem), "")

@@ -1,8 +1,8 @@
 """Renders a comparison of cards as HTML, Markdown, CSV or JSON.
 
-`COLUMNS` defines a card's row once for all forms that people read; `values.compared` defines it for
-programs. Names come from users, so each form escapes them. An unknown value is a dash in the forms
-for people, and empty in the forms for programs.
+`COLUMNS` defines a card's row once for all forms that people read, and `values.compared` defines
+the row for programs. Names come from users, so each form escapes them. An unknown value is a dash
+in the forms for people, and empty in the forms for programs.
 """
 
 import csv
@@ -52,7 +52,7 @@ def _usd(value: float | None) -> str:
 
 
 def _memory(row: CardRow) -> str:
-    """Describe needed memory and limit, and say so if no configuration is certain to fit."""
+    """Describe the needed memory and the limit; say so if no configuration is certain to fit."""
     limit = _gib(row.limit_gib)
     if row.configuration:
         return f"{_gib(row.need_gib)} of {limit}"
@@ -68,7 +68,7 @@ def _card(row: CardRow) -> str:
 
 
 def _evidence(row: CardRow) -> str:
-    """Describe the evidence, the number of measurements behind it, and what was calibrated."""
+    """Describe the evidence, the number of measurements behind it, and the calibration."""
     count = row.measurements_on_this_card
     guess = ", no measurement of this kind of GPU" if row.is_guess else ""
     basis = f", narrowed by measurements on this GPU: {count}" if count else guess
@@ -198,8 +198,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     )
 
     # Caveats of the comparison: plans that estimated only a few configurations, cards whose plan
-    # comes from the reserve space (values to try only if nothing else fits), and cards that would
-    # train with other settings.
+    # comes from the reserve space (values to try only if all others do not fit), and cards that
+    # would train with other settings.
     counted_cards = [
         card
         for card in group.cards
@@ -222,7 +222,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         )
     for difference, names in group.training_differences().items():
         sentences.append(
-            f"training on {' and '.join(names)} is not the same as on the fastest: {difference}"
+            f"training on {' and '.join(names)} is not the same as on the fastest GPU: {difference}"
         )
 
     if (advice := comparison.advice(group)) is not None:
@@ -291,7 +291,7 @@ def own_card_sentence(comparison: Comparison, group: Group) -> str:
         else ""
     )
     if own_run.never_pays:
-        return f"{text}; it never pays off {against}: its electricity alone costs as much"
+        return f"{text}; it never pays off {against}: its electricity costs no less than this rent"
     if own_run.pays_after_runs is None:
         return f"{text}; it is unknown when that pays off: {NO_PRICE}"
 

@@ -76,7 +76,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def gate(app: WSGIApplication) -> WSGIApplication:
-    """Accept only GET and HEAD, and only requests for a loopback host.
+    """Wrap an application so that it accepts only GET and HEAD, and only for a loopback host.
 
     Other methods get 405, other hosts 403, and a malformed host 400. The check of the host stops
     DNS rebinding: a foreign page whose domain resolves to 127.0.0.1 sends that domain as the host.
@@ -137,7 +137,7 @@ def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable
 
 
 def _importances(summary: StudySummary, start_response: StartResponse) -> Iterable[bytes]:
-    """Answer with the report's importances of knobs, since the dashboard's would differ."""
+    """Answer with the report's importances of knobs, since the dashboard would compute others."""
     kind = CategoricalDistribution.__name__
     shares = [
         {"name": knob, "importance": one.share, "distribution": kind}
@@ -166,7 +166,7 @@ class Copy(optuna.storages.InMemoryStorage):
 class LiveDashboard:
     """The dashboard of a study that may still run.
 
-    On a request, the dashboard reads the study again if its copy is older than REFRESH_S seconds.
+    A request makes the dashboard read the study again if its copy is older than REFRESH_S seconds.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class LiveDashboard:
         return app(environ, start_response)
 
     def _show(self, record: Record) -> None:
-        """Replace the copy by this state of the study."""
+        """Replace the copy with this state of the study."""
         summary = self._summarize()
         storage = copy_study(summary, record, self._reports)
         self._app: WSGIApplication = optuna_dashboard.wsgi(storage, artifact_store=self._reports)
@@ -210,7 +210,7 @@ class ReportStore:
     """The reports as an artifact store of Optuna, under random names that other pages cannot guess.
 
     A report is rendered when it is opened. `out` is the path of the study's directory in the
-    report's commands.
+    commands that the report shows.
     """
 
     def __init__(self, out: str) -> None:
@@ -293,8 +293,8 @@ def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
 
     optuna-dashboard reads them under the key `constraints`, as Optuna wrote them before version 5.
     The keys of Optuna 5 are removed, because otherwise the constraints would count twice. The
-    attribute `config` is removed, because it repeats the trial's parameters. Values have five
-    digits, because the page prints all digits and the card of the best trial cut them off.
+    attribute `config` is removed, because it repeats the trial's parameters. Values are rounded to
+    five digits, because the page prints all digits, and its box for the best trial cut them off.
     """
     visible = copy.copy(trial)
     others = {

@@ -56,7 +56,8 @@ SAME_GIB = 0.005  # two amounts of memory that differ by less than this many GiB
 class Number:
     """One number in the results of a candidate, such as its tokens/s.
 
-    `value` is None if the number is unknown, or if the ratio of two such numbers has no meaning.
+    `value` is None if the number is unknown, or if the ratio of two candidates' numbers would have
+    no meaning.
     """
 
     group: str
@@ -93,7 +94,7 @@ def numbers(candidate: Candidate) -> dict[str, Number]:
 
 
 def candidate_line(candidate: Candidate) -> str:
-    """Summarise as '28,000 tokens/s, 53.3 GiB, full run 10 min 20 s, $0.584 [measured]'."""
+    """Return a summary as '28,000 tokens/s, 53.3 GiB, full run 10 min 20 s, $0.584 [measured]'."""
     text = {name: number.text for name, number in numbers(candidate).items()}
     run = f"full run {text['time']}, {text['USD']}"
     return (
@@ -153,7 +154,7 @@ def headline(summary: StudySummary) -> str:
 
 
 def savings(summary: StudySummary) -> str:
-    """Compare what one full run saves with what the search cost.
+    """Compare the savings of one full run with the cost of the search.
 
     For example 'saves $0.57 per run; the search cost $0.065 (the savings are $0.55 to $0.59)'. If
     the savings are less than the cost, the text says that the run is too short for a search.
@@ -218,15 +219,16 @@ def factors(decomposition: Decomposition | None) -> str:
 
 
 def estimate_basis(how_sure: str, calibrated: str | None) -> str:
-    """Say what estimates are based on, as a sentence without the full stop."""
+    """Describe the basis of estimates, as a sentence without the full stop."""
     return f"{f'Estimated, {calibrated}' if calibrated else NOT_MEASURED}: {how_sure}"
 
 
 def gpu_choices(plan: GpuPlan | Scaling, within_hours: float | None) -> list[str]:
     """Describe the cheapest and the fastest row of a plan.
 
-    With a deadline, also describe the cheapest row that meets it. If a row that fits has an unknown
-    speed, the text says that only rows with a known speed are compared.
+    Each row is one parallel strategy on one number of GPUs. With a deadline, also describe the
+    cheapest row that meets the deadline. If a row that fits has an unknown speed, the text says
+    that only rows with a known speed are compared.
     """
     rows = plan.trainable
     among = " of those with a known speed" if rows and plan.has_unknown_speed else ""
@@ -408,7 +410,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
 
 
 def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
-    """Return the shell commands that train with the export in the study's directory, by purpose."""
+    """Return {purpose: shell command} for training with the exported files of the study."""
     if recipe.trainer == "trl":
         cd = shlex.join(["cd", *operands(f"{out_dir}/export")])
         file = tool_file.file_of(recipe, "trl")
@@ -450,7 +452,7 @@ def learned_text(finalist: Learned) -> str:
 
 
 def verdict(result: Verification) -> str:
-    """Return the answer of a verification in one line: whether the prediction holds, and numbers.
+    """Return the result of a verification in one line: whether the prediction holds, with numbers.
 
     For example 'The prediction holds: 17,690 tokens/s (0.8% slower than predicted), 54.6 GiB (as
     predicted)'.
@@ -459,7 +461,9 @@ def verdict(result: Verification) -> str:
         return f"The exported run failed: {result.reason}"
 
     speed = f"{fmt_count(result.tokens_per_s)} tokens/s"
-    if result.soak or not result.probed:  # nothing is predicted, except the memory of a soak
+    # A soak test (a run of long and short sequences) has no predicted speed. A program that the
+    # study did not probe has no prediction at all.
+    if result.soak or not result.probed:
         reason = failed_verification(result)
         return f"The run {'succeeded' if result.holds else 'failed'}: {reason or speed}"
 
@@ -487,7 +491,7 @@ def verification(result: Verification) -> list[str]:
         speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({slower})"
         lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {speed}"]
 
-    peak = "this device does not report its peak"
+    peak = "this device does not report its peak memory"
     if result.reserved_gib is not None:
         larger = _compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
         peak = f"{fmt_gib(result.reserved_gib)} reserved ({larger})"
@@ -526,10 +530,11 @@ def failed_verification(result: Verification) -> str | None:
 
 
 def _compared(predicted: float, measured: float | None, more: str, less: str) -> str:
-    """Compare as '3.2% slower than predicted' or, from a factor of LARGE on, '5.2 times slower'.
+    """Compare two numbers as '3.2% slower than predicted', or as '5.2 times slower than predicted'.
 
-    `more` is the word for a measured number above the prediction, and `less` the word for a number
-    below.
+    The text has a factor instead of a percentage if the factor is at least LARGE. `more` is the
+    word for a measured number above the prediction, and `less` is the word for a number below the
+    prediction.
     """
     if not measured or not predicted:
         return "no prediction to compare with"
@@ -555,7 +560,7 @@ def broken_promise(summary: StudySummary) -> str | None:
 
 
 def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
-    """Describe how one knob's value in the winner changes the speed and the memory."""
+    """Describe how the winner's value of one knob (setting) changes the speed and the memory."""
     winner = result.winner
     if knob.evidence is Evidence.DISTURBED and knob.outcome is Outcome.OK:
         return "no comparison: other work disturbed the measurement"
@@ -580,8 +585,8 @@ def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
 def ablation(result: Ablation) -> list[str]:
     """Return a line for each knob, the most helpful first.
 
-    A line compares the winner with the same configuration with another value of the knob. It ends
-    with the evidence of the less certain of the two results, such as "extrapolated".
+    Each line compares the winner with a configuration that differs from it only in this knob. The
+    line ends with the weaker evidence of the two results, such as "extrapolated".
     """
     lines = []
     for knob in result.ranked():
@@ -610,7 +615,7 @@ def _batch(recipe: Recipe) -> str:
 
 
 def _memory_growth(result: Verification) -> str:
-    """Say whether the memory grew in a soak test."""
+    """Say whether the memory grew in a soak test, which mixes long and short sequences."""
     if not result.peaks_gib:
         return "it is unknown if memory grows: the run does not report its peaks"
     if result.memory_growth_gib is None:

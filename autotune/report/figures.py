@@ -44,8 +44,8 @@ from autotune.study.summary import Candidate, Quality, TrialRecord
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
 KIND_COLOURS = dict(zip(KINDS, (GREY, YELLOW, BLUE, PURPLE), strict=True))
 STAGE_COLOURS = {Stage.FORWARD: BLUE, Stage.RECOMPUTED: PALE_BLUE, Stage.BACKWARD: ACCENT}
-# The lines of the parallel coordinates: group, name, colour, opacity. The fastest lines are drawn
-# last.
+# The groups of lines in the parallel-coordinates plot: number, name, colour and opacity. The
+# fastest lines are drawn last, above the others.
 LINES = (
     (2, "slower", GREY, 0.35),
     (1, "at least half as fast", BLUE, 0.7),
@@ -58,7 +58,7 @@ METHOD_MARKERS = {
 }
 SERIES = (BLUE, ACCENT, PURPLE, YELLOW, GREY, PALE_BLUE)
 DASHES = ("solid", "dash")
-LONG_S = 900.0  # a time axis longer than this is in minutes, a shorter one in seconds
+LONG_S = 900.0  # a time axis of more than this many seconds is labelled in minutes
 FAR = 15  # if the speeds differ by a larger factor, a log axis labels only powers of ten
 NARROW = 20  # a line of a model's name beside the figure has at most this many characters
 WRAP = 26  # a line of a bar's name has at most this many characters
@@ -86,7 +86,7 @@ class Bar:
 def scatter(
     rows: tuple[TrialRecord, ...], candidates: dict[str, Candidate], limit_gib: float | None
 ) -> dict[str, Any] | None:
-    """Plot useful tokens/s against peak reserved memory for trials with a known memory.
+    """Plot useful tokens/s against peak reserved memory for the trials whose memory is known.
 
     A circle and a name mark each of the `candidates`.
     """
@@ -142,9 +142,10 @@ def history(
 
 
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
-    """Plot how the study used its time, by rung (the type of probe) or, if it is long, in slices.
+    """Plot how the study used its time, with a row for each rung (the type of probe).
 
-    Bars above the plot show the GPU's utilization in timed steps.
+    For a long study, stacked bars instead show how each of NUM_SLICES equal slices of the time was
+    used. Bars above the plot show the GPU's utilization in timed steps.
     """
     if not info.spans:
         return None
@@ -203,7 +204,7 @@ def horizontal_bars(
     line_at: float | None = None,
     end: float | None = None,
 ) -> dict[str, Any]:
-    """Plot one bar below another.
+    """Plot horizontal bars, one below another.
 
     `x` is the title of the axis, and `ticks` is the format of its labels (d3-format).
 
@@ -253,8 +254,8 @@ def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     """Plot the cost of each learning cell relative to the winner's cost, the cheapest on top.
 
-    A learning cell is a group of configurations that learn alike. Groups that learn more than the
-    winner are highlighted.
+    A learning cell is a group of configurations with equal values of all knobs that affect
+    learning. Cells that learn more than the winner are highlighted.
     """
     bars = []
     for row in rows:
@@ -660,9 +661,10 @@ def parallel_px(info: ParallelInfo) -> int:
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:
-    """Plot a line for each configuration over the knobs that vary, the fastest on top.
+    """Plot parallel coordinates: a line for each configuration, across an axis for each knob.
 
-    The last axis, at the right, is the speed.
+    Only knobs that vary have an axis. The last axis, at the right, is the speed. The fastest lines
+    are drawn above the others.
     """
     if not info.axes:
         return None
@@ -857,7 +859,7 @@ def _add_slices(figure: Any, parts: tuple[Slice, ...], unit_s: float) -> None:
 
 
 def _memory_range(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
-    """Return the ends of the memory axis, which leave room for the labels of points and limit."""
+    """Return the two ends of the memory axis, with room for the labels of points and limit."""
     ends = [*peaks, *([limit_gib] if limit_gib else [])]
     low = min(ends)
     high = max(ends)
@@ -870,7 +872,7 @@ def _memory_range(peaks: list[float], limit_gib: float | None) -> tuple[float, f
 def _trials(
     rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], highest: float = 0.0
 ) -> Any:
-    """Return a figure with a point for each trial, by outcome.
+    """Return a figure with a point for each trial; its colour and symbol show the outcome.
 
     Return None if there are fewer than two trials, or if no speed is known. Trials without a speed
     are drawn below zero on the speed axis. The speed axis reaches above the fastest trial and above

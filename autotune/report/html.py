@@ -1,7 +1,8 @@
 """Renders report.html: one file that opens offline.
 
-This module formats the values, and templates/report.html.j2 lays them out. Autoescape is on. Only
-JSON without any `<` is marked as safe, so the template does not escape it.
+This module formats the values, and templates/report.html.j2 lays them out. Autoescape is on. The
+only texts that are marked as safe are HTML tags that this package writes itself, and JSON without
+any `<`.
 """
 
 import json
@@ -80,7 +81,7 @@ def page(template: str, view: dict[str, Any]) -> str:
 
 
 def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
-    """Return the page's figures by name, as the data for Plotly.newPlot, or None without data."""
+    """Return {name: figure} for the page; a figure is the data for Plotly.newPlot, or None."""
     recipe = summary.recipe
     limit_gib = infos.limit_gib(summary)
 

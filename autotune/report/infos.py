@@ -28,8 +28,8 @@ TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the r
 CLOSE = 0.95
 HALF = 0.5
 SHORTEST_ROW = 128  # the shortest row length in the table of row lengths, in tokens
-# A knob's share of the variation in speed is computed only if at least this many configurations
-# were measured, and if at least two values of the knob have MIN_OF_VALUE of them each.
+# A knob's share of the variation in speed is computed only if at least MIN_MEASURED configurations
+# were measured, and if at least two values of the knob were each measured in MIN_OF_VALUE of them.
 MIN_MEASURED = 20
 MIN_OF_VALUE = 3
 
@@ -38,7 +38,8 @@ MIN_OF_VALUE = 3
 class MapCell:
     """The state of all trials with the same micro batch size and the same seq_len.
 
-    `state` is fits, oom, refused, failed, untried, or mixed: some trials fit, and others do not.
+    `state` is fits, oom, refused, failed, untried or mixed. Mixed means that some trials fit, and
+    others do not.
     """
 
     state: str
@@ -65,9 +66,10 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A configuration as a line, with its height on each axis, from 0 to 1. The last axis is speed.
+    """A configuration as a line of the parallel-coordinates plot.
 
-    `group` is the number of the configuration's speed group (see CLOSE); 0 is the fastest group.
+    `heights` has the line's height on each axis, from 0 to 1. The last axis is the speed. `group`
+    is the number of the configuration's speed group (see CLOSE); 0 is the fastest group.
     """
 
     label: str
@@ -78,10 +80,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelInfo:
-    """The data of the figure of parallel coordinates.
+    """The data of the parallel-coordinates plot.
 
-    `axes` maps each knob that varies to its values, from bottom to top. `fastest` is the highest
-    tokens/s, which is at the upper end of the speed axis.
+    `axes` has a pair for each knob that varies: the knob's name, and its values from bottom to top.
+    `fastest` is the highest tokens/s, which is at the upper end of the speed axis.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...]
@@ -102,7 +104,10 @@ class Importance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRow:
-    """The best candidate of one learning cell, which is a group of configurations that learn alike.
+    """The best candidate of one learning cell.
+
+    A learning cell is a group of configurations with equal values of the knobs that affect
+    learning.
 
     `extra` is the candidate's cost per useful token divided by the winner's, minus 1. `interval` is
     the interval of `extra`; it follows from the spreads of both measured speeds. `changes` names
@@ -127,13 +132,13 @@ class CellRow:
 
     @property
     def cost(self) -> str:
-        """The extra cost, such as '+3.1% cost', or a phrase if it is within the error."""
+        """The extra cost, such as '+3.1% cost', or a phrase if the difference is not clear."""
         return f"{self.extra:+.1%} cost" if self.is_clear else "no measurable difference in cost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRow:
-    """The effect of limiting rows to `seq_len` tokens.
+    """The effect of limiting rows (training sequences) to `seq_len` tokens.
 
     `examples_cut` is the share of examples that lose tokens, and `tokens_cut` the share of tokens
     that are cut off. `fill` is the share of tokens that are not padding if rows are not packed, and
@@ -179,9 +184,9 @@ def best_so_far(summary: StudySummary) -> tuple[tuple[int, float], ...]:
 
 
 def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
-    """Return, by micro batch size and then by row length, whether such configurations fit.
+    """Return {micro batch size: {row length: cell}}; a cell says whether these configurations fit.
 
-    The labels are in ascending order.
+    The sizes and lengths are labels, in ascending order.
     """
     micro_of = _labels({row.config.micro_batch_size for row in summary.trials})
     length_of = _labels({row.config.seq_len for row in summary.trials})
@@ -213,7 +218,7 @@ def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
 
 
 def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
-    """Compare winner and baseline knob by knob, then performance, memory and cost.
+    """Compare winner and baseline: first each knob, then performance, memory and cost.
 
     Rows that are unknown for both candidates are left out.
     """
@@ -447,8 +452,8 @@ def trade_offs(recipe: Recipe) -> list[str]:
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     """Return a table row for each tested seq_len, and for powers of two from SHORTEST_ROW on.
 
-    The largest of these powers is at or just above the length of the longest example or the largest
-    tested seq_len, whichever is shorter. The result is empty if all examples have the same length.
+    The powers end with the first one that reaches the longest example or the largest tested
+    seq_len, whichever is shorter. The result is empty if all examples have the same length.
     """
     recipe = summary.recipe
     if recipe is None or len(recipe.workload.lengths.counts) == 1:

@@ -1,7 +1,7 @@
 """Shows a profiled micro batch in tables and figures.
 
 The tables show the time by class of kernel and by part of the model, the least possible time on
-this device, and what the run needs from the host.
+this device, and the run's needs for parts of the host.
 """
 
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ def profile_answer(report: ProfileReport) -> Answer:
 
 
 def _findings(report: ProfileReport) -> Iterator[str]:
-    """Yield sentences on what takes the most time, on the largest loss of time, and on the machine.
+    """Yield sentences on the work that takes the most time, on lost time, and on the machine.
 
-    The sentence on the machine names its parts that are too slow or too small for the run.
+    The sentence on the machine names the parts that are too slow or too small for the run.
     """
     yield f"The configuration is {report.config.label()}."
 
@@ -92,7 +92,7 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
         f"without the profiler, and {fmt_seconds(profile.profiled_s)} with the profiler{slower}."
     ]
 
-    # Sentences on where the time goes
+    # Sentences on the use of time
     if report.idle_s is None:
         notes.append(
             "This is a CPU, so the tables show PyTorch's operators, "
@@ -121,12 +121,12 @@ def _notes(report: ProfileReport, unit: str) -> list[str]:
         notes.append(f"The best time of a micro batch is unknown: {report.uncounted}.")
     elif report.bounds[0].best_s is None:
         notes.append(
-            "Products of this precision were not measured on this device, "
+            "Matrix products of this precision were not measured on this device, "
             "so their best time is unknown."
         )
     notes.append(
-        "At best: the arithmetic and moved bytes of the micro batch, counted without a GPU, "
-        "at the speeds that this device just reached in products and copies. "
+        "At best: the time for the arithmetic and the moved bytes of the micro batch (counted "
+        "without a GPU) at the speeds that this device just reached in matrix products and copies. "
         f"Chrome trace: {report.trace} (ui.perfetto.dev opens it)."
     )
     return notes

@@ -59,9 +59,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """The use of memory that is the largest in most configurations, and the first change to make.
+    """The memory term that is most often the largest, and the first change to make.
 
-    `shares` are the smallest and the largest share of memory that it takes in these configurations.
+    `shares` are the smallest and the largest share of memory that this term takes, over the
+    configurations whose largest term it is.
     """
 
     term: str
@@ -78,7 +79,8 @@ class Cause:
 class Neighbour:
     """A configuration of the study that fits.
 
-    `differs` maps each changed knob to its value in the trial that did not fit and its value here.
+    `differs` maps each changed knob to its value in the trial that did not fit, and its value in
+    this configuration.
     """
 
     number: int
@@ -104,7 +106,8 @@ class Neighbour:
 class OomEntry:
     """One trial that did not fit.
 
-    `margin` is the needed memory divided by the limit, minus 1. For a refusal, it is predicted.
+    `margin` is the needed memory divided by the limit, minus 1. The margin of a refused trial is a
+    prediction.
     """
 
     number: int
@@ -145,7 +148,7 @@ class OomReport:
 
     @property
     def configurations(self) -> tuple[OomEntry, ...]:
-        """One entry for each configuration, the first; a search may try a configuration twice."""
+        """The first entry of each configuration; a search may try a configuration twice."""
         return tuple(
             {tuple(entry.config.items()): entry for entry in reversed(self.entries)}.values()
         )[::-1]
@@ -172,9 +175,10 @@ class OomReport:
 
     @property
     def cause(self) -> Cause | None:
-        """The use of memory that is the largest in most configurations, or None if none is known.
+        """The memory term that is most often the largest, or None if no term is known.
 
-        Its `change` is the remedy for the configuration that exceeds its limit by the least.
+        The cause's `change` is the first remedy for the configuration that exceeds its limit by the
+        least.
         """
         entries = [entry for entry in self.configurations if entry.terms]
         if not entries:
@@ -214,7 +218,7 @@ class OomReport:
         return f"{trials} {verb}"
 
     def answer(self) -> tuple[str, ...]:
-        """Return the answer in sentences, the cause and the first change to make first."""
+        """Return the answer in sentences; the first one has the cause and the first change."""
         change = self.first_change
         if change is None:
             return (_sentence(self.headline()),)
@@ -272,7 +276,7 @@ def distance(one: TrainConfig, other: TrainConfig) -> float:
 
 
 def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
-    """Return remedies, first those for the largest term of memory.
+    """Return remedies, the remedies for the largest term of memory first.
 
     If no term is known, the remedies are for activations, optimizer and weights.
     """

@@ -21,7 +21,7 @@ class TrialLog:
         self._path = out / "trials.jsonl"
 
     def begin(self, rows: list[TrialRecord]) -> None:
-        """Write the file anew with the trials of earlier sessions. Raises StorageError."""
+        """Replace the file with one that has the earlier sessions' trials. Raises StorageError."""
         write_atomic(self._path, "".join(self._line(row) for row in rows))
 
     def add(self, row: TrialRecord) -> None:

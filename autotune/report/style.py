@@ -1,6 +1,6 @@
 """Gives figures a common look. Plotly is imported only when a figure needs it.
 
-The page itself sets the colours that depend on its light or dark theme, when it draws a figure.
+Colours that depend on the light or dark theme are set by the page, when the page draws a figure.
 """
 
 import base64

@@ -9,8 +9,8 @@ from autotune.core.probe_types import Outcome, ProbeResult, Rung
 from autotune.core.units import fmt_seconds
 from autotune.study.summary import StudySummary
 
-# The stages of a probe in order. Each stage lists keys of the probe's seconds; their sum is the
-# time of the stage. All other time is SET_UP.
+# CLOCKS maps each stage of a probe to keys of `ProbeResult.seconds`, whose sum is the time of the
+# stage. All other time is SET_UP.
 TIMED = "timed steps"
 CLOCKS = {
     "first steps": ("first_step",),
@@ -117,7 +117,7 @@ class TimelineInfo:
 def timeline(summary: StudySummary) -> TimelineInfo:
     """Return the timeline of the probes with a known start.
 
-    A stored result that needed no probe takes no time.
+    A result that was stored earlier, and so needed no probe, takes no time.
     """
     spans: list[Span] = []
     pauses = 0

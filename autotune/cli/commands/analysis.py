@@ -51,7 +51,9 @@ def explain(
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Explain a study's winner on the device that probed it, and record the result with the study.
+    """Probe the effect of each of the winner's settings, and record the effects with the study.
+
+    With `profile`, profile one micro batch instead. Both need the device that probed the study.
 
     Raises:
         UsageError: there is no such study or trial, `trial` is given without `profile`, or the
@@ -110,7 +112,7 @@ def explain(
 
 
 def _config_of(result: "StudyResult", trial: int | None) -> "TrainConfig":
-    """Return the configuration of a trial, or the winner's.
+    """Return the configuration of a trial, or the winner's configuration if `trial` is None.
 
     Raises UsageError for an unknown or failed trial, and NothingFits without a winner.
     """
@@ -175,7 +177,7 @@ def _profile_report(
     rates: "DeviceRates",
     trace: str,
 ) -> "ProfileReport":
-    """Return a profile's report, with the least possible times and the host's necessary speed."""
+    """Return a profile's report, with the least possible times and the run's needs for the host."""
     from autotune.core.machine import disk_mb_s
     from autotune.planning.micro_batch import bounds, count_work, host_needs
     from autotune.problem.dataset import tokenised_per_s
@@ -235,26 +237,28 @@ def verify(
         bool,
         typer.Option(
             "--soak",
-            help="Mix the longest possible sequences with short ones; memory must not grow.",
+            help="Train on the longest possible sequences among short ones; memory must not grow.",
         ),
     ] = False,
-    micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
+    micro_steps: Annotated[int, typer.Option(help="Run at least this many micro batches.")] = 200,
     tolerance: Annotated[
         float, typer.Option(help="Accept up to this share more time or memory than predicted.")
     ] = 0.05,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
-    """Verify a study's winner on the device that measured it, and record the result with the study.
+    """Run the winner's export, compare it with the prediction, and record the result.
+
+    The run needs the device that measured the winner.
 
     Raises:
-        UsageError: there is no such study, or its winner was measured on another GPU than the
-            target.
+        UsageError: there is no such study, an option has an invalid value, or the winner's speed
+            is extrapolated, projected or disturbed instead of measured.
         NothingFits: the study has no winner.
         EnvironmentProblem: this machine lacks the study's device, or TRL is not installed.
         StorageError: the disk has no room for the weights that TRL reads.
-        VerificationFailed: the run is slower or larger than predicted, beyond the tolerance, or its
-            memory grows.
+        VerificationFailed: the run failed, its memory grows, or it is slower or needs more memory
+            than predicted, by more than the tolerance.
     """
     from autotune.api import load_study
     from autotune.export.run.verify import FORMATS

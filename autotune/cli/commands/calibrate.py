@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def calibrate(
     gpu: Gpu = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a copy, to take to another machine.")
+        Path | None, typer.Option(metavar="FILE", help="Also write the calibration to this file.")
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Measure the device of this machine and its host, keep the result and print it.
+    """Measure this machine's device and host, keep the result and print it.
 
     Raises:
         UsageError: the named device is unknown, or is not in this machine.
@@ -59,13 +59,13 @@ def calibrate(
 
     place = f"kept in {short_path(kept_path(calibration.device))}"
     if calibration.measures_gpu:
-        print(f"{place}: estimates for {calibration.device} on this machine use it from now on")
+        print(f"{place}: estimates for {calibration.device} on this machine will use this file")
     else:
         print(f"{place}: give this file with `--calibration` to estimate GPUs in this host")
 
 
 def facts(calibration: "Calibration") -> dict[str, str]:
-    """Return the measurements as texts, by name of the measured part."""
+    """Return {name of the measured part: text} for the measurements."""
     rates = calibration.rates
     products = (
         f"{name} " + ", ".join(f"{fmt_count(rate)} ({side:,})" for side, rate in by_side.items())

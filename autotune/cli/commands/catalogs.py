@@ -40,7 +40,9 @@ def gpus(json_: Json = False, details: Details = False) -> None:
     print_text(
         f"{len(cards)} GPUs with {min(sizes):.0f} to {max(sizes):.0f} GiB of memory are known"
     )
-    print_text("Peak rates are without sparsity. Prices are no quotes; --price sets another.")
+    print_text(
+        "Peak rates are without sparsity. Prices are not quotes; --price sets another price."
+    )
     columns = {"name": "left"} | dict.fromkeys(
         ("memory GiB", "bf16 TFLOP/s", "GB/s", "USD/h of one GPU"), "right"
     )
@@ -127,12 +129,12 @@ def prices(
 ) -> None:
     """Print the cheapest price of each GPU, or of `gpu`, the cheapest first.
 
-    Prices in the user's file `own` come first, then live prices, then the prices in the package.
-    Later prices of a GPU appear only with `details` or `json_`, which have all of them.
+    A GPU's price comes from the first of these sources that has one: the user's file `own`, the
+    live prices, and the package. `details` and `json_` show the prices of all sources.
 
     Raises:
         UsageError: there is no such GPU, or the price file cannot be read.
-        EnvironmentProblem: `live` without gpuhunt or without a network.
+        EnvironmentProblem: `live` is set, but gpuhunt is not installed or there is no network.
     """
     from autotune.catalog import age, describe_price, list_devices, resolve_device
 
@@ -159,7 +161,7 @@ def prices(
     else:
         print_text(f"{best.device} costs {describe_price(best, today)}")
     print_text(
-        "USD of one GPU (no quotes; --prices reads a file of your own, --live asks for today's "
+        "USD of one GPU (not quotes; --prices reads a file of your own, --live asks for today's "
         "offers)"
     )
 

@@ -26,7 +26,7 @@ def check_command(
         typer.Option(min=1, help="GPUs of one host that share the training. [the file's, or 1]"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="A model of the same shape. [the file's]")
+        str | None, typer.Option(help="A known model of the same shape. [the file's model]")
     ] = None,
     evidence: Evidence = EVIDENCE,
     json_: Json = False,

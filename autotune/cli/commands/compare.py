@@ -101,7 +101,7 @@ def compare_command(
     """Print or write the comparison of the runs that these options describe, one for each model.
 
     Raises:
-        UsageError: an option is unknown or impossible, or no formula covers any of the runs.
+        UsageError: an option has an unknown or invalid value, or no formula covers any of the runs.
         NothingFits: no run fits any card, or no card that fits is within the budget.
         StorageError: `out` cannot be written.
     """
@@ -224,7 +224,7 @@ def _show(
 
     budget = shown.purchase_budget
     text = io.StringIO()
-    # A table is as wide as the terminal or file that it is printed to.
+    # print_table looks at sys.stdout, so a table in a file is not limited to a terminal's width.
     with redirect_stdout(text if out else sys.stdout):
         if form == "table":
             print_comparison(comparison, shown)

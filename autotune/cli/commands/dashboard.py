@@ -54,7 +54,7 @@ def dashboard(
     result = load_study(study, url)
     name = result.summary.study
     search = Optimizer.open(url, name, result.task.space)
-    # The library would warn about too few trials each time a page is shown.
+    # optuna-dashboard would warn about too few trials each time it shows a page.
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)
     app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
 

@@ -42,7 +42,7 @@ OUTCOMES = {
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
 }
-# For some faults, a text that the faulty trial's reason of failure must contain
+# For some faults, a text that the reason for the faulty trial's failure must contain
 REASONS = {
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
     "throttle": "slowed down",

@@ -27,8 +27,8 @@ def learn(
         int,
         typer.Option(
             min=0,
-            help="Number of other configurations to train at the rate that was found: other ranks, "
-            "lengths or number formats.",
+            help="Number of other configurations (ranks, lengths or number formats) to train, too, "
+            "at the learning rate that was found.",
         ),
     ] = 0,
     storage: Storage = None,

@@ -1,4 +1,4 @@
-"""`autotune longest`: find the longest row that fits a card, for each training method."""
+"""`autotune longest`: find the longest training sequence (row) that fits a GPU, for each method."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,8 +66,8 @@ def longest(
     the length.
 
     Raises:
-        UsageError: the model, the card, a method or a knob is unknown or impossible, or no dry
-            probe can count the model.
+        UsageError: the model, the card, a method or a knob is unknown, a knob's value is invalid,
+            or no dry probe (a run on the meta device) can compute the model's memory.
         EnvironmentProblem: the card cannot be probed.
         NothingFits: no row fits with any of the methods.
         Interrupted: stopped by a signal.
@@ -107,7 +107,7 @@ def longest(
     if not any(row.tokens or row.limited_by for row in rows):
         raise UsageError(
             f"no sequence of {query.model.short} can be predicted: {rows[0].problem}",
-            remedy="switch tiles off (--set tiling=none), or try another model",
+            remedy="switch tiling off (--set tiling=none), or try another model",
         )
     if not any(row.tokens for row in rows):
         raise NothingFits(
@@ -130,7 +130,7 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
 
     limits = f"{fmt_gib(query.limit_gib)} for tensors"
     if query.host_limit_gib is not None:
-        limits += f", {fmt_gib(query.host_limit_gib)} of the host for inputs of layers"
+        limits += f", {fmt_gib(query.host_limit_gib)} of the host for the layers' inputs"
     print()
     print_table(
         f"{query.model.short} on {query.device.name}: {limits}",
@@ -154,15 +154,15 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
     ]
     if estimated_rows:
         print_text(
-            "For estimated sequences, memory was counted without a GPU, and 6 % of it is left for "
-            "the allocator. Their times are also estimates."
+            "For estimated sequences, memory was computed without a GPU, plus 6 % for the "
+            "allocator. The times of these sequences are also estimates."
         )
         if any(
             row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
             for row in estimated_rows
         ):
             print_text(
-                "cuDNN's attention needs more memory than counted: on an H100 capped at 24 GB, a "
+                "cuDNN's attention needs more memory than computed: on an H100 capped at 24 GB, a "
                 "sequence 9 % shorter than predicted did not fit."
             )
 
@@ -170,9 +170,7 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
         row.timed_on for row in rows if row.timed_on and row.timed_on != query.device.name
     }
     for card in sorted(other_cards):
-        print_text(
-            f"Times were measured on {card}, whose memory was capped to stand in for this GPU."
-        )
+        print_text(f"Times were measured on {card}, whose memory was capped to this GPU's memory.")
 
 
 def _cells(row: "LongestRow") -> dict[str, str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autotune.study.named_configs import ConfigResult
 
 ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan that tries many models
-DETAILED_COLUMNS = ("configuration", "published")  # of named configurations
+DETAILED_COLUMNS = ("configuration", "published")  # columns that only --details shows
 
 
 @with_study_options("model", *PLANNED)
@@ -62,12 +62,12 @@ def plan_command(
     details: Details = False,
     **options: Any,
 ) -> None:
-    """Print the plan of the study that these options describe, for one GPU or for several counts.
+    """Print the plan of the study that these options describe, for one or several numbers of GPUs.
 
     Without a model, print the models of each size that the GPU can train.
 
     Raises:
-        UsageError: an option is unknown or impossible, or two options contradict each other.
+        UsageError: an option has an unknown or invalid value, or two options contradict each other.
     """
     gpu_options: dict[str, Any] = {
         "gpus": gpus,
@@ -103,7 +103,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
     """Print a plan, or estimates of the configurations that the spec names.
 
     Raises:
-        UsageError: a part of the spec is unknown or impossible, or no formula covers the training.
+        UsageError: a value in the spec is unknown or invalid, or no formula covers the training.
         NothingFits: no configuration of the space is certain to fit.
     """
     from autotune.planning.device_estimate import planned_device
@@ -139,7 +139,7 @@ def plan_named_configs(
 ) -> None:
     """Print estimates of the configurations that the spec names, next to their published results.
 
-    Raises UsageError for an impossible configuration.
+    Raises UsageError for an invalid configuration.
     """
     from autotune.planning.named_estimates import estimate_named_configs
     from autotune.planning.observations import known_observations
@@ -207,7 +207,7 @@ def plan_card(
     """Print the models of each size that the spec's card can train; the spec's model is ignored.
 
     Raises:
-        UsageError: an option is impossible, or the card is unknown.
+        UsageError: an option has an invalid value, or the card is unknown.
         NothingFits: no model is certain to fit.
         StorageError: `html` cannot be written.
     """
@@ -253,7 +253,7 @@ def plan_several(
     """Print a plan for several GPU counts; `query` has the arguments of `plan_spec`.
 
     Raises:
-        UsageError: a part of the spec, a GPU count or the deadline is impossible, or no formula
+        UsageError: a value in the spec, a GPU count or the deadline is invalid, or no formula
             covers the model.
         NothingFits: no strategy is certain to fit with any of the GPU counts, or to end within the
             deadline.

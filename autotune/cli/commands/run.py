@@ -61,7 +61,8 @@ def resume(
 ) -> None:
     """Continue a study with its original options; the options given here replace them.
 
-    Raises UsageError without a name if the newest study has finished: its user may mean another.
+    Raises UsageError if no name is given and the newest study has finished, because the user may
+    mean another study.
     """
     from autotune.study.session import find_record
     from autotune.study.storage.study_record import StudyPhase
@@ -71,7 +72,7 @@ def resume(
     if study is None and record.phase is StudyPhase.ENDED:
         raise UsageError(
             f"the newest study, {record.task.study!r}, is finished",
-            remedy="search on by its name: "
+            remedy="to continue its search, give its name: "
             f"`{study_command('resume', record.task.study)} --budget {record.spec.budget}`",
         )
 

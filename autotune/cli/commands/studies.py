@@ -44,7 +44,10 @@ def status(
     storage: Storage = None,
     nodes: Annotated[
         bool,
-        typer.Option("--nodes", help="Show the study's nodes side by side: speed, memory, clocks."),
+        typer.Option(
+            "--nodes",
+            help="Compare the study's nodes (its worker processes): speed, memory, clocks.",
+        ),
     ] = False,
     json_dir: Annotated[
         Path | None,
@@ -53,7 +56,9 @@ def status(
     html: Html = None,
     json_: Json = False,
 ) -> None:
-    """Print a study's progress and best configuration so far, or with `nodes`, its nodes.
+    """Print a study's progress and best configuration so far.
+
+    With `nodes`, compare the processes that ran the study's probes instead.
 
     Raises:
         UsageError: there is no such study, or `json_dir` or `html` is given without `nodes`.
@@ -94,7 +99,7 @@ def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> 
     """
     from autotune.report.describe import candidate_line, headline, savings
 
-    # A result that this study measured itself is not called reused.
+    # Here, "reused" counts only results of other studies, not results that this study measured.
     count = summary.counts() | {"reused": summary.num_from_others}
     counts = [f"{number} {kind}" for kind, number in count.items() if number or kind == "total"]
     lines = {
@@ -116,7 +121,7 @@ def status_lines(summary: "StudySummary", process: str | None, out_dir: str) -> 
 def _print_nodes(
     result: "StudyResult", *, json_dir: Path | None, html: Path | None, as_json: bool
 ) -> None:
-    """Print the nodes of a study as tables or JSON, and write their files."""
+    """Print the nodes of a study as tables or JSON, and write the requested files."""
     from autotune.core.json_view import json_data
     from autotune.report.answer import nodes_answer
     from autotune.study.nodes import node_row
@@ -267,7 +272,7 @@ def oom(
         bool,
         typer.Option(
             "--details",
-            help="Print every trial that did not fit, as Markdown: what held its memory.",
+            help="Print each configuration that did not fit, and its use of memory, as Markdown.",
         ),
     ] = False,
     storage: Storage = None,

@@ -54,7 +54,10 @@ def train(
         str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Only measure the speed, without data.")
+        bool,
+        typer.Option(
+            "--random-weights", help="Only measure the speed, with random weights and without data."
+        ),
     ] = False,
     output: Annotated[
         Path | None,
@@ -70,15 +73,14 @@ def train(
         str | None,
         typer.Option(
             metavar="PROMPT",
-            help="Answer this prompt before and after the training, and show both.",
+            help="Answer this prompt before and after the training, and show both answers.",
         ),
     ] = None,
     pass_env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Environment variable that the training also needs: HF_TOKEN, HTTPS_PROXY; "
-            "repeatable.",
+            help="Environment variable to pass to the training, such as HF_TOKEN; repeatable.",
         ),
     ] = None,
     other_device: Annotated[
@@ -91,8 +93,9 @@ def train(
     """Train with a study's winner. The exported script, copied beside the weights, does the work.
 
     Raises:
-        UsageError: there is no such study, there are no data, an example cannot be read, the model
-            has no weights, an environment variable is not set, or the directory has an earlier run.
+        UsageError: there is no such study, no dataset is given, an example cannot be read, the
+            model has no weights, an environment variable is not set, or the directory has an
+            earlier run.
         EnvironmentProblem: the study is for another device, and `other_device` is false.
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
@@ -166,7 +169,9 @@ def _say_done(display: "TrainingDisplay", run: "Run", output: Path | None) -> No
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
-    """Return the path of the exported script in a directory; write it unless a run is resumed.
+    """Return the path of the exported script in `output`.
+
+    The script is written, unless a run is resumed whose script exists.
 
     Raises UsageError if the directory contains another run.
     """
@@ -243,7 +248,7 @@ def _check(
 
 
 def _default_prompt(recipe: "Recipe", dataset: Path, split: str | None) -> str | None:
-    """Return the prompt of the first example, or None if the run can answer no prompt."""
+    """Return the prompt of the first example, or None if the run cannot answer prompts."""
     from autotune.trainer.answers import first_prompt
 
     config = recipe.config
@@ -258,8 +263,8 @@ def _with_examples(
 ) -> "tuple[Recipe, str | None]":
     """Check the examples, and return the recipe and the default prompt to answer.
 
-    The demo model gets its weights, and answers the prompt of the first example. Other models have
-    no default prompt. Raises the errors of `_check_examples`.
+    For the demo model, the recipe gets the model's weights, and the default prompt is the prompt of
+    the first example. Other models have no default prompt. Raises the errors of `_check_examples`.
     """
     from autotune.problem.dataset import check_exists
     from autotune.problem.demo import TOY, is_demo, with_weights
@@ -276,9 +281,9 @@ def _with_examples(
 
 
 def _check_examples(recipe: "Recipe", dataset: Path, split: str | None, model: str | None) -> None:
-    """Check the examples and the weights, before the seconds or minutes that loading takes.
+    """Check the examples and the weights before loading, which takes seconds or minutes.
 
-    Raises UsageError for a model without weights, for rows that are no examples, and for too few
+    Raises UsageError for a model without weights, for rows that are not examples, and for too few
     examples. Prints a note if the examples differ from the study's examples.
     """
     from autotune.export.header import has_published_weights

@@ -42,7 +42,8 @@ def worker(
         UsageError: there is no such study, two names are given, or the database cannot be shared by
             machines.
         EnvironmentProblem: this machine's hardware or software differs from the study's.
-        TooManyFailures: this node differs from the others, or its probes keep failing.
+        TooManyFailures: this worker's speed or memory differs from the other workers', or its
+            probes keep failing.
         Interrupted: stopped by a signal; the current trial is queued again. After SIGTERM, the exit
             code is 75.
     """

@@ -26,12 +26,12 @@ FP32_BASE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncounted:
-    """Memory savings that no formula covers, so the memory that a run needs is known as a range.
+    """Memory savings that no formula covers, so the needed memory is only known as a range.
 
-    `shared` and `freed` are terms of MemoryBreakdown. At best, the `shared` terms are sharded over
-    `num_gpus` GPUs, and the `freed` terms take no memory on the GPU. `causes` are phrases that name
-    the savings. If `exchanges` is true, the run also sends weights or gradients to other GPUs or to
-    the host, in an unknown time.
+    `shared` and `freed` are names of terms of MemoryBreakdown. At best, the `shared` terms are
+    sharded over `num_gpus` GPUs, and the `freed` terms take no memory on the GPU. `causes` are
+    phrases that name the savings. If `exchanges` is true, the run also sends weights or gradients
+    to other GPUs or to the host, which takes an unknown time.
     """
 
     causes: tuple[str, ...]
@@ -43,7 +43,8 @@ class Uncounted:
     def least(self, memory: MemoryBreakdown) -> MemoryBreakdown:
         """Return the memory if all `shared` terms are sharded and all `freed` terms take no memory.
 
-        If a dry probe computed `memory`, its activations include the logits.
+        If a dry probe (a run on the meta device) computed `memory`, its activations include the
+        logits.
         """
         freed = set(self.freed)
         if memory.counted and "logits" in freed:
@@ -187,7 +188,8 @@ class CheckReport(ShownAsTable):
     `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
     if no changes suffice. Each of `fixes` is a run with a single change, and the GiB that this
     change saves. `smallest_card` is the smallest card that holds the unchanged run, or None if the
-    run fits already. `runnable` is the unchanged run or, if that runs out of memory, `fix`.
+    run fits already or fits no known card. `runnable` is the unchanged run or, if this run is out
+    of memory, `fix`.
     `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers rest on a
     calibration, and when it was made.
     """

@@ -33,11 +33,11 @@ class ComparedCard:
     plan: Plan | None = None
     least: Estimate | None = None
     problem: str | None = None
-    spot: Price | None = None  # the cheapest published spot price; its provider may differ
+    spot: Price | None = None  # the cheapest spot price; its provider may differ from the plan's
 
     @property
     def best(self) -> Estimate | None:
-        """The best configuration, or None if no configuration is certain to fit."""
+        """The best configuration that is certain to fit and has a known speed, or None."""
         return self.plan.best if self.plan else None
 
     @property
@@ -141,7 +141,7 @@ class Group:
 
     @property
     def fastest(self) -> ComparedCard | None:
-        """The fastest card, or None if the run fits no card.
+        """The fastest card, or None if the run surely fits no card at a known speed.
 
         A card with a guessed speed wins only if all speeds are guesses.
         """
@@ -159,7 +159,7 @@ class Group:
 
     @property
     def by_cost(self) -> tuple[ComparedCard, ...]:
-        """The cards that hold the run: `cheapest` first, cards without a price last."""
+        """The cards that hold the run at a known speed: `cheapest` first, unknown prices last."""
         fitting = [card for card in self.cards if card.best]
 
         def key(card: ComparedCard) -> tuple[bool, bool, float, float]:
@@ -176,7 +176,10 @@ class Group:
         return card.tokens_per_s / self.fastest.tokens_per_s if card.best and self.fastest else None
 
     def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
-        """Return the cards that may be better: their interval overlaps the chosen card's."""
+        """Return the names of the cards that may be better than the chosen card.
+
+        The interval of each of these cards overlaps the chosen card's interval.
+        """
         bounds = interval(chosen) if chosen else None
         others = [(card.device.name, interval(card)) for card in self.cards if card is not chosen]
         if bounds is None:
@@ -188,7 +191,10 @@ class Group:
         )
 
     def training_differences(self) -> dict[str, list[str]]:
-        """Return {difference: cards} for cards that learn otherwise than the fastest card."""
+        """Return {difference: cards} for the cards whose best configuration learns differently.
+
+        Each difference compares settings that affect learning with the fastest card's settings.
+        """
         differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
 
@@ -227,7 +233,7 @@ class Budget:
         return " and ".join(usd + hours)
 
     def exceeded_limits(self, usd: float | None, hours: float) -> tuple[str, ...]:
-        """Return the names of the limits that a run of this cost and duration exceeds."""
+        """Say which limits a run of this cost and duration exceeds, as '$5.00 is over $3.00'."""
         reasons = []
         if self.max_usd is not None and (usd is None or usd > self.max_usd):
             reasons.append(
@@ -267,7 +273,8 @@ class OwnRun:
 
     `usd` is the run's share of the purchase price, plus electricity at the card's power limit.
     `rented` is the cheapest card to rent. After `pays_after_runs` runs, the user's card has cost
-    less than renting. `pays_after_runs` is None if this never happens, or if no price is known.
+    less in total than renting `rented`. `pays_after_runs` is None if this never happens, or if no
+    price is known.
     """
 
     usd: float
@@ -299,9 +306,9 @@ class Option:
 class Advice:
     """The options within a budget. The names of the fields are keys of the JSON output.
 
-    `breaks` names the limits of the budget that the chosen option may exceed, because the upper end
-    of its interval is above the limit. `excluded` has the name of each card that cannot be chosen,
-    with the reason, such as an exceeded limit.
+    `breaks` describes the limits of the budget that the chosen option may exceed, because the upper
+    end of its interval is above the limit. `excluded` has the name of each card that cannot be
+    chosen, with the reason, such as an exceeded limit.
     """
 
     chosen: Option | None

@@ -1,4 +1,4 @@
-"""The longest training row that fits, for each method, and the rows that were probed."""
+"""The longest training sequence (row) that fits, for each method, and the rows that were probed."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -12,16 +12,18 @@ from autotune.problem.task import Task
 
 NO_SPEED = "no formula gives the speed of this training: `autotune run` measures it"
 ONLY_BASELINE = (
-    "only the baseline was counted, since each count takes seconds: "
-    "`autotune run` looks for the best"
+    "only the baseline's memory was computed, since each computation takes seconds: "
+    "`autotune run` looks for the best configuration"
 )
 ONLY_LEANEST = (
-    "the baseline does not fit; of the other configurations, only the one that needs the least "
-    "memory was counted, since each count takes seconds: `autotune run` looks for the best"
+    "the baseline does not fit; of the other configurations, only the memory of the leanest was "
+    "computed, since each computation takes seconds: `autotune run` looks for the best "
+    "configuration"
 )
 ONLY_GROUPED = (
-    "only the baseline and compiled layers with grouped products of the experts were counted, "
-    "since each count takes seconds: `autotune run` looks for the best"
+    "only the baseline, and compiled layers whose experts use grouped matrix products (grouped "
+    "GEMM), were computed, since each computation takes seconds: `autotune run` looks for the best "
+    "configuration"
 )
 # If a plan's `reason` is one of these texts, few configurations were estimated: others may fit or
 # be faster.
@@ -60,11 +62,12 @@ class Cell:
 class Plan(ShownAsTable):
     """The plan for one model on one card.
 
-    `best` is None if no configuration is certain to fit. `baseline` is the configuration that
-    fine-tuning guides recommend. `num_estimated` of the `space_size` configurations were estimated.
+    `best` is None if no configuration is certain to fit, or if the speed of every fitting
+    configuration is unknown. `baseline` is the configuration that fine-tuning guides recommend.
+    `num_estimated` of the `space_size` configurations were estimated.
     `seen` names the measurements of other users on this card, which corrected the speeds.
-    `from_reserve` says that no configuration of the search space fits, and that the plan is for its
-    reserve: values to try only if nothing else fits (`setup.open_reserve`). `leanest` needs the
+    `from_reserve` says that no configuration of the search space fits, and that the plan is for the
+    reserve: values to try only if all others do not fit (`setup.open_reserve`). `leanest` needs the
     least memory of all configurations that may win. `how_sure` says how the numbers were estimated.
     `calibrated` says which of the numbers rest on a calibration, and when it was made. `what_fits`
     maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the values that

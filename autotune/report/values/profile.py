@@ -1,7 +1,7 @@
-"""The profile of a micro batch, compared with what the device and the host can do.
+"""The profile of a micro batch, compared with the limits of the device and the host.
 
-The profile has the time of each kind of work, the least possible time on the device, and what the
-run needs of the host.
+The profile has the time of each kind of work, the least possible time on the device, and the run's
+needs for parts of the host.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from autotune.core.train_config import TrainConfig
 class Bound:
     """One kind of work in a micro batch: its seconds, and `best_s`, the least time on this device.
 
-    `flops` and `moved_bytes` are the work that a dry probe computed, or None if they are unknown.
+    `flops` and `moved_bytes` are the amount of work, or None if the amount is unknown. A dry probe,
+    which runs on the meta device, computes them.
     """
 
     JSON: ClassVar = fields_plus("lost_s")
@@ -39,9 +40,8 @@ class Bound:
 class HostNeed:
     """A run's need for one part of the machine, such as host memory or the disk's rate.
 
-    `needed` is the amount that the run needs, and `found` the amount that the machine has.
-
-    `found` is None if the machine's amount is unknown.
+    `needed` is the amount that the run needs. `found` is the amount that the machine has, or None
+    if this amount is unknown.
     """
 
     JSON: ClassVar = fields_plus("suffices")
@@ -96,7 +96,7 @@ class ProfileReport:
 
     @property
     def idle_s(self) -> float | None:
-        """The idle seconds of the GPU in a micro batch, or None on a CPU, which never idles."""
+        """The idle seconds of the GPU in a micro batch, or None on a CPU."""
         return self.profile.idle_s if self.profile.on_gpu else None
 
     @property

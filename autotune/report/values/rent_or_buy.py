@@ -51,8 +51,8 @@ class Bought:
     renting the same card at `rent_usd_per_hour`. `pays_after_hours` compares with renting `rented`,
     the cheapest of all cards for the same work; `pays_after_months` gives the same use in months.
     Fields with "spot" in their names are based on spot prices. A number of hours or months is None
-    if buying never gets cheaper than renting. If no price is known, `rented` or the rent is None,
-    too.
+    if buying never gets cheaper than renting. It is also None if no price is known; then `rented`
+    or the rent per hour is None, too.
     """
 
     card: str
@@ -82,7 +82,7 @@ class Bought:
 class PurchaseBudget:
     """The user's budget for buying a card, and the assumed hours of use per week.
 
-    Raises UsageError for an impossible number and names its option.
+    Raises UsageError if a number is out of its range. The error names the number's option.
     """
 
     budget_usd: float
@@ -228,6 +228,6 @@ def _purchase(
 def _pays_after(
     usd: float, rent_usd_per_hour: float | None, electricity_usd_per_hour: float
 ) -> float | None:
-    """Return the hours of use after which buying costs no more than renting; None means never."""
+    """Return the hours of use after which buying costs no more than renting, or None for never."""
     saved = None if rent_usd_per_hour is None else rent_usd_per_hour - electricity_usd_per_hour
     return usd / saved if saved is not None and saved > 0 else None

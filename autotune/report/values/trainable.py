@@ -19,13 +19,13 @@ METHODS = {
 class Entry:
     """A model, trained by one method on one card. Its fields are keys of the JSON output.
 
-    Unknown values are None. `config` is the best configuration that is certain to fit, otherwise
-    the configuration with the least memory. `need_gib` is the memory peak of `config`. `least_gib`
-    is always the peak of the configuration with the least memory. `learns_differently` says that
-    only reserve configurations fit, which change what the run learns. `problem` says why the model
-    cannot be trained by this method; all other values are unknown then. `longest_row` is the
-    longest row, in tokens, that is certain to fit: a power of two, or the model's number of
-    positions.
+    Unknown values are None. `config` is the best configuration that is certain to fit or, if there
+    is none, the configuration with the least memory. `need_gib` is the memory peak of `config`.
+    `least_gib` is always the peak of the configuration with the least memory. `learns_differently`
+    says that the model fits only with reserve settings, which change the training result and are
+    tried only if all other settings fail. `problem` says why the model cannot be trained by this
+    method; all other values are unknown then. `longest_row` is the length in tokens of the longest
+    sequence that is certain to fit: a power of two, or the model's number of positions.
     """
 
     JSON: ClassVar = fields_plus("params")

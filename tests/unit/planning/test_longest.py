@@ -271,7 +271,7 @@ def test_the_command_prints_a_table_or_json(
     assert "trained for 131,072 positions" in ended.stdout and ended.stderr == ""
     assert "cuDNN" not in ended.stdout
     ended = CliRunner().invoke(app, [*options, "--details", "--set", "attention=sdpa_cudnn"])
-    assert "cuDNN's attention needs more memory than counted" in ended.stdout
+    assert "cuDNN's attention needs more memory than computed" in ended.stdout
     ended = CliRunner().invoke(app, [*options, "--memory-gib", "4"])
     assert isinstance(ended.exception, NothingFits) and "qlora: " in ended.stdout
 
