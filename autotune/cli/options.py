@@ -48,6 +48,6 @@ Evidence = Annotated[
     typer.Option(
         metavar="DIR",
         help="Directory with the results of `autotune import`, which make estimated speeds more "
-        "exact.",
+        "accurate.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Makes the texts that describe a study's results, each in one place.
+"""Makes the texts that describe a study's results, so that each text is defined only once.
 
 The texts cover outcomes, numbers, configurations, ablations and verifications. The terminal, the
 report, the dashboard, `autotune status` and notebooks use these texts. Exported files have their
@@ -66,7 +66,7 @@ class Number:
 
 
 def numbers(candidate: Candidate) -> dict[str, Number]:
-    """Return every number measured or projected for a candidate, by name, in the report's order."""
+    """Return {name: number} for a candidate's measured and projected numbers, in report order."""
     speed = candidate.performance
     memory = candidate.measurement
     cost = candidate.cost

@@ -2,8 +2,8 @@
 
 The details of a trial are its excess over the memory limit, its use of memory, remedies, and the
 most similar configurations that fit. The report also lists refusals: trials that were not probed,
-because they were predicted not to fit. The functions are pure: a StudySummary becomes an OomReport,
-as sentences, as Markdown or as plain data.
+because they were predicted not to fit. The functions are pure: they turn a StudySummary into an
+OomReport, and an OomReport into sentences, Markdown or plain data.
 """
 
 import heapq

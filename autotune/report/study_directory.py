@@ -1,4 +1,7 @@
-"""Writes the files of the study directory. Every file is written whole or not at all."""
+"""Writes the files of the study directory.
+
+Every file is written whole or not at all, except trials.jsonl, which gets a line for each trial.
+"""
 
 import json
 from pathlib import Path

@@ -29,9 +29,10 @@ class LongestRow(ShownAsTable):
 
     Unknown values are None. `evidence` is "measured" if the card ran a step with this row, and
     "estimated" otherwise. An estimated time lies between `step_s_low` and `step_s_high`. `timed_on`
-    is the card on which the times were measured: a larger card with a memory cap may have stood in
-    for the target. `gpu_gib` excludes the CUDA context. `problem` says why there is no row, or no
-    time. `limited_by` names the limit: the GPU's memory, the host's memory or the user's limit.
+    is the card on which the times were measured. It may be a larger card whose memory was capped to
+    the target card's memory. `gpu_gib` excludes the CUDA context. `problem` says why there is no
+    row, or no time. `limited_by` names the limit: the GPU's memory, the host's memory or the user's
+    limit.
     """
 
     JSON: ClassVar = fields_plus("tokens_per_s")
