@@ -35,7 +35,8 @@ def load_yaml(text: str) -> Any:
     import yaml
 
     try:
-        # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
+        # CSafeLoader is SafeLoader with libyaml's parser, and makes the same restricted set of
+        # types.
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     except (AttributeError, IndexError, KeyError, TypeError):
         # PyYAML raises these exceptions for a value that contradicts its tag, such as `!!bool
@@ -47,13 +48,13 @@ def load_yaml(text: str) -> Any:
 def load_data(package: str, name: str) -> Any:
     """Return the parsed file `<name>.yaml` of a package of autotune.
 
-    All callers share the result, so a caller must copy the parts that it returns.
+    All callers share the result, so a caller must copy the parts that it passes on.
     """
     return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def shipped_files(inside: str, beside: str) -> dict[str, Path]:
-    """Return name -> path of the YAML files in a folder that comes with the package.
+    """Return the YAML files of a folder that comes with the package, as a dict of names and paths.
 
     In an installed wheel, the folder is `inside`, a path within the package. In a checkout, the
     folder is `beside`, a path next to the package.
@@ -75,7 +76,7 @@ def document(name: str) -> Path:
 def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file.
 
-    Raises OSError for any other kind of file. A pipe without a writer raises this error at once.
+    Raises OSError for any other kind of file. The function does not wait for the writer of a pipe.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

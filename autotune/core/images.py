@@ -1,4 +1,4 @@
-"""Computes how many tokens, and pixel values of which shape, a model gets for an image.
+"""Computes the number of tokens and the shape of the pixel values that a model gets for an image.
 
 The rules follow transformers' image processors, with the settings that each model's authors
 published. Only the image's size is needed; no image is read.
@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 
-# The least and the greatest number of pixels of a scaled image, from Qwen2.5-VL's
+# The smallest and the largest number of pixels of a scaled image, from Qwen2.5-VL's
 # preprocessor_config.json.
 QWEN_PIXELS = (56 * 56, 16384 * 28 * 28)
 TILES_A_SIDE = 4  # the number of tiles along an image's longer side, for SmolVLM and Idefics 3
@@ -171,13 +171,13 @@ def _tiles(
     each = (tile // vision["patch_size"]) ** 2 // config.get("scale_factor", 2) ** 2
     number = rows * columns + 1
 
-    # A vocabulary may have one token for each tag of a tile, after the image token. In other
-    # vocabularies, tags are tokenised as text.
+    # Some vocabularies have a token for each tile's tag, with an id above the image token's. In
+    # other vocabularies, tags are tokenised as text.
     text = config.get("text_config") or {}
     has_tags = (text.get("vocab_size") or 0) - config.get("image_token_id", 0) > 2
     tag = 1 if has_tags else TEXT_TAG
-    # Before each tile are a marker and a tag, after each row of tiles is a line break, and after
-    # the image is a marker.
+    # A marker and a tag precede each tile, a line break follows each row of tiles, and a marker
+    # follows the image.
     beside = number * (1 + tag) + rows + 1
     pixels = (number, vision.get("num_channels", 3), tile, tile)
     return Picture(tokens=number * each, beside=beside, pixels=pixels)

@@ -22,7 +22,7 @@ class NotInstalled(UsageError):
     explained = "a-light-install"
 
     def __init__(self, what: str, *, otherwise: str | None = None) -> None:
-        """`what` needs the extra; `otherwise` says what is possible without the extra."""
+        """The feature `what` needs the extra; `otherwise` is an alternative without the extra."""
         super().__init__(
             f"{what} needs packages that are not installed",
             remedy=INSTALL + ("" if otherwise is None else f", or {otherwise}"),

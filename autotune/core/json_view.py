@@ -1,10 +1,10 @@
 """Converts a dataclass to JSON data, and derives a pydantic type that describes the data.
 
-So each JSON key is defined only once. A dataclass becomes an object with all of its fields, or with
-the keys in its `JSON` attribute. Each key in `JSON` has a path from the dataclass to a field, a
-property or a method without arguments ("task.model.name", "config.label()"). If a part of the path
-is None, the key's value is None. If `JSON` is a single path, the data at the end of the path
-replaces the whole object.
+The data and its type have a common source, so each JSON key is defined only once. A dataclass
+becomes an object with all of its fields, or with the keys in its `JSON` attribute. Each key in
+`JSON` has a path from the dataclass to a field, a property or a method without arguments
+("task.model.name", "config.label()"). If a part of the path is None, the key's value is None. If
+`JSON` is a single path, the data at the end of the path replaces the whole object.
 """
 
 import types
@@ -86,7 +86,7 @@ def json_data(value: Any) -> Any:
 
 
 def json_form(kind: Any) -> Any:
-    """Return a pydantic type for the data that `json_data` makes of a value of type `kind`."""
+    """Return a pydantic type for the data that `json_data` makes from a value of type `kind`."""
     origin = get_origin(kind)
     arguments = get_args(kind)
 

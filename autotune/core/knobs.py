@@ -1,4 +1,4 @@
-"""The knob registry: `knobs.yaml` has one row for each knob, with all properties of the knob.
+"""The registry of knobs, the settings of a configuration; `knobs.yaml` has a row for each knob.
 
 Checks, canonical form, search moves, preferences, memory comparison, labels and reports are derived
 from these rows. `probe` implements the effect of a knob on a training run, and `export` knows the
@@ -18,8 +18,8 @@ Form = Literal["choice", "boolean", "integer", "checkpointing", "modules"]
 Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
 
 MAX_INTEGER = 2**24
-# Matches the end of a module's path. If a knob's value is a single such name, the name must contain
-# "_" or ".", so that a mistyped choice is not taken for a module.
+# Matches the end of a module's path. If a knob's value is a single module name, the name must
+# contain "_" or ".", so that a mistyped choice is not taken for a module.
 _MODULE = re.compile(r"\w{1,80}(?:\.\w{1,80}){0,8}")
 _SINGLE = re.compile(r".*[_.].*")
 # For each selective value of `checkpointing`, the share of its activations that a compiled layer
@@ -43,10 +43,10 @@ class KnobSpec:
             first choice, or false for a boolean. If the default is not among the choices, a knob
             that has an effect takes the first choice instead.
         affects: The quantities that the knob changes. `weights` is the size of the base model, or
-        of the adapters if their LoRA rank stays the same. `micro_time` is the time of a micro
-        batch, and `rest_of_step`
-            the time of the optimizer step after the micro batches. `depth_error` is the error of a
-            time extrapolated from few layers. `learning` is the training result.
+            of the adapters at a fixed LoRA rank. `micro_time` is the time of a micro batch, and
+            `rest_of_step` is the time of the optimizer step after the micro batches. `depth_error`
+            is the error of a time that is extrapolated from a few layers. `learning` is the
+            training result.
         active_when: Other knobs, each with the value, or list of values, that it must have for this
             knob to have an effect.
         never_with: Values of other knobs that make this knob ineffective.
@@ -115,7 +115,7 @@ class KnobSpec:
 
     @property
     def default_stays(self) -> bool:
-        """Whether the default value is possible and active with all values of the other knobs."""
+        """Whether the knob keeps its default value, whatever values the other knobs have."""
         always_possible = self.default not in (None, *self.impossible_with)
         return always_possible and self.inactive is None and not self.required
 
@@ -171,7 +171,7 @@ class KnobSpec:
         return all(_is_among(values[name], wanted) for name, wanted in self.active_when.items())
 
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
-        """Return the value, or the next choice that is possible with the values of all knobs.
+        """Return `value`, or the next choice after it that the other knobs' values allow.
 
         A list of module names is returned in sorted order.
         """
@@ -222,7 +222,7 @@ class KnobSpec:
     def surely_needs_at_least(self, value: Any, other: Any) -> bool:
         """Return whether `value` surely needs at least as much memory as `other`.
 
-        The result is False if the two cannot be compared.
+        The result is False if the two values cannot be compared.
         """
         if value == other or "memory" not in self.affects:
             return True

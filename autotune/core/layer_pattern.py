@@ -7,9 +7,9 @@ from typing import Any
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
     """Split a sequence into a prefix and a repeating period, and return the lengths of both.
 
-    After `prefix` items, the next `period` items repeat until the end of the sequence. Of several
-    possible splits, the one with the smallest sum of both lengths is returned. The period is None
-    if no items repeat in this way.
+    After `prefix` items, the next `period` items repeat until the end of the sequence. If several
+    splits are possible, the split with the smallest sum of the two lengths is returned. The period
+    is None if no items repeat in this way.
     """
     length = len(kinds)
     for total in range(1, length):

@@ -1,7 +1,7 @@
 """Reads the NVIDIA GPUs of this machine through NVML, without torch.
 
-This module reads memory, the processes that use memory, clocks, power and throttling. It never
-changes a setting of a card. A value that the driver does not report is None.
+This module reads the memory in use, the processes that hold this memory, clock rates, power and
+throttling. It never changes a setting of a card. A value that the driver does not report is None.
 """
 
 import os
@@ -151,8 +151,8 @@ class Nvml:
         """Return the mean share of the card's time that processes other than `own` used.
 
         The mean begins one sampling interval before `since_s`, which is in seconds since 1970. The
-        processes in `own` use the card. If the driver lists none of them, the driver hides
-        processes, or lists them under other ids, so the result is None.
+        processes in `own` are known to use the card. If the driver lists none of these processes,
+        it hides processes or lists them under other ids, so the result is None.
         """
         import pynvml
 

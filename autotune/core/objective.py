@@ -18,7 +18,8 @@ NOT_OFFERED = {
 class Objective(StrEnum):
     """The goal of a training run.
 
-    Each objective is probed with its usual trainer: TRL's, or transformers' for classification.
+    Each objective is probed with its usual trainer by default: transformers' Trainer for SFT and
+    classification, and TRL's trainers for the other objectives.
     """
 
     SFT = "sft"  # the model learns to predict the next token
@@ -49,8 +50,8 @@ class Objective(StrEnum):
         """The number of values that the head computes for a row.
 
         The number is None if the head computes a value for each token of the vocabulary.
-        Classification gets 2 labels for any number of classes, because the size of a head over
-        classes is negligible.
+        Classification is always probed with 2 labels, because the size of a classification head is
+        negligible.
         """
         return {Objective.REWARD: 1, Objective.CLASSIFICATION: 2}.get(self)
 

@@ -13,9 +13,9 @@ FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
 PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
-# The name of the precision that FSDP2 (as accelerate configures it) and DeepSpeed train in. FSDP2
-# and DeepSpeed compute in bf16 without autocast, and keep fp32 master weights of all trained
-# parameters. In contrast, bf16_mixed has larger activations, and bf16_pure has no master weights.
+# FSDP2, as accelerate configures it, and DeepSpeed train in this precision. They compute in bf16
+# without autocast, and keep fp32 master weights of all trained parameters. In contrast, bf16_mixed
+# has larger activations, and bf16_pure has no master weights.
 SHARDED_PRECISION = "bf16_sharded"
 OF_ONE_GPU = tuple(knob for knob in KNOBS.values() if knob.active_when.get("num_gpus") == 1)
 BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
@@ -28,7 +28,7 @@ class Parallelism:
     With `sync_each_batch`, FSDP2 reduces and shards the gradients after each micro batch. `offload`
     keeps weights, gradients and optimizer state in the host's memory. With several `copies` of the
     model (HSDP), the GPUs form groups, usually one on each host. Each group holds all shards of one
-    copy, and the copies add up their gradients.
+    copy, and the groups sum their gradients.
 
     Raises ValueError for a combination that cannot run.
     """
@@ -106,7 +106,7 @@ class Parallelism:
         """Return the reason why this strategy cannot train the configuration, or None if it can."""
         if self.num_gpus > 1 and config.optimizer_in_backward:
             return (
-                "an optimizer in the backward pass would step before the GPUs have shared"
+                "an optimizer in the backward pass would step before the GPUs have reduced"
                 " their gradients"
             )
         if self.num_gpus > 1:
@@ -121,7 +121,7 @@ class Parallelism:
                 return pair.sentence(self.strategy, value)
 
         if self.strategy == "zero3" and config.loss == "chunked":
-            return "the loss in chunks needs the whole head, which zero3 shards"
+            return "a chunked loss needs the whole output head, which zero3 shards"
         return _fsdp2_refusal(config) if self.strategy in FSDP2 else None
 
 

@@ -40,13 +40,13 @@ class Outcome(StrEnum):
 class Rung(StrEnum):
     """The purpose of a probe, which determines how much the probe measures."""
 
-    GATE = "gate"
-    SHALLOW = "shallow"
-    FULL = "full"
-    CONFIRM = "confirm"
-    # Gives the losses that other probes with real weights are compared with.
+    GATE = "gate"  # a prediction from other results, without a probe
+    SHALLOW = "shallow"  # a probe of a few layers, to extrapolate to all layers
+    FULL = "full"  # a probe of the whole model
+    CONFIRM = "confirm"  # a longer probe of one of the best configurations
+    # A probe whose losses are compared with the losses of other probes with real weights
     REFERENCE = "reference"
-    NODE = "node"  # compares the speed of a worker's node with other nodes
+    NODE = "node"  # compares the speed of a worker's machine with other machines
 
 
 class World(StrEnum):
@@ -99,12 +99,13 @@ class ModelShape:
         period: After the prefix, the kinds of layers repeat every `period` layers. `period` is None
             if the layers do not repeat.
         unquantized: The share of all parameters that quantisation does not change, because they are
-            in the layers but not in a linear module. The fused experts of a mixture are an example.
+            in the decoder layers but not in a linear module. The fused experts of a mixture of
+            experts are an example.
         untrained: The share of all parameters that quantisation does not change and that get no
             adapter, even if adapters are on every linear layer. All other parameters in
             `unquantized` get adapters through PEFT's parametrized weights (`parametrized`).
         parametrized: Whether PEFT parametrizes weights of the model if adapters are on all linear
-            layers; such weights cannot be compiled.
+            layers; torch cannot compile layers with such weights.
         experts: The paths of experts' parameters inside a layer, sorted, if the experts use
             transformers' interface for experts. The adapters of such experts can be computed as
             grouped products.
@@ -138,7 +139,7 @@ class ModelShape:
 
     @property
     def single_layers(self) -> int:
-        """The number of layers that belong to no complete period.
+        """The number of layers outside the complete periods of the layer pattern.
 
         Each truncated model keeps these layers.
         """
@@ -436,9 +437,9 @@ class KernelTimes:
 
     `fp8_s` is the total time of matrix products in 8 bits, and `products_s` is the total time of
     matrix products in more bits. `attention_s` is the total time of fused attention, and `bytes_s`
-    is the total time of all kernels that only move bytes. `busy_s` is the time while at least one
-    kernel ran. `micro_s` is the time of the same micro batch without profiling. During the rest of
-    `micro_s`, the device waits: for the host, or between two kernels.
+    is the total time of all other kernels, which memory bandwidth limits. `busy_s` is the time
+    during which at least one kernel ran. `micro_s` is the time of the same micro batch without
+    profiling. During the rest of `micro_s`, the device waits: for the host, or between two kernels.
     """
 
     products_s: float
@@ -452,7 +453,7 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkewedRouting:
-    """The time of a micro batch if the routers of a mixture load their experts unevenly.
+    """The time of a micro batch if the routers of a mixture of experts load the experts unevenly.
 
     The hottest expert of each layer gets `hottest` times the mean number of tokens. The micro batch
     then takes `ratio` times as long as with an even load.
@@ -463,7 +464,7 @@ class SkewedRouting:
 
 
 # A micro batch is CPU-bound if the host needs at least this share of the micro batch's time to
-# issue kernels.
+# issue its kernels.
 HOST_SHARE = 0.8
 
 
@@ -474,8 +475,9 @@ class Measurement:
     Attributes:
         step_s: The time of each timed optimizer step, from its start to the next step's start. With
             several kinds of micro batch, it is the time of a step with average micro batches.
-        micro_step_s: The time of each micro batch; if a step has only one, the time of the whole
-            step. With several kinds, the values are means over all kinds, weighted by their shares.
+        micro_step_s: The time of each micro batch; if a step has only one micro batch, the time of
+            the whole step. With several kinds, the values are means over all kinds, weighted by
+            their shares.
         rest_s: The time of each step outside its micro batches: clipping, optimizer, logging.
         micro_steps: The number of micro batches in a step.
         phase_s: The time that a step spends in each phase.
@@ -615,16 +617,17 @@ WIDE = "wide"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryCount:
-    """The result of a dry probe: the memory and work of a step, for one number of layers.
+    """The result of a dry probe: the memory and work of a training step without a GPU.
 
     `segment_peak_gib` has the same keys as the field of this name in `Measurement`. The tensors of
-    the step are on the meta device, so no memory is measured. The memory excludes the CUDA context.
-    `flops` has the floating-point operations of one micro batch in matrix products and attention,
-    by operation name. A name ends in UNALIGNED or WIDE if the operation needs a slower kernel,
-    because of unaligned rows or wide attention heads. `moved_bytes` has the bytes that operations
-    read and write, by kind: matrix products, products with so few FLOPs per byte that memory
-    bandwidth limits them, strided tensors, gathered or scattered rows, and all others. `operations`
-    is the number of torch operations; each launches a kernel.
+    the step are on torch's meta device, so the memory is computed, not measured. The memory
+    excludes the CUDA context. `flops` has the floating-point operations of one micro batch in
+    matrix products and attention, by operation name. A name ends in UNALIGNED or WIDE if the
+    operation needs a slower kernel, because of unaligned rows or wide attention heads.
+    `moved_bytes` has the bytes that operations read and write, by kind: matrix products, products
+    with so few FLOPs per byte that memory bandwidth limits them, strided tensors, gathered or
+    scattered rows, and all others. `operations` is the number of torch operations; each launches a
+    kernel.
     """
 
     model_gib: float
@@ -641,7 +644,7 @@ class DryCount:
 
     @property
     def attention_flops(self) -> float:
-        """The FLOPs of attention, except those of pairs of tokens that a causal mask hides.
+        """The FLOPs of attention, without the pairs of tokens that a causal mask hides.
 
         The counts of memory-efficient attention and of FlexAttention leave out the hidden half of
         the pairs. The other counts do not, so they are halved.
@@ -703,7 +706,7 @@ class ProbeResult:
     notes: tuple[str, ...] = ()
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
-    # host:pid:ticks of the process that requested the probe; results of earlier versions lack it
+    # host:pid:ticks of the process that requested the probe; earlier versions did not store it
     node: str | None = None
     schema_version: int = SCHEMA_VERSION
 

@@ -1,4 +1,4 @@
-"""Functions of Linux that end a process when the process that started it ends."""
+"""Ends processes together with the process that started them, or when the user asks to stop."""
 
 import ctypes
 import gc

@@ -19,7 +19,7 @@ LORA_ALPHA = 32
 RSLORA_ALPHA = 8
 
 # For each knob: its name, the knob, and the default. If another knob can force this knob away from
-# its default, an object that equals no value stands in for the default.
+# its default, the default is replaced by an object that equals no value.
 _ROWS = tuple(
     (name, knob, knob.default if knob.default_stays else object()) for name, knob in KNOBS.items()
 )
@@ -225,7 +225,7 @@ def learning_differences(config: TrainConfig, other: TrainConfig) -> str:
 def checkpoints_some(transformers: str) -> bool:
     """Return whether TrainingArguments can checkpoint only some layers, or offload checkpoints.
 
-    `transformers` is the version of transformers.
+    `transformers` is a version of transformers, such as "5.23.0".
     """
     major, minor, *_ = (*transformers.split("."), "", "")
     return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (5, 23)

@@ -1,7 +1,7 @@
 """Pairs of features that were never tested together; each pair has a row in `untested.yaml`.
 
 Constraints, error messages and docs/knobs.md are made from these rows. A pair that is known to fail
-has no row: the code that refuses it gives the reason.
+has no row: the code that refuses the pair states the reason.
 """
 
 import functools

@@ -45,8 +45,8 @@ class Traffic:
     Each micro batch sends `forward` bytes in its forward pass and `backward` bytes in its backward
     pass. Each micro batch also sends `ends` bytes before the first layer and after the last layer,
     when no computation overlaps. The backward pass of the last micro batch sends `last_backward`
-    bytes more, and `after` bytes are sent after that pass. `gradients` says how many of all these
-    bytes FSDP2 sends to reduce and scatter gradients.
+    bytes more, and `after` bytes are sent after that pass. `gradients` is the part of all these
+    bytes that FSDP2 sends to reduce and scatter gradients.
     """
 
     forward: float = 0.0
@@ -208,9 +208,10 @@ def slowest_link(task: Task, parallelism: Parallelism) -> float:
 def added_s(
     micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float
 ) -> tuple[float, float]:
-    """Return two times that communication adds: to each micro batch, and once more to each step.
+    """Return the seconds that several GPUs add to each micro batch, and once to each step.
 
-    The times are in seconds. `micro_s` is the time that one GPU needs to compute a micro batch.
+    The GPUs communicate and wait for each other. `micro_s` is the time that one GPU needs to
+    compute a micro batch.
     """
     bandwidth = 1e9 * link_gb_s
     share = forward_share(config)

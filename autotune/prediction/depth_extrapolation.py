@@ -33,8 +33,8 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 
-# The next three numbers are the relative error that is assumed for an extrapolated step time, about
-# two standard deviations. The error is assumed even if all timed steps took equally long
+# The next three numbers are relative errors (about two standard deviations) that are assumed for
+# extrapolated step times. The errors are assumed even if all timed steps took the same time
 # (`benchmarks/depth_extrapolation.py`). DEVICE_BOUND is for GPU-bound steps. On an H200, step times
 # that were extrapolated from a probe of 2 layers and a probe of 8 to 32 layers had errors of 1 to
 # 4 %.
@@ -51,7 +51,7 @@ UNKNOWN_HOST = 0.15
 # spread below SEEN is replaced by SEEN.
 ENOUGH_RATIOS = 8
 SEEN = 0.01
-LEAST_SHARDED = 4  # with fewer layers, a sharded model does not show the memory per layer
+LEAST_SHARDED = 4  # fewer layers do not show the memory that each layer adds to a sharded model
 MIN_APART = 4  # the deeper probe has at least this many more layers, if the model has enough
 # The deeper probe has at least WIDE_SHARE of the model's layers. If the model has more than 48
 # layers, fewer are enough: WIDE_ENOUGH layers or LEAST_SHARE of the layers, whichever is more. Each
@@ -116,7 +116,7 @@ class Extrapolation:
         )
 
     def with_micro_batches_of(self, whole: Measurement) -> "Extrapolation":
-        """Take the micro batch time of `whole`, a measured whole model with another optimizer."""
+        """Use the micro batch time of `whole`, a measured whole model with another optimizer."""
         predicted = self.measurement
         micro = statistics.median(whole.micro_step_s)
         rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
@@ -179,7 +179,7 @@ def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
 
 
 def least_depth(shape: ModelShape, checkpoint_every: int | None) -> int | None:
-    """Return the least number of layers that has every kind, or None if there is no pattern."""
+    """Return the smallest number of layers with every kind of layer, or None without a pattern."""
     return None if shape.period is None else _whole_period(shape, shape.period, checkpoint_every)[0]
 
 
@@ -246,7 +246,7 @@ def extrapolate(
 def count_at_depth(
     low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int
 ) -> DryCount:
-    """Return a dry probe's result for `num_layers` layers, from those of two truncated models.
+    """Return a dry probe's result for `num_layers` layers, from the results of two dry probes.
 
     All numbers in a DryCount are affine in the number of layers. The memory of each segment is
     extrapolated separately.
@@ -285,9 +285,10 @@ def _times(
 ) -> Extrapolation:
     """Return the deeper probe's measurement with the extrapolated times of the whole model.
 
-    The memory in the result is still that of the deeper probe. `factor` is defined in `_line`. The
-    whole model has `depth_ratio` times as many repeating layers as the shallower probe. `host` is
-    the predicted time that the host needs to issue a micro batch, or None if unknown.
+    The memory in the result is still the memory of the deeper probe. `factor` is defined in
+    `_line`. The whole model has `depth_ratio` times as many repeating layers as the shallower
+    probe. `host` is the predicted time that the host needs to issue a micro batch, or None if
+    unknown.
     """
     shortest = min(low.micro_step_s)
     whole = min(_line(shortest, min(high.micro_step_s), factor), depth_ratio * shortest)

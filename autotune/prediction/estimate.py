@@ -5,7 +5,7 @@ formula covers the configuration, `estimate` uses the formula. Otherwise, `estim
 probe, which runs a training step without a GPU and computes its memory and its operations. The
 caller passes the function that runs the dry probe, because this package cannot import the package
 `dry`. For a run that another tool's file describes, the caller computes the memory and the step
-time, and passes both. For a measured run, the caller passes the measured values.
+time, and passes both to `estimate`. For a measured run, the caller passes the measured values.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ class MemoryBounds:
         return self.most or self.least
 
     def include_evaluation(self, evaluated: "MemoryBounds") -> "MemoryBounds":
-        """Return the bounds of a run whose evaluations need memory within `evaluated`."""
+        """Return the bounds of a run whose evaluations have the memory bounds `evaluated`."""
         highest = partial(max, key=lambda memory: memory.peak_reserved_gib)
         least = highest(self.least, evaluated.least)
         known = self.most is not None and evaluated.most is not None
@@ -225,7 +225,7 @@ class Estimate(ShownAsTable):
 
     @property
     def is_guess(self) -> bool:
-        """Whether the speed is from data sheets only; no card of this generation was measured."""
+        """Whether the speed is from data sheets only: no card of this generation was measured."""
         is_measured = (
             self.num_observations
             or is_measured_kind(self.device)
@@ -235,7 +235,7 @@ class Estimate(ShownAsTable):
 
     @property
     def calibrated(self) -> str | None:
-        """In words, what was calibrated for the speed, and when; None without a calibration."""
+        """A description of the calibrated parts with the date, or None without a calibration."""
         return calibrated_parts(self.calibration, self.device)
 
 
@@ -356,7 +356,8 @@ def estimate(
         observations: speeds that others measured on the device.
         parallelism: replaces the parallelism in the configuration.
         network_gb_s: the bandwidth between the hosts.
-        host: the speed of the host; by default, from the calibration, or an unknown host's.
+        host: the speed of the host; by default, the calibrated host, or an unknown host without a
+            calibration.
         count: runs a dry probe of a configuration that no formula covers, which takes seconds.
         shape: the batch sizes and the number of examples of the run, if another tool's file sets
             them.
@@ -470,7 +471,7 @@ def _with_speed(
     network_gb_s: float | None,
     num_steps: int | None,
 ) -> Estimate:
-    """Add the speed and the cost, unless there are several GPUs with an unknown traffic or link."""
+    """Add the speed and the cost, unless the traffic or the link of several GPUs is unknown."""
     config = estimated.config
     if parallelism.num_gpus == 1:
         step_s = shape.accumulation * single.micro_s + single.rest_s

@@ -1,11 +1,11 @@
 """A formula for the memory of training on one long row, for machines that cannot run a dry probe.
 
 The formula assumes that layers are computed in tiles of tokens, that the loss is computed in
-chunks, and that the inputs of recomputed layers wait in the host's memory (docs/longest.md). A dry
-probe runs a training step without a GPU and computes its memory. The factors below were fitted to
-the memory that dry probes computed. The dry probes ran 37 rows of 8,192 to 158,720 tokens, with 11
-models. The formula's results differ from the dry probes' results by at most 2.7 %, and in the
-median by 0.06 % (`tests/unit/prediction/test_long_rows.py`).
+chunks, and that the inputs of recomputed layers are offloaded to the host's memory
+(docs/longest.md). A dry probe runs a training step without a GPU and computes its memory. The
+factors below were fitted to the memory that dry probes computed. The dry probes ran 37 rows of
+8,192 to 158,720 tokens, with 11 models. The formula's results differ from the dry probes' results
+by at most 2.7 %, and in the median by 0.06 % (`tests/unit/prediction/test_long_rows.py`).
 """
 
 from dataclasses import replace

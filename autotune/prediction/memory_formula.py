@@ -1,11 +1,11 @@
 """The formula for a configuration's memory; it needs the model's shape, but no GPU and no torch.
 
 Each possible peak of a training step is affine in the tokens of a micro batch. The coefficients are
-weighted sums of the model's sizes, such as the hidden size. The formula has exactly the bytes that
-a layer keeps for its backward pass; `tests/probe/test_kept_activations.py` compares them with the
-bytes in the autograd graph. The bytes of the head, of temporary tensors and of compiled layers were
-measured on whole models on an H200 (`benchmarks/plan.py memory`). For families and configurations
-that were not measured, the result is None.
+weighted sums of the model's sizes, such as the hidden size. The formula contains the exact number
+of bytes that a layer keeps for its backward pass; `tests/probe/test_kept_activations.py` compares
+them with the bytes in the autograd graph. The bytes of the head, of temporary tensors and of
+compiled layers were measured on whole models on an H200 (`benchmarks/plan.py memory`). For families
+and configurations that were not measured, the result is None.
 """
 
 import functools
@@ -29,9 +29,9 @@ CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with
 # Bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
 WORKSPACE = 64.2 * MIB
 # If the allocator's segments cannot grow, they hold unused memory: at most this fraction of the
-# bytes that one layer keeps. The fraction is the largest of nine configurations on an H100
-# (`benchmarks/memory.py allocator`). Four of the nine, with full fine-tuning or large logits, had
-# no unused memory.
+# bytes that one layer keeps for its backward pass. The fraction is the largest of nine
+# configurations on an H100 (`benchmarks/memory.py allocator`). Four of the nine, with full
+# fine-tuning or large logits, had no unused memory.
 FIXED_SHARE = 0.9
 # The relative error of a peak that the formula predicts, about two standard deviations
 # (`benchmarks/plan.py memory`).
@@ -44,16 +44,17 @@ EVALUATES = 0
 # error for the tensors themselves was at most 0.1 %.
 EVALUATED_UNUSED = 0.12
 EVALUATION_ERROR = 0.06
-# The relative error of a peak that a dry probe computed: a step of the real training code that runs
-# without a GPU. The largest of 296 errors was 0.8 % (`benchmarks/plan.py memory`).
+# A dry probe runs a step of the real training code without a GPU. COUNT_ERROR is the relative error
+# of the peak memory that a dry probe computes. The largest of 296 errors was 0.8 %
+# (`benchmarks/plan.py memory`).
 COUNT_ERROR = 0.015
 # The relative error of a peak that a dry probe computed for an int8 base. The dry probe omits the
 # copies of outlier activations. With random weights, most inputs of `down_proj` are outliers: on an
 # H200, probes of three whole models held up to 9 % more memory than the dry probes computed.
 INT8_ERROR = 0.09
 # The memory and the time on the reference card do not depend on the card for which a run is
-# planned. So a comparison of cards needs the same results for each card, and the results are
-# cached. This cache size exceeds the number of configurations in a plan.
+# planned. A comparison of cards needs the same results for each card, so the results are cached.
+# This cache size exceeds the number of configurations in a plan.
 KEPT_ANSWERS = 2**14
 _BLOCK = 256  # the number of values of 8-bit optimizer state that share one scale of 4 bytes
 # Bytes of scales for each 4-bit weight, with `double_quant` off and on. 64 weights share one scale.
@@ -145,7 +146,7 @@ class MemoryBreakdown:
 
     @property
     def lasting_gib(self) -> float:
-        """The memory that the process holds not only during steps, but also between steps."""
+        """The memory that the process also holds between steps."""
         return self.weights + self.adapters + self.optimizer
 
     @property
@@ -183,7 +184,7 @@ def _uncovered_feature(sizes: Sizes, config: TrainConfig) -> str | None:
     uncovered = {
         "adapters on modules beyond attention and MLP": not in_layers,
         "fp32 precision": config.precision == "fp32",
-        "modules trained whole beside adapters": config.modules_to_save != "none",
+        "modules trained in full beside adapters": config.modules_to_save != "none",
         "int8 bases": config.quantization == "int8",
         "k-bit preparation": config.kbit_preparation,
         "DoRA": config.dora,
@@ -655,13 +656,13 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         if config.has_mask and config.attention.startswith("sdpa"):
             # With a mask, keys and values are repeated for each query head before SDPA, which keeps
             # the repeated tensors. In Phi 3, one product computes queries, keys and values
-            # together, so its layers keep as many bytes as without a mask.
+            # together, so its layers keep the same number of bytes as without a mask.
             repeated = 0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys)
             keep += 2 * config.seq_len + repeated
         if sizes.family == "phi3" and not compiled and config.packed_attention == "varlen":
-            # Varlen attention keeps the attention's values as a separate tensor instead of the
-            # output of the joint product. The output of the attention is copied only if adapters
-            # cast it.
+            # Varlen attention keeps the values (V) as a separate tensor instead of the output of
+            # the joint product for queries, keys and values. The output of the attention is copied
+            # only if adapters cast it.
             casts = config.method == "lora" and not pure
             keep -= 2 * (sizes.queries + sizes.keys) + (0 if casts else 2 * sizes.queries)
 

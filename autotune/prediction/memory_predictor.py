@@ -1,8 +1,9 @@
-"""The memory gate refuses a configuration that cannot fit, before it is probed.
+"""Refuses configurations that cannot fit into memory, before they are probed (the memory gate).
 
-`refused_by` compares a configuration with each configuration that ran out of memory. If every knob
-of the latter has a value that needs no more memory, the former is refused. `MemoryPredictor`
-predicts the memory of a configuration from other configurations' measurements.
+`refused_by` compares a new configuration with each configuration that ran out of memory. If every
+knob of that configuration has a value that surely needs no more memory than the new configuration's
+value, the new configuration is refused. `MemoryPredictor` predicts the memory of a configuration
+from other configurations' measurements.
 """
 
 import math
@@ -70,8 +71,8 @@ class Known:
     def signature(self) -> tuple[object, ...]:
         """A key for the temporary memory of this configuration.
 
-        For all configurations with the same key, the temporary memory is on one straight line over
-        the number of tokens.
+        For all configurations with the same key, the temporary memory is the same affine function
+        of the number of tokens.
         """
         return _compute_signature(self.config, self.measurement.micro_steps)
 
@@ -102,12 +103,12 @@ class MemoryPredictor:
 
     All measurements are of the same model on the same device. The peak of each segment of a step is
     static memory plus temporary memory. Static memory is weights, adapters, gradients and optimizer
-    state. Each of these four parts is predicted separately, because each depends only on some of
-    the LoRA rank, the quantisation and the optimizer. For configurations with the same
-    `_compute_signature`, temporary memory is affine in the tokens of a micro batch: a straight line
-    whose two coefficients are not negative. So a measurement at one number of tokens gives an upper
-    and a lower bound at any other number of tokens. Measurements at two numbers of tokens give the
-    line.
+    state. Static memory is taken from a known configuration with the same base weights and
+    optimizer, and the parts that belong to adapters are scaled to the LoRA rank. For configurations
+    with the same `_compute_signature`, temporary memory is affine in the tokens of a micro batch: a
+    straight line whose two coefficients are not negative. So a measurement at one number of tokens
+    gives an upper and a lower bound at any other number of tokens. Measurements at two numbers of
+    tokens give the line.
     """
 
     def __init__(self) -> None:
@@ -174,7 +175,7 @@ class MemoryPredictor:
             if known.measurement.context_gib is not None
         ]
 
-        # On several GPUs, the reserved memory includes free blocks in the pools of other streams.
+        # On several GPUs, the reserved memory includes free blocks in the pools of side streams.
         # The lower bound leaves out these blocks.
         least_ratio = min(reserved_ratios) if config.num_gpus == 1 else 1.0
         return MemoryEstimate(
@@ -189,7 +190,7 @@ class MemoryPredictor:
         )
 
     def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
-        """Return the one of the `_similar` configurations with the closest number of tokens."""
+        """Return the configuration among `_similar` with the closest number of tokens."""
 
         def distance(known: Known) -> float:
             return abs(math.log(known.config.tokens / config.tokens))
@@ -197,13 +198,13 @@ class MemoryPredictor:
         return min(self._similar(config, micro_steps), key=distance, default=None)
 
     def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
-        """Return the known configurations with the compute signature of `config`.
+        """Return the known configurations with the same `_compute_signature` as `config`.
 
         If `micro_steps` is 1, and no known configuration has one micro batch per step, LoRA
         configurations with two micro batches are returned. The temporary memory of these
-        configurations is a lower bound: in the second micro batch, all gradients exist from its
-        start, so they are part of the static memory. With one micro batch, the gradients appear
-        only during the backward pass. The gradients of adapters are small, so the bound is close.
+        configurations is a lower bound: during the whole second micro batch, all gradients exist,
+        so they are part of the static memory. With one micro batch, the gradients appear only
+        during the backward pass. The gradients of adapters are small, so the bound is close.
         """
 
         def with_steps(steps: int) -> list[Known]:
@@ -235,7 +236,7 @@ def static_gib(measurement: Measurement, micro_steps: int) -> float:
 
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
-    """Return a key that is the same for configurations that need the same bytes for each token."""
+    """Return a key that is the same for configurations with the same bytes of memory per token."""
     # Memory depends on the number of tokens, not on the length of a row, unless attention scores or
     # a mask are stored for each pair of tokens.
     length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len

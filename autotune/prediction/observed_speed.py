@@ -1,4 +1,4 @@
-"""Correct a speed that is converted from another card, with other users' measurements."""
+"""Uses other users' measurements to correct a speed that was converted from another card."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, speed_trans
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-# The method and the quantisation of the training that a calibration runs
+# The training method and the quantisation of the short training in a calibration
 CALIBRATED_METHOD = ("lora", "none")
 # An observation is ignored if it deviates from the formula's speed by more than this number of
 # standard deviations.

@@ -4,9 +4,8 @@ The terms of `memory_formula` are divided among the GPUs as the strategy shards 
 accelerate's settings, FSDP2 gathers and shards parameters in units: one for each layer, one for the
 embedding, and one for the final norm and the head. The unit of the head is not resharded after the
 forward pass. A training step with torch's `fully_shard` on the meta device showed which buffers
-exist at each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. The caller gives
-the settings of DeepSpeed: those of the exported script, or those in a file that the command `check`
-reads.
+exist at each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. The caller passes
+DeepSpeed's settings, either from the exported script or from a file that the command `check` reads.
 """
 
 import functools
@@ -104,7 +103,8 @@ class Shares:
     ) -> "Shares":
         """Return the numbers of parameters of any model, from the totals that a probe counted.
 
-        The parameters of modules that are trained whole are included in `adapters`.
+        The parameters of modules that are trained in full beside adapters are included in
+        `adapters`.
         """
         full = config.method == "full"
         trained = measured.trainable_params
@@ -269,7 +269,7 @@ def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Paralleli
 def _held_gradients(
     sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
 ) -> dict[str, float]:
-    """Return for each moment of a step how many bytes of gradients FSDP2 holds.
+    """Return the bytes of gradients that FSDP2 holds, for each moment of a step.
 
     The result excludes the gradients of the unit that is being computed. Before the last micro
     batch of a step, gradients are kept unsharded, unless each micro batch scatters its gradients.
@@ -408,8 +408,8 @@ def _zero_moments(
     """Return the memory at the moments of a step under DeepSpeed.
 
     Gradients are in bf16, and stages 2 and 3 shard the gradients. For the optimizer step, each rank
-    also has its shard of the gradients in fp32. In stage 3, each rank's shard stays allocated
-    during the whole step.
+    also has its shard of the gradients in fp32. In stage 3, each rank's shard of the gradients
+    stays allocated during the whole step.
     """
     gpus = parallelism.num_gpus
     stage = parallelism.strategy

@@ -31,11 +31,12 @@ from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, products_tflops
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
 
-# A matrix multiplication in fp8 is this many times as fast as in bf16, even with the time to cast
+# A matrix multiplication in fp8 is this many times as fast as in bf16, including the time to cast
 # the weights for each multiplication.
 FP8 = 1.36
-# How many bytes a step moves, including those of temporary tensors: for each byte that a layer
-# keeps for its backward pass, for each logit, and for each weight of a 4-bit base.
+# Three numbers of bytes that a step moves, including temporary tensors. The first is for each byte
+# that a layer keeps for its backward pass, the second for each logit, and the third for each weight
+# of a 4-bit base.
 EAGER = (10.5, 560.0, 8.5)
 COMPILED = (5.0, 260.0, 5.0)
 # In full fine-tuning, a layer moves this fraction of the bytes that a layer with adapters moves.
@@ -46,8 +47,8 @@ NF4_MS = 2.0  # added milliseconds to issue the unpacking of a layer's 4-bit bas
 FULL_MS = 2.5  # the host's milliseconds to issue a layer without adapters
 AGAIN = 0.7  # if a layer is recomputed, its host time grows by this fraction
 # The bytes that are moved for each logit if TRL computes the loss in tiles. A forward pass writes
-# and reads each logit in 16 bits, which is 4 bytes. A backward pass writes and reads each logit
-# twice, and moves the logit's gradient once, which is 10 bytes.
+# and reads each 16-bit logit once, which moves 4 bytes. A backward pass writes and reads each logit
+# twice, and moves the logit's gradient once, which makes 10 bytes.
 TILE_FORWARD = 4.0
 TILE_BACKWARD = 10.0
 # With TRL's tiles, the bytes that layers move are multiplied by this factor. The reason is that the
@@ -66,9 +67,10 @@ THIN_SHARE = 0.73  # fraction of the memory bandwidth that thin products reach
 # Time per FLOP of memory-efficient attention, divided by the mean time per FLOP of all products
 BY_POSITION = 2.2
 OPERATION_US = 23.0  # the host's microseconds to issue one operation
-# Time to move a byte of a strided or an indexed tensor, divided by the time for other tensors.
-# STRIDED, INDEXED and the four factors after them come from profiles of 11 other models on an H100.
-# One of the 11 models had unaligned rows, and two had wide heads.
+# Time to move a byte of a strided or an indexed tensor, divided by the time for other tensors. The
+# six factors STRIDED, INDEXED, NOT_ALIGNED, FLASH, WIDE_FORWARD and WIDE_BACKWARD come from
+# profiles of 11 other models on an H100. One of the 11 models had unaligned rows, and two had wide
+# heads.
 STRIDED = 2.0
 INDEXED = 3.0
 # Time per FLOP of the following operations, divided by the mean time per FLOP of all products
@@ -79,8 +81,8 @@ FLASH = 1.4  # flash attention, if it replaces cuDNN's attention
 FLEX = 2.2
 WIDE_FORWARD = 5.4  # memory-efficient attention of wide heads
 WIDE_BACKWARD = 20.0
-# The relative standard deviation of the device's time if the time comes from a dry probe. Before
-# the six factors above were taken from the 11 models, the 80 % interval contained 27 of the 30
+# The relative standard deviation of the device's time if the time comes from a dry probe. Without
+# the six factors above that were taken from the 11 models, the 80 % interval contained 27 of the 30
 # measurements of these models. With the six factors, the median error for the 11 models is 4.3 %,
 # but another family may use kernels that the 11 models lack.
 COUNTED_ERROR = 0.15
@@ -88,7 +90,7 @@ COUNTED_ERROR = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host's time to issue work, divided by the time of the hosts that were measured for HOST_MS.
+    """A host's time to issue work, relative to the hosts on which HOST_MS was measured.
 
     A larger `scale` means a slower host. `error` is the standard deviation of the logarithm of
     `scale`.
@@ -108,7 +110,7 @@ def host_of(calibration: Calibration | None) -> Host:
     """Return the calibrated host, or an unknown host without a calibration.
 
     The calibrated host gets the error of MEASURED_HOST. A calibration of a CPU timed the
-    computation together with the host's work, so the error of its host is that of UNKNOWN_HOST.
+    computation together with the host's work, so its host has the error of UNKNOWN_HOST.
     """
     if calibration is None:
         return UNKNOWN_HOST
@@ -253,8 +255,8 @@ def divide_step_time(
 
     The parts have the same proportions as in the measurement's profile. Without a profile, they
     have the same proportions as in `by_formula`, which is the formula's estimate for the measured
-    card. The device error is 0, because the caller adds the measurement's error. The host error is
-    that of UNKNOWN_HOST, because the time may be converted to another host.
+    card. The device error is 0, because the caller adds the measurement's error. The host has the
+    error of UNKNOWN_HOST, because the time may be converted to another host.
     """
     micro_s = statistics.median(measurement.micro_step_s)
     kernels = measurement.kernels

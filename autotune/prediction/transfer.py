@@ -3,7 +3,7 @@
 A configuration needs the same memory on every card, but its speed differs. The speed of matrix
 products is proportional to the 0.7th power of the card's peak TFLOP/s (without sparsity) and to the
 0.3rd power of its power limit. The exponent of the peak is below 1, because training uses a smaller
-part of a faster card's peak. The power limit counts, because a card with a low limit cannot keep
+part of a faster card's peak. The power limit matters, because a card with a low limit cannot keep
 its clock rate. The speed of moving bytes is proportional to the memory bandwidth. For two cards
 that differ only in their memory, the exponent of the bandwidth is OF_MEMORY instead of 1. The
 host's time to issue work is assumed to be the same for both cards, unless both hosts were
@@ -36,10 +36,10 @@ OF_POWER = 0.3
 # Between two cards with the same chip, the speed of kernels that move bytes is proportional to the
 # memory bandwidth to the power of OF_MEMORY. These kernels also wait for the chip, which is equally
 # fast on both cards. An H200 has 1.43 times the bandwidth of an H100, but these kernels were only
-# 1.24 times as fast. Others published measurements of the same work on two cards. For 103 of these
-# pairs, with the same chip, the predicted ratio of the speeds is 8 % off with OF_MEMORY, and 11 %
-# off with an exponent of 1. For two cards with different chips, the exponent is 1: the predicted
-# ratio is 15 % off, and would be 17 % off with OF_MEMORY.
+# 1.24 times as fast. Others published pairs of measurements: the same work on two cards. For the
+# 103 pairs of cards with the same chip, the predicted ratio of the speeds is 8 % off with
+# OF_MEMORY, and 11 % off with an exponent of 1. For two cards with different chips, the exponent is
+# 1: the predicted ratio is 15 % off, and would be 17 % off with OF_MEMORY.
 OF_MEMORY = 0.61
 # A card with an unknown power limit is assumed to reach this fraction of its peak. By the formula,
 # the cards in the catalogue reach 0.58 to 0.95, and 0.75 is about the middle.
@@ -49,9 +49,9 @@ CEILING = 0.95  # the largest fraction of its peak that any card is assumed to r
 # for configurations without a formula.
 USUAL_SHARE = 0.3
 # For a pair of cards, each configuration has a ratio of the two speeds. The next two numbers are
-# standard deviations of the logarithm of this ratio. BETWEEN is how much the ratio varies from one
-# pair of cards to another, with the same method. WITHIN is how much the ratio varies from one
-# configuration to another, with the same method and pair.
+# standard deviations of the logarithm of this ratio. BETWEEN is the deviation between pairs of
+# cards, with the same method. WITHIN is the deviation between configurations, with the same method
+# and the same pair of cards.
 BETWEEN = 0.14
 WITHIN = 0.09
 # The generations of the cards in the published pairs. The speed of a card of another generation
@@ -120,7 +120,7 @@ def replaces_data_sheet(calibration: Calibration | None, device: DeviceSpec) -> 
 def calibrated_parts(calibration: Calibration | None, device: DeviceSpec) -> str | None:
     """Describe the calibrated parts of an estimate for the card, or return None without any.
 
-    Example: 'card and host calibrated on this machine, 2026-11-22'.
+    Example: 'GPU and host calibrated on this machine, 2026-11-22'.
     """
     if calibration is None:
         return None
@@ -144,8 +144,8 @@ def speed_transfer(
         source: the card with the known speed.
         target: the card whose speed is wanted.
         known: measured speeds on the target with the same method, each divided by the expected
-            speed. They are ignored if the target is calibrated, because the calibration includes a
-            training.
+            speed. These ratios are ignored if the target is calibrated, because the calibration
+            includes a training.
         precision: the precision of the products: bf16, fp16 or fp8.
         calibration: a calibration of either card.
         side: the side of the square matrices that the products multiply, for

@@ -20,8 +20,8 @@ from autotune.probe.meters import Meter
 
 ROUNDS = 5  # the result is the median of this number of rounds
 ROUND_S = 0.1  # seconds of a round; if one call takes longer, the round is a single call
-# Seconds of work that a GPU gets before a round, so that the host can issue the round's calls
-# meanwhile.
+# Before each round, a GPU gets this number of seconds of other work, so that the host can issue the
+# round's calls in the meantime.
 AHEAD_S = 0.01
 MOST_CALLS = 400  # the most calls in a round, because a GPU's queue holds about a thousand calls
 TOO_LONG_S = 0.3  # seconds; after a product that takes longer, larger matrices are skipped

@@ -548,7 +548,7 @@ class Probe:
         return self._weights_gib() + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def _weights_gib(self) -> float:
-        """The GiB of all weights: base model, copies for joined adapters, and reference model."""
+        """The GiB of all weights: base model, copies for joint matrix products, reference model."""
         joined = self.resident.joined
         joined_gib = 0.0 if joined is None else gib(joined.extra_bytes())
         reference_gib = 0.0 if self._reference is None else parameter_gib(self._reference)

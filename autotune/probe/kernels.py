@@ -49,7 +49,7 @@ ELEMENTWISE = re.compile(
     re.IGNORECASE,
 )
 INDUCTOR = re.compile(r"^triton_[a-z]+_fused_(?P<operators>.*?)_?\d*$")
-LONGEST_NAME = 160  # the most characters of a kernel's name in the log
+LONGEST_NAME = 160  # the maximum length of a kernel's name in the log
 
 
 class Work(StrEnum):

@@ -40,7 +40,7 @@ LOST = 1.5  # a training has diverged if a loss exceeds its first loss by this f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The request in one line of the input: how to train."""
+    """A request for one training, which is one line of the input."""
 
     learning_rate: float
     warmup_steps: int

@@ -282,7 +282,7 @@ def host_places(events: Iterable[Event], unknown: Part | None, trained: Part) ->
 
         place = _place(event, stack[-1].place if stack else start, node_parts, unknown, trained)
         if event.sequence >= 0 and place.stage is not Stage.BACKWARD:
-            # Of several operators with the same sequence number, the last one makes the autograd
+            # If several operators have the same sequence number, the last one creates the autograd
             # node.
             node_parts[event.thread, event.sequence] = place.part
         stack.append(_OpenEvent(event, place))

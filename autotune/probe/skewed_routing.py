@@ -19,7 +19,7 @@ HOTTEST = 4.0  # the load of the hottest expert, as a multiple of the mean load
 # other half.
 LARGEST_SHARE = 0.4
 SAMPLES = 4096  # the number of random tokens that estimate the load of scaled routers
-STEEPEST = 2.0  # the largest exponent of the power law of the scales
+STEEPEST = 2.0  # the largest exponent of the power law that gives the scales
 BISECTIONS = 16
 
 

@@ -20,8 +20,8 @@ from typing import Any
 LOCK = "turn"
 NEXT = "next"
 WANTED = "wanted.json"
-HELD = ".held"  # suffix: a file with the GiB of device memory that a process holds
-CLAIMED = ".claimed"  # suffix: a file for each request that a process has begun to compile
+HELD = ".held"  # suffix of a file with the GiB of device memory that a process holds
+CLAIMED = ".claimed"  # suffix of a file that marks a request as begun by a process
 # The longest time in seconds that the probing process waits for its turn. In one turn, another
 # process only builds a few layers or runs them once.
 PATIENCE_S = 30.0

@@ -187,7 +187,7 @@ class Worker:
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         """Check the device and load the libraries.
 
-        A failed import raises here, so the parent learns of it.
+        An import error is raised here, so that the parent gets a report of it.
 
         `send` sends a message to the parent; `scratch` is a directory for temporary files.
         """

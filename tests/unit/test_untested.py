@@ -104,7 +104,7 @@ def test_a_message_is_a_plain_sentence() -> None:
         untested("packing", True, "trainer", "trl")
         == "packing is untested with trl: TRL joins packed sequences into one"
     )
-    reason = "sharded training computes in bf16 with fp32 masters"
+    reason = "sharded training computes in bf16 with fp32 master weights"
     assert (
         untested("precision", "fp32", "sharding", "zero1")
         == f"fp32 is untested under zero1: {reason}"

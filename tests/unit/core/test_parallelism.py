@@ -75,7 +75,7 @@ def test_sharded_training_has_a_precision_of_its_own() -> None:
         ({"precision": "fp16_mixed"}, "fp16_mixed is untested", (*FSDP2, *ZERO)),
         ({"dora": True}, "DoRA", (*FSDP2, *ZERO)),
         ({"compile": "per_layer"}, "compiled layers", ZERO),
-        ({"loss": "chunked"}, "loss in chunks", ("zero3",)),
+        ({"loss": "chunked"}, "chunked loss", ("zero3",)),
         ({"optimizer": "adamw_torch"}, "", ()),
         ({"method": "full", "optimizer_in_backward": True}, "step before", STRATEGIES[1:]),
         (GRAPHS, "cuda_graphs micro_batch works only with number of GPUs 1", STRATEGIES[1:]),
