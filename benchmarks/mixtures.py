@@ -3,7 +3,7 @@ with random weights, under the cap of an 80 GB or a 24 GB GPU.
 
 The configurations of one call are compared with each other: today's kernels for the adapters of
 experts, and the best configuration without them. A study of the same model shows which share of the
-best speed it finds.
+best speed it finds. `--count` computes the memory of measured rows without a GPU.
 """
 
 import argparse
@@ -42,6 +42,14 @@ FAST = {
     "compile": "per_layer",
     "loss": "chunked",
 }
+FOUR_BITS = {"quantization": "nf4", "double_quant": True, "quantize_experts": True}
+SMALL = FOUR_BITS | {
+    "lora_targets": "attention",
+    "micro_batch_size": 1,
+    "seq_len": 1024,
+    "checkpointing": "full",
+    "loss": "chunked",
+}
 BEFORE = {
     "lora_targets": "attention",
     "micro_batch_size": 2,
@@ -49,6 +57,10 @@ BEFORE = {
     "checkpointing": "none",
     "attention": "eager",
 }
+
+
+FLEX = {"attention": "flex_attention"}
+CONTEXT_GIB = 1.0  # more than CUDA's context takes on an H200
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,23 @@ class Case:
     knobs: dict[str, Any]
     product: str = ""
     memory_gib: float = 79.0
-    counted: bool = False  # compare the memory with the dry count
+    headroom: float = 0.05
+
+    @classmethod
+    def within(cls, gib: float, group: str, model: str, knobs: dict[str, Any]) -> "Case":
+        """Return a case whose tensors may take this many GiB, beside the CUDA context."""
+        return cls(group, model, knobs, memory_gib=gib + CONTEXT_GIB, headroom=0.0)
+
+    @property
+    def request(self) -> ProbeRequest:
+        """A probe of whole optimizer steps, each of one micro batch."""
+        return ProbeRequest(
+            config=TrainConfig(**self.knobs),
+            model=resolve_model(self.model).config,
+            memory_gib=self.memory_gib,
+            headroom=self.headroom,
+            micro_steps=1,
+        )
 
     @property
     def key(self) -> dict[str, Any]:
@@ -78,13 +106,23 @@ class Case:
 
 
 CASES = [
-    Case("qwen", QWEN, ON_EXPERTS | FAST, counted=True),
+    Case("qwen", QWEN, ON_EXPERTS | FAST),
     Case("qwen", QWEN, ON_EXPERTS | FAST | {"micro_batch_size": 16}),
+    Case("qwen nf4", QWEN, ON_EXPERTS | FAST | FOUR_BITS),
+    Case("qwen nf4", QWEN, ON_EXPERTS | FAST | FOUR_BITS | {"micro_batch_size": 16}),
     Case("qwen", QWEN, ON_EXPERTS | FAST, product=TRITON),
+    Case.within(19.0, "qwen attention", QWEN, SMALL | {"seq_len": 4096}),
+    Case.within(
+        21.0,
+        "qwen experts",
+        QWEN,
+        SMALL | ON_EXPERTS | {"lora_rank": 8, "optimizer": "adamw_8bit"},
+    ),
+    Case.within(14.0, "gptoss 4-bit", GPT_OSS, SMALL | FLEX),
     Case("gptoss before", GPT_OSS, BEFORE),
     Case("gptoss before", GPT_OSS, BEFORE | {"compile": "per_layer", "loss": "chunked"}),
     *(
-        Case("gptoss", GPT_OSS, ON_EXPERTS | FAST | {"attention": "flex_attention"} | changes)
+        Case("gptoss", GPT_OSS, ON_EXPERTS | FAST | FLEX | changes)
         for changes in ({}, {"micro_batch_size": 4, "checkpointing": "none"})
     ),
 ]
@@ -96,6 +134,11 @@ def run(args: argparse.Namespace) -> None:
     Cases of one way to compute grouped products share a worker.
     """
     rows = Rows.of(args)
+    if args.count:
+        add_counts(rows)
+        finish(args, rows.fingerprint, rows.plain)
+        return
+
     until = time.monotonic() + args.seconds
     for product in ("", TRITON):
         cases = [case for case in CASES if case.product == product and not rows.has(**case.key)]
@@ -117,13 +160,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(prober: WorkerProber, case: Case) -> dict[str, Any]:
-    """Measure whole optimizer steps, each of one micro batch."""
-    request = ProbeRequest(
-        config=TrainConfig(**case.knobs),
-        model=resolve_model(case.model).config,
-        memory_gib=case.memory_gib,
-        micro_steps=1,
-    )
+    """Return the speed and the memory of a case, or the reason why it has none."""
+    request = case.request
     result = prober.probe(request, prober.logs / "probe.log")
     row = case.key | {
         "outcome": result.outcome.value,
@@ -133,19 +171,25 @@ def measure(prober: WorkerProber, case: Case) -> dict[str, Any]:
         return row | {"reason": result.reason}
 
     step_s = step_time_s(result.measurement, 1)
-    row |= {
+    return row | {
         "step_s": step_s,
         "tokens_per_s": request.config.tokens / step_s,
         "peak_gib": result.measurement.peak_allocated_gib,
         "reserved_gib": result.measurement.peak_reserved_gib,
     }
-    if case.counted:
-        with DryProber(scratch(), shipped=False) as counter:
-            counted = counter.count(request).count
-        if counted is not None:
-            peak = counted.peak_allocated_gib
-            row |= {"counted_gib": peak, "memory_error": peak / row["peak_gib"] - 1}
-    return row
+
+
+def add_counts(rows: Rows) -> None:
+    """Add the memory that a dry probe counts, without a GPU, to the measured rows."""
+    with DryProber(scratch(), shipped=False) as counter:
+        for case in CASES:
+            row = next((row for row in rows.all if row.items() >= case.key.items()), {})
+            if "peak_gib" not in row or case.product:
+                continue
+            counted = counter.count(case.request).count
+            if counted is not None:
+                peak = counted.peak_allocated_gib
+                row |= {"counted_gib": peak, "memory_error": peak / row["peak_gib"] - 1}
 
 
 def study(budget: str) -> dict[str, Any]:
@@ -158,6 +202,7 @@ def study(budget: str) -> dict[str, Any]:
         "config": TrainConfig(**found["winner"]["config"]).label(),
         "tokens_per_s": found["winner"]["performance"]["tokens_per_second"],
         "judged": found["trials"]["judged"],
+        "caveats": found["caveats"],
         "fingerprint": fingerprint_of(found),
     }
 
@@ -186,12 +231,20 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         and row["config"] == forced.get("config")
         and "tokens_per_s" in row
     ]
+
+    def gib(group: str) -> float | None:
+        return max((row["reserved_gib"] for row in rows if row["group"] == group), default=None)
+
     return {
         "qwen_tokens_per_s": best("qwen"),
+        "qwen_nf4_tokens_per_s": best("qwen nf4"),
         "gptoss_tokens_per_s": best("gptoss"),
         "gptoss_over_before": ratio(best("gptoss"), best("gptoss before")),
         "found_share": ratio(best("study"), best("qwen")),
         "triton_over_fused": ratio(forced.get("tokens_per_s"), max(same, default=None)),
+        "qwen_attention_gib": gib("qwen attention"),
+        "qwen_experts_gib": gib("qwen experts"),
+        "gptoss_gib": gib("gptoss 4-bit"),
         "memory_error_max": largest(rows, "memory_error"),
     }
 
@@ -205,6 +258,7 @@ MODES = {
             "--rows": None,
             "--seconds": {"type": float, "default": 300.0, "help": "start no case after this"},
             "--budget": {"default": "150s", "help": "of the study; '' runs none"},
+            "--count": {"action": "store_true", "help": "only add counted memory to the rows"},
         },
     ),
 }

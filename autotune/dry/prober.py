@@ -38,14 +38,16 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.trainer.cache_folders import user_cache
+from autotune.trainer.settings import CHUNK_TOKENS, chunk_tokens
 
 # Increase DRY_VERSION if a change of the code changes the results of dry probes. This makes all
 # cached counts invalid. If only some configurations change, increase another version instead:
 # OFFLOAD_VERSION for activations that are offloaded to the host, FP8_VERSION for base weights in
-# fp8.
+# fp8, CHUNKS_VERSION for a chunked loss of at most CHUNK_TOKENS tokens, which has two chunks.
 DRY_VERSION = 7
 OFFLOAD_VERSION = 2
 FP8_VERSION = 2
+CHUNKS_VERSION = 1
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
@@ -108,7 +110,7 @@ class DryProber:
     def _count_uncached(self, request: ProbeRequest) -> DryAnswer:
         if request.depth is not None:
             return self._ask_for(request)
-        shape = self._shape(request.model)
+        shape = self.describe(request.model)
         if isinstance(shape, str):
             return DryAnswer(refused=shape)
         config = request.config
@@ -127,7 +129,7 @@ class DryProber:
             count=count_at_depth((pair[0], low.count), (pair[1], high.count), shape.num_layers)
         )
 
-    def _shape(self, model: dict[str, Any]) -> ModelShape | str:
+    def describe(self, model: dict[str, Any]) -> ModelShape | str:
         """The ModelShape of a model, or the reason why the model cannot be built."""
         key = digest_of(model)
         if key not in self._shapes:
@@ -243,6 +245,9 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
     about = [request.model, config, request.micro_steps, request.longest.length, request.depth]
     if request.objective is not Objective.SFT:
         about.append(request.objective)
+    tokens = request.config.micro_batch_size * request.longest.length
+    if request.config.loss == "chunked" and chunk_tokens(tokens) < min(tokens, CHUNK_TOKENS):
+        about.append(["chunks", CHUNKS_VERSION])
     if request.config.offloads:
         about.append(OFFLOAD_VERSION)
     if request.config.quantization == "fp8":

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from autotune.catalog import ModelSpec
 from autotune.core.objective import Objective
-from autotune.core.probe_types import DryCount, ProbeRequest
+from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
-from autotune.dry.prober import DryAnswer, DryProber
+from autotune.dry.prober import DryAnswer, DryProber, obstacle
 
 
 def count(
@@ -69,6 +69,17 @@ def dry_count(
     )
 
     return _prober().count(request)
+
+
+def shape_of(model: ModelSpec) -> ModelShape | None:
+    """Return the pattern and the properties of a model's layers.
+
+    Returns None if this machine runs no dry probes, or if the model cannot be built.
+    """
+    if obstacle() is not None:
+        return None
+    shape = _prober().describe(model.config)
+    return None if isinstance(shape, str) else shape
 
 
 @functools.cache

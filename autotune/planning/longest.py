@@ -24,6 +24,7 @@ from autotune.core.probe_types import (
     DryCount,
     Evidence,
     MicroBatch,
+    ModelShape,
     Outcome,
     ProbeRequest,
     ProbeResult,
@@ -31,7 +32,7 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, gib
 from autotune.dry.prober import obstacle
-from autotune.planning.counted_memory import dry_count, no_count
+from autotune.planning.counted_memory import dry_count, no_count, shape_of
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.long_rows import long_row_breakdown
@@ -93,14 +94,15 @@ ALLOCATOR_SHARE = 0.06
 class Longest(ShownAsTable):
     """A query for the longest row of a model on a card.
 
-    `limit_gib` is the card's memory for tensors. `host_limit_gib` is the host's memory for layer
-    inputs, or None if the host is unknown. `most_tokens` limits the length of predicted and tried
-    rows.
+    `shape` has the properties of the model's layers, or is None if they are unknown. `limit_gib` is
+    the card's memory for tensors. `host_limit_gib` is the host's memory for layer inputs, or None
+    if the host is unknown. `most_tokens` limits the length of predicted and tried rows.
     """
 
     model: ModelSpec
     device: DeviceSpec
     limit_gib: float
+    shape: ModelShape | None = None
     host_limit_gib: float | None = None
     most_tokens: int | None = None
     rank: int = 16
@@ -111,18 +113,24 @@ class Longest(ShownAsTable):
         limit = fmt_gib(self.limit_gib)
         return {"longest sequence": f"{self.model.name} on {self.device.label}", "memory": limit}
 
-    def config(self, method: str, tokens: int) -> TrainConfig:
-        """Return the configuration of a method for rows of `tokens` tokens.
-
-        Raises ValueError for an impossible value of a knob.
-        """
+    def knobs_of(self, method: str) -> dict[str, Any]:
+        """Return the knobs of a method's configurations that the user or this module sets."""
         knobs = LONG_ROWS | METHODS[method]
         if method != "full":
             knobs["lora_rank"] = self.rank
         if self.model.lacks("sdpa"):
             others = attentions_without_sdpa(self.model, self.device, has_flex=True)
             knobs["attention"] = others[-1]
-        return TrainConfig(**(knobs | self.knobs | {"seq_len": tokens}))
+        if self.shape is not None:
+            knobs |= _knobs_of_shape(self.shape, method)
+        return knobs | self.knobs
+
+    def config(self, method: str, tokens: int) -> TrainConfig:
+        """Return the configuration of a method for rows of `tokens` tokens.
+
+        Raises ValueError for an impossible value of a knob.
+        """
+        return TrainConfig(**(self.knobs_of(method) | {"seq_len": tokens}))
 
     def host_gib(self, config: TrainConfig) -> float:
         """Return the GiB of pinned memory that the inputs of all layers take."""
@@ -310,6 +318,20 @@ class Longest(ShownAsTable):
         )
 
 
+def _knobs_of_shape(shape: ModelShape, method: str) -> dict[str, Any]:
+    """Return the knobs for long rows that the form of a model's layers and of its head requires."""
+    knobs: dict[str, Any] = {}
+    if not shape.tileable:
+        knobs["tiling"] = "none"
+    if not shape.plain_head:
+        knobs["loss"] = "full"
+    if shape.experts and method != "full":
+        knobs["lora_targets"] = "attention"  # adapters on experts take the memory of many tokens
+    if shape.experts and method == "qlora":
+        knobs["quantize_experts"] = True
+    return knobs
+
+
 def to_attempt(result: ProbeResult) -> Attempt:
     """Convert the result of a probe, requested by `Longest.request`, to an Attempt."""
     measurement = result.measurement
@@ -468,6 +490,7 @@ def find_longest(
         model=model,
         device=device,
         limit_gib=device_limit_gib(device, HEADROOM, memory_gib),
+        shape=shape_of(model),
         host_limit_gib=None if host_memory_gib is None else HOST_SHARE * host_memory_gib,
         most_tokens=most_tokens,
         rank=rank,
@@ -529,7 +552,7 @@ def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -
         config = query.config(method, STEP)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--set: {error}", remedy=values) from None
-    if config.tiling != (LONG_ROWS | query.knobs)["tiling"]:
+    if config.tiling != query.knobs_of(method)["tiling"]:
         raise UsageError(
             f"--set: layers of {method} with these settings are not computed in tiles of tokens",
             remedy="leave out lora_dropout, compile and kernels, or give --set tiling=none",

@@ -21,7 +21,7 @@ from autotune.core.probe_types import DryCount, Phase
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
-from autotune.prediction.memory_predictor import HEAD_CHUNK
+from autotune.trainer.settings import chunk_tokens
 
 # The fields of MemoryBreakdown that are not part of the peak
 NO_TERMS = ("phase", "counted", "own_error", "pools")
@@ -358,7 +358,7 @@ def live_logits(config: TrainConfig, vocab: int, objective: Objective = Objectiv
         return 0
     if objective is not Objective.SFT:
         return min(config.tokens, TILE_TOKENS) * TILE_WORDS
-    return (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * vocab
+    return (chunk_tokens(config.tokens) if config.loss == "chunked" else config.tokens) * vocab
 
 
 def kept_gib(sizes: Sizes, config: TrainConfig) -> float:

@@ -15,15 +15,12 @@ from functools import cache
 from autotune.core.knobs import KNOBS, knobs_affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
+from autotune.trainer.settings import chunk_tokens
 
 # A straight line predicts memory outside its measured points. The memory that the line adds after
 # the nearest measured point is assumed to have this relative error. `benchmarks/memory.py gate`
 # checks this assumption.
 LINE_DOUBT = 0.02
-
-# A chunked loss holds the logits of this many tokens at a time. The number equals `CHUNK_TOKENS` of
-# trainer/chunked_loss.
-HEAD_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +243,7 @@ def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, .
         config.optimizer if config.method == "full" else None,
         min(micro_steps, 2),
         length,
-        min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else 0,
+        chunk_tokens(config.tokens) if config.loss == "chunked" else 0,
     )
 
 

@@ -60,7 +60,7 @@ from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 from autotune.probe.skewed_routing import hottest_load, routers, skew_routing
 from autotune.trainer import images, rows, varlen
-from autotune.trainer.chunked_loss import CHUNK_TOKENS, chunked_loss
+from autotune.trainer.chunked_loss import chunked_loss
 from autotune.trainer.graphs import is_capturing
 from autotune.trainer.labels import label_loss
 from autotune.trainer.lean_trainer import (
@@ -80,6 +80,7 @@ from autotune.trainer.model_builder import (
     set_lora_kernels,
 )
 from autotune.trainer.patches import choose_attention
+from autotune.trainer.settings import chunk_tokens
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
@@ -591,7 +592,7 @@ class Probe:
 
         element_bytes = 4 if config.precision == "fp32" else 2
         tokens = config.micro_batch_size * self.request.longest.length
-        tokens = min(tokens, CHUNK_TOKENS) if config.loss == "chunked" else tokens
+        tokens = chunk_tokens(tokens) if config.loss == "chunked" else tokens
         logits = gib(tokens * self.base.config.get_text_config().vocab_size * (element_bytes + 4))
         has_more = self.meter.allocated_gib() > self.resident.model_gib + logits
         return logits if phase is Phase.BACKWARD or (phase is Phase.FORWARD and has_more) else 0.0

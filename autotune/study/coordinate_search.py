@@ -186,12 +186,34 @@ class CoordinateSearch:
         task = self.trials.task
         if best:
             self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0))
-            self._seeds = self._seeds or grouped_variants(task.space, [best.config])
         for config in self._seeds:
-            chosen = task.space.clip(replace(config, **changes))
-            if task.space.config(chosen).digest not in self._tried and not self.trials.is_done():
-                self._try(chosen)
+            self._try_changed(config, **changes)
+        if best and not self._seeds:
+            self._seeds = self._try_grouped(**changes)
         self._end_waiting(whole=not changes)
+
+    def _try_grouped(self, **changes: Any) -> list[TrainConfig]:
+        """Try grouped products of a mixture's experts, with large micro batches first.
+
+        Stop at the first configuration that fits, and return it as the only seed. No formula knows
+        mixtures. Their adapters take much memory, so a micro batch that does not fit is tried with
+        a leaner optimizer before a smaller micro batch is tried.
+        """
+        task = self.trials.task
+        for config in grouped_variants(task.space, task.baselines):
+            for variant in (config, *leaner_optimizer(task.space, config)):
+                if self._try_changed(variant, **changes):
+                    return [variant]
+        return []
+
+    def _try_changed(self, config: TrainConfig, **changes: Any) -> bool:
+        """Try a configuration with these knob values, unless it was tried; return if it fits."""
+        space = self.trials.task.space
+        chosen = space.clip(replace(config, **changes))
+        outcome = self._tried.get(space.config(chosen).digest)
+        if outcome is not None or self.trials.is_done():
+            return outcome is Outcome.OK
+        return self._try(chosen)[1] > 0
 
     def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
         """Change each knob in turn, except `leave_out`, and keep changes that improve the score.

@@ -15,10 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
 from .graphs import is_capturing
+from .settings import chunk_tokens
 
-# Tokens in a chunk. With a vocabulary of 128,000, a chunk's logits, their fp32 copy and its
-# gradient take about 1.2 GiB.
-CHUNK_TOKENS = 1024
 IGNORED = -100
 
 
@@ -136,7 +134,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if needs_gradients:
             gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)]
 
-        for positions in _target_positions(targets).split(CHUNK_TOKENS):
+        for positions in _target_positions(targets).split(chunk_tokens(len(targets))):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[positions].detach().requires_grad_(needs_gradients)
                 # The logits have no variable of their own, so that they are freed before the next

@@ -297,10 +297,20 @@ def _way(rows: torch.Tensor) -> str:
         if forced not in (FUSED, TRITON, EACH):
             raise ValueError(f"{SWITCH} must be {FUSED}, {TRITON} or {EACH}, not {forced!r}")
         return forced
-    capability, _ = torch.cuda.get_device_capability(rows.device)
+    capability = _capability(rows.device)
     if capability in (9, 10) and rows.dtype is torch.bfloat16 and hasattr(functional, "grouped_mm"):
         return FUSED
     return TRITON if capability >= 8 and find_spec("triton") else EACH
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """Return the major compute capability of a GPU.
+
+    The answer is kept, because torch needs 16 us for it, and a layer asks many times.
+    """
+    major: int = torch.cuda.get_device_capability(device)[0]
+    return major
 
 
 def _spans(ends: torch.Tensor) -> Iterator[slice]:

@@ -26,6 +26,18 @@ BLIND_TO_POSITIONS = ("gpt_oss",)
 # and then sharded. A larger model is built as shards from the beginning. The other 10 % of the
 # limit is for the shards, which exist beside the unsharded model for a while.
 UNSHARDED_SHARE = 0.9
+# Tokens in a chunk of the chunked loss. With a vocabulary of 128,000, the logits of 1,024 tokens,
+# their fp32 copy and its gradient take about 1.2 GiB.
+CHUNK_TOKENS = 1024
+
+
+def chunk_tokens(tokens: int) -> int:
+    """Return how many of a micro batch's tokens are in one chunk of the chunked loss.
+
+    A micro batch that would be a single chunk has two chunks instead, because whoever trains on so
+    few tokens has little memory.
+    """
+    return min(tokens, CHUNK_TOKENS // 2 if tokens <= CHUNK_TOKENS else CHUNK_TOKENS)
 
 
 def quantization_of(config: dict[str, Any]) -> Any:

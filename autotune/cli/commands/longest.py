@@ -107,12 +107,13 @@ def longest(
     if not any(row.tokens or row.limited_by for row in rows):
         raise UsageError(
             f"no sequence of {query.model.short} can be predicted: {rows[0].problem}",
-            remedy="switch tiling off (--set tiling=none), or try another model",
+            remedy="try another model",
         )
     if not any(row.tokens for row in rows):
+        leaner = "" if any(row.method == "qlora" for row in rows) else "--method qlora, "
         raise NothingFits(
             f"not even the shortest sequence of {query.model.short} fits {query.device.name}",
-            remedy="try --method qlora, a smaller model, or a larger GPU (`autotune compare`)",
+            remedy=f"try {leaner}a smaller model, or a larger GPU (`autotune compare`)",
         )
 
 

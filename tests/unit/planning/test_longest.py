@@ -13,7 +13,15 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.json_view import json_data
-from autotune.core.probe_types import DryCount, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import (
+    DryCount,
+    ModelShape,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.planning import longest as module
 from autotune.planning.counted_memory import DryAnswer
@@ -58,6 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return DryAnswer(count=count_of(config, depth))
 
     monkeypatch.setattr(module, "dry_count", answer)
+    monkeypatch.setattr(module, "shape_of", lambda model: None)
     return lengths
 
 
@@ -290,6 +299,29 @@ def test_wrong_names_are_usage_errors(
 ) -> None:
     with pytest.raises(UsageError, match=expected):
         find_longest(MODEL, "h100", methods, knobs=knobs, probe=False)
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_the_form_of_the_layers_decides_what_saves_memory(method: str) -> None:
+    """A mixture has no tiles, and its adapters and 4-bit experts leave room for tokens."""
+    shape = ModelShape(
+        num_layers=48,
+        prefix=0,
+        period=1,
+        experts=("mlp.experts.down_proj",),
+        plain_head=True,
+        tileable=False,
+    )
+    query = Longest(model=MODEL, device=resolve_device("h100"), limit_gib=70.0, shape=shape)
+    config = query.config(method, 4096)
+    assert config.tiling == "none"
+    assert config.quantize_experts is (method == "qlora")
+    assert config.loss == "chunked"
+    assert method == "full" or config.lora_targets == "attention"
+
+    capped = replace(query, shape=replace(shape, plain_head=False), knobs={"lora_targets": "q_v"})
+    config = capped.config("lora", 4096)
+    assert (config.loss, config.lora_targets) == ("full", "q_v")
 
 
 def test_a_knob_without_effect_is_said_to_have_none(counted: list[int]) -> None:

@@ -21,6 +21,7 @@ from autotune.prediction.memory_predictor import (
     needs_at_least,
     refused_by,
 )
+from autotune.trainer.settings import chunk_tokens
 from tests.helpers.factories import measurement, oom_detail
 
 OFFERED = 130.0
@@ -430,13 +431,10 @@ def test_the_smallest_context_is_believed() -> None:
 
 
 def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:
-    """From 512 and 1,024 tokens on a line would need 12 GiB of logits at 4,096 tokens, where there
-    are 1.5.
-    """
-    from autotune.prediction.memory_predictor import HEAD_CHUNK
+    """A line through 512 and 1,024 tokens would predict too many logits at 4,096 tokens."""
 
     def needs(config: TrainConfig) -> Measurement:
-        peak = 16.0 + config.tokens / 1024 * 0.2 + min(config.tokens, HEAD_CHUNK) / HEAD_CHUNK * 3.0
+        peak = 16.0 + config.tokens / 1024 * 0.2 + chunk_tokens(config.tokens) / 1024 * 3.0
         return measurement(
             segment_peak_gib={"backward": peak},
             peak_allocated_gib=peak,
@@ -664,12 +662,12 @@ def test_more_than_two_micro_batches_are_as_two() -> None:
     ).bounded
 
 
-def test_a_head_in_chunks_has_a_way_to_compute_of_its_own_below_1024_tokens() -> None:
+def test_a_head_in_chunks_has_a_way_to_compute_of_its_own_up_to_1024_tokens() -> None:
     chunked = replace(ONE, loss="chunked", micro_batch_size=1)
     model = MemoryPredictor()
-    model.learn(replace(chunked, seq_len=1024), peaks(12.0))
+    model.learn(replace(chunked, seq_len=1025), peaks(12.0))
     assert reported(model, replace(chunked, seq_len=4096)).basis == 1
-    assert model.predict(replace(chunked, seq_len=1023), 2, OFFERED) is None
+    assert model.predict(replace(chunked, seq_len=1024), 2, OFFERED) is None
 
 
 def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:

@@ -33,7 +33,6 @@ from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import Recorder, StepTimes
 from autotune.probe.resident import build_resident, module_names
 from autotune.probe.schedule import Schedule
-from autotune.trainer.chunked_loss import CHUNK_TOKENS
 from tests.helpers.factories import TINY
 from tests.helpers.factories import measurement as measured
 
@@ -45,7 +44,7 @@ GIB = 2**30
     [
         ({}, Phase.BACKWARD, 0.0, 4096, 6),
         ({"precision": "fp32"}, Phase.BACKWARD, 0.0, 4096, 8),
-        ({"loss": "chunked"}, Phase.BACKWARD, 0.0, CHUNK_TOKENS, 6),
+        ({"loss": "chunked"}, Phase.BACKWARD, 0.0, 1024, 6),
         ({"loss": "chunked", "micro_batch_size": 1, "seq_len": 128}, Phase.BACKWARD, 0.0, 128, 6),
         ({}, Phase.FORWARD, 90.0, 4096, 6),
         ({}, Phase.FORWARD, 1.2, 0, 0),  # there is no room for them beside the model

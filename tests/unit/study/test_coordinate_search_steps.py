@@ -194,8 +194,29 @@ def test_without_formulas_the_seed_of_a_mixture_is_compiled_with_grouped_product
     trials = Trials({})
     knobs = {knob.name: knob.values for knob in CHOICES.knobs}
     trials.task = subject_of(space(**knobs, lora_kernels=("peft", "grouped")))
-    assert ran(trials)[0] == replace(COMPILED, loss="chunked", lora_kernels="grouped")
+    seed = replace(COMPILED, loss="chunked", lora_kernels="grouped", micro_batch_size=8)
+    assert ran(trials)[0] == seed
     assert ran(Trials({}))[0] == CHUNKED
+
+
+def test_a_seed_that_does_not_fit_gets_a_leaner_optimizer_before_a_smaller_micro_batch() -> None:
+    largest = replace(COMPILED, loss="chunked", lora_kernels="grouped", micro_batch_size=8)
+    lean = replace(largest, optimizer="adamw_8bit")
+    smaller = replace(largest, micro_batch_size=4)
+    knobs = {knob.name: knob.values for knob in CHOICES.knobs} | {
+        "lora_kernels": ("peft", "grouped"),
+        "optimizer": ("adamw_torch_fused", "adamw_8bit"),
+    }
+    trials = Trials({largest: Outcome.OOM})
+    trials.task = subject_of(space(**knobs))
+    assert ran(trials)[:2] == [largest, lean]
+
+    trials = Trials({largest: Outcome.OOM, lean: Outcome.OOM})
+    trials.task = subject_of(space(**knobs))
+    tried = ran(trials)
+    assert tried[:3] == [largest, lean, smaller]
+    # The search continues from the seed that fits, not with another seed.
+    assert replace(smaller, micro_batch_size=2) not in tried[3:4]
 
 
 def test_a_knob_may_be_left_out() -> None:

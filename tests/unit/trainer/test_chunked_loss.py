@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autotune.prediction.memory_predictor import HEAD_CHUNK
 from autotune.trainer import chunked_loss
+from autotune.trainer.settings import chunk_tokens
 from tests.helpers.factories import TINY
 
 SMALL = TINY | {"num_hidden_layers": 2}
@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, tied: bool, frozen: bool
 ) -> None:
     # some 39 tokens to predict: two chunks and a rest
-    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(chunked_loss, "chunk_tokens", lambda tokens: 16)
     model = built(SMALL | {"model_type": "llama", "tie_word_embeddings": tied})
     model.get_output_embeddings().weight.requires_grad_(not frozen)
     tokens = torch.randint(0, 128, (2, 29))
@@ -128,9 +128,12 @@ def test_what_a_router_adds_to_the_loss_is_not_left_out() -> None:
     )
 
 
-def test_the_memory_model_knows_how_long_a_chunk_is() -> None:
-    """It runs without torch, which the chunks need."""
-    assert HEAD_CHUNK == chunked_loss.CHUNK_TOKENS
+@pytest.mark.parametrize(
+    ("tokens", "chunk"),
+    [(1, 1), (200, 200), (513, 512), (1024, 512), (1025, 1024), (65_536, 1024)],
+)
+def test_a_small_micro_batch_has_two_chunks(tokens: int, chunk: int) -> None:
+    assert chunk_tokens(tokens) == chunk
 
 
 def test_the_head_runs_in_the_precision_of_the_model_and_only_for_the_loss() -> None:
