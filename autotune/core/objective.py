@@ -70,6 +70,6 @@ class Objective(StrEnum):
 
         The first number is for the trained model, the second for the untrained model.
 
-        KTO also runs both models on answers that belong to other prompts.
+        KTO also runs the trained and the untrained model on answers that belong to other prompts.
         """
         return {Objective.DPO: (0, 1), Objective.KTO: (1, 2)}.get(self, (0, 0))

@@ -107,8 +107,8 @@ class ModelShape:
         parametrized: Whether PEFT parametrizes weights of the model if adapters are on all linear
             layers; torch cannot compile layers with such weights.
         experts: The paths of experts' parameters inside a layer, sorted, if the experts use
-            transformers' interface for experts. The adapters of such experts can be computed as
-            grouped products.
+            transformers' interface for experts. The adapters of such experts can be computed with
+            grouped matrix products (grouped GEMM).
         plain_head: Whether the logits are neither capped nor scaled after the head.
         liger: Whether the Liger library has kernels for the model.
         sdpa: Whether transformers has SDPA attention for the model.
@@ -597,7 +597,7 @@ class Measurement:
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
         """Divide a memory peak by use: weights, adapters, gradients, optimizer and activations.
 
-        Activations are the rest of the peak, which the other uses do not explain.
+        Activations are the part of the peak that the other uses do not explain.
         """
         terms = {
             "weights": self.model_gib,
@@ -647,7 +647,8 @@ class DryCount:
         """The FLOPs of attention, without the pairs of tokens that a causal mask hides.
 
         The counts of memory-efficient attention and of FlexAttention leave out the hidden half of
-        the pairs. The other counts do not, so they are halved.
+        the pairs. The counts of all other attention kernels include the hidden half, so these
+        counts are halved.
         """
         return sum(
             flops if "efficient" in name or "flex" in name else flops / 2

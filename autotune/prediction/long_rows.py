@@ -43,7 +43,8 @@ NEEDED = {
     "tiling": "tokens",
 }
 LOGIT_BYTES = 12.0  # for each logit of a chunk while the loss is computed
-# At the peak of full fine-tuning, 0.26 to 0.52 GiB are allocated besides the tensors of the row.
+# At the peak of full fine-tuning, 0.26 to 0.52 GiB are allocated in addition to the tensors of the
+# row.
 FULL_BYTES = 0.5 * GIB
 
 

@@ -469,8 +469,8 @@ def evaluation_moments(
     """Return the bytes of (gradients, activations, logits) at each possible peak of an evaluation.
 
     An evaluation has no gradients, and its layers keep no activations. Each factor in this function
-    says how many tensors of a size are alive at once in an uncompiled layer of transformers. The
-    factors were derived from dry probes.
+    counts the bytes, or the tensors of hidden states, that are alive at once in an uncompiled layer
+    of transformers. The factors were derived from dry probes.
     """
     tokens = config.tokens
     hidden = base_bytes * sizes.hidden
@@ -478,9 +478,9 @@ def evaluation_moments(
     autocast = config.precision != "bf16_pure"
 
     # During the MLP or the attention, four more tensors of hidden states are alive: the embeddings'
-    # output, the layer's input, the residual and the norm's output. Two copies of an adapter's
-    # output are alive besides its sum with the base's output. PEFT casts the adapter's input,
-    # unless the base is quantised.
+    # output, the layer's input, the residual and the norm's output. In addition to the sum of an
+    # adapter's output and the base's output, two copies of the adapter's output are alive. PEFT
+    # casts the adapter's input, unless the base is quantised.
     widened = bool(adapted & {"gate_proj", "up_proj", "gate_up_proj"})
     is_joint = "gate_up_proj" in sizes.matrices
     of_mlp = (8 + 4 * widened if is_joint else 6 + 2 * widened) * sizes.intermediate

@@ -80,10 +80,10 @@ class MemoryEstimate:
 
     The memory is between `low_gib` and `high_gib`, and most likely `gib`. The peak is most likely
     in `phase`. `basis` is the number of other configurations whose measurements the estimate uses.
-    `high_gib` is an upper bound only if `bounded` is true. There is no upper bound in two cases: a
-    step of this configuration has one micro batch, but the steps of the other configurations have
-    two; or this configuration's optimizer is paged, and no other configuration has the same
-    optimizer.
+    `high_gib` is an upper bound only if `bounded` is true. There is no upper bound in two cases.
+    First, a step of this configuration has one micro batch, but the steps of the other
+    configurations have two. Second, this configuration's optimizer is paged, and no other
+    configuration has the same optimizer.
     """
 
     low_gib: float

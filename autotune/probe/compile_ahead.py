@@ -21,19 +21,19 @@ from autotune.probe.worker_process import WorkerProcess
 # The processes that compile ahead are ended when a probe needs their memory, and started again
 # later. They are started at most MAX_STARTS times in all.
 MAX_STARTS = 4
-# A host with fewer cores than LEAST_CORES compiles nothing ahead. With at least LEAST_CORES, one
-# process compiles ahead; with at least MANY_CORES, two processes compile ahead.
+# A host with fewer cores than LEAST_CORES does not compile code ahead of the probes. With at least
+# LEAST_CORES, one process compiles ahead; with at least MANY_CORES, two processes compile ahead.
 LEAST_CORES = 4
 MANY_CORES = 12
 
 
 def num_helpers(cores: float) -> int:
-    """The number of processes that compile ahead on a host with this number of cores."""
+    """The number of processes that compile code for later probes on a host with these cores."""
     return (cores >= LEAST_CORES) + (cores >= MANY_CORES)
 
 
 class CompileAhead:
-    """The processes that compile ahead on one device. The caller must call `close`."""
+    """The processes that compile code for later probes. The caller must call `close`."""
 
     def __init__(self, device: str, logs: Path, number: int, cores: float) -> None:
         """Prepare the shared folder; `compile_next` starts the processes.

@@ -758,7 +758,7 @@ class Probe:
         return max(statistics.median(more), 0.0) if more else None
 
     def _time_skewed_routing(self) -> SkewedRouting | None:
-        """Time the most frequent kind of micro batch, with even and with skewed routing in turn.
+        """Time the most frequent kind of micro batch with even and skewed routing, alternately.
 
         The result is None if memory runs out, so that the measurement of the steps is kept.
         """

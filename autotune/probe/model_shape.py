@@ -1,4 +1,4 @@
-"""Finds how a model's layers repeat, to decide with how many layers the model is probed.
+"""Finds how a model's layers repeat, to choose the numbers of layers for probes of few layers.
 
 The model is built on torch's meta device, without memory for its weights.
 """

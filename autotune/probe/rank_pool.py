@@ -117,8 +117,8 @@ class RankPool:
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         """Run one probe, and repeat it if the machine may be to blame for the result.
 
-        The first rank's output goes to the file `log`, the other ranks' output to files beside it.
-        Raises UsageError if the request is for another number of ranks.
+        The first rank's output goes to the file `log`, and the other ranks' output to files in the
+        same folder. Raises UsageError if the request is for another number of ranks.
         """
         if not request.has_real_ranks:
             return self._ranks[0].probe(request, log)

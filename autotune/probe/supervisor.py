@@ -334,7 +334,7 @@ class WorkerProber:
         """The model's layer pattern and supported features, or None if the worker hangs or ends.
 
         `model` is a transformers config. Raises the errors of `probe`, and UsageError for a model
-        that cannot be built or is no causal language model.
+        that cannot be built or is not a causal language model.
         """
         process = self.ready_process()
         try:

@@ -113,8 +113,8 @@ class Turns:
     def _take_turns_for_timing(self) -> Iterator[None]:
         """Take a turn while Inductor times a matrix product with padding and without padding.
 
-        Inductor times such products during a compilation, if the number of tokens is no multiple of
-        8.
+        Inductor times such products during a compilation, if the number of tokens is not a multiple
+        of 8.
         """
         if self._file is None:
             yield
