@@ -62,7 +62,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
     """
     config = request.config
     if config.num_gpus > 1:
-        raise ValueError("the dry probe does not count training on several GPUs")
+        raise ValueError("a dry probe cannot compute the memory of training on several GPUs")
     if config.quantization == "int8" and config.compile != "none":
         raise ValueError("the memory of compiled layers with an int8 base is not known")
 

@@ -72,7 +72,7 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
     pending: list[tuple[torch.Tensor, torch.autocast]] = []
 
     def store_input(hidden: torch.Tensor) -> torch.Tensor:
-        """Stand in for the head's forward: store the input and the autocast state, compute nothing.
+        """Replace the head's `forward`: store the input and the autocast state, compute nothing.
 
         The loss needs the autocast state, because the autocast context ends before the loss is
         computed.
@@ -104,10 +104,10 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
 
 
 def _target_positions(targets: torch.Tensor) -> torch.Tensor:
-    """Return the positions that have a target, a token to be predicted.
+    """Return the positions that have a target: a token to predict.
 
-    While a CUDA graph is captured, return all positions, because the host cannot read how many have
-    a target.
+    While a CUDA graph is captured, return all positions, because the host cannot read the number of
+    positions with a target.
     """
     if is_capturing():
         return torch.arange(len(targets), device=targets.device)
@@ -137,8 +137,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for positions in _target_positions(targets).split(chunk_tokens(len(targets))):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[positions].detach().requires_grad_(needs_gradients)
-                # The logits have no variable of their own, so that they are freed before the next
-                # chunk's logits exist.
+                # Do not assign the logits to a variable, so that they are freed before the next
+                # chunk's logits are allocated.
                 loss = cross_entropy(
                     compute_logits(chunk).float(), targets[positions], reduction="sum"
                 )
@@ -147,8 +147,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    # The chunk's gradient has no variable of its own, because it would then stay in
-                    # memory during the next chunk.
+                    # Do not assign the chunk's gradient to a variable, because the gradient would
+                    # then stay in memory during the next chunk.
                     gradient += of_weights.pop(0)
             total += loss.detach()
 

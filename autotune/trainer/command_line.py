@@ -144,7 +144,7 @@ def ask_obstacle(settings: RunSettings, given: argparse.Namespace) -> str | None
         return "a run on one GPU"
     if settings.objective != "sft" or settings.images:
         return "the objective sft without images"
-    if settings.model_settings.attention == "varlen":  # it needs the ends of packed examples
+    if settings.model_settings.attention == "varlen":  # varlen works only for packed rows
         return "an attention other than varlen"
     return None
 

@@ -23,8 +23,8 @@ class MicroBatchGraphs:
     The first micro batch of a shape runs without a graph, so that libraries load their kernels and
     layers are compiled. Then the graph of this shape is captured, and later micro batches of the
     shape replay it. A graph stores memory addresses, so gradients are added up in permanent
-    buffers. Before each micro batch, a parameter without a gradient gets its buffer, filled with
-    zeros. All graphs share one memory pool.
+    buffers. Before each micro batch, each parameter without a gradient gets its buffer as the
+    gradient, filled with zeros. All graphs share one memory pool.
     """
 
     captured = 0  # number of graphs that this process has captured

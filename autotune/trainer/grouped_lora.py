@@ -1,13 +1,14 @@
-"""Computes LoRA on the experts of a mixture by grouped products, in place of PEFT's wrappers.
+"""Computes LoRA on a mixture of experts by grouped matrix products (grouped GEMM).
 
-In each forward pass, PEFT adds `s B A` to the weights of all experts, and the experts use the sums.
-In this module, each row is multiplied by A and B of its expert only (' transposes):
+In each forward pass, PEFT's wrappers add `s B A` to the weights of all experts, and the experts use
+the sums. This module replaces the wrappers' computation. Each row is multiplied only by the
+matrices W, A and B of its own expert (' means transposed):
 
     y = x W' + (x A') sB'
 
 The rows are sorted by expert, so one grouped product multiplies the rows of all experts. The
 weights of the base are only read, and the computation can be compiled. PEFT's modules and
-parameters stay.
+parameters stay in the model.
 
 The experts must use transformers' interface for experts (`transformers.integrations.moe`). Some
 families have their own code instead: Llama 4 multiplies all tokens by all experts, DBRX keeps all
@@ -28,18 +29,19 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
-# The attributes by which transformers' interface computes experts
+# The attributes of a module that uses transformers' interface for experts
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
-# The ways to compute a grouped product: a kernel of torch, kernels of `grouped_kernels`, or one
-# product for each expert. The environment variable SWITCH forces one of them on a GPU.
+# The ways to compute a grouped product: a kernel of torch, the kernels in `grouped_kernels`, or one
+# matrix product for each expert. The environment variable SWITCH forces one of these on a GPU.
 FUSED, TRITON, EACH = "fused", "triton", "each"
 SWITCH = "AUTOTUNE_GROUPED_PRODUCT"
-# In 16 bits, the fused kernel needs rows that begin at multiples of 16 bytes. Ranks are padded.
+# In 16 bits, the fused kernel needs rows that begin at multiples of 16 bytes. So LoRA ranks are
+# padded to a multiple of this number.
 MULTIPLE = 8
 
 
 def group_experts(model: nn.Module) -> None:
-    """Let the adapters of experts compute grouped products, until `restore_experts` is called.
+    """Compute the adapters of experts by grouped products until `restore_experts` is called.
 
     Raises ValueError if the model has no adapters on experts, or if its experts do not use
     transformers' interface.
@@ -57,9 +59,9 @@ def group_experts(model: nn.Module) -> None:
 
 
 def restore_experts(model: nn.Module) -> None:
-    """Let PEFT compute the adapters of experts again, except of experts in 4 bits.
+    """Let PEFT compute the adapters of experts again, except for experts in 4 bits.
 
-    PEFT cannot add to packed weights.
+    PEFT cannot add `s B A` to packed weights.
     """
     for module in model.modules():
         replaced = getattr(type(module), "replaced", None)
@@ -78,7 +80,7 @@ def uses_interface(module: nn.Module) -> bool:
 
 
 def _outermost(model: nn.Module) -> Iterator[Any]:
-    """Yield PEFT's wrappers of parameters that are not inside another wrapper."""
+    """Yield the outermost of PEFT's nested wrappers, each of which adapts one parameter."""
     from peft.tuners.lora.layer import ParamWrapper
 
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
@@ -92,11 +94,11 @@ def _outermost(model: nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    """Return the class of wrapped experts, and the class of other wrappers (routers)."""
+    """Return the class for wrappers of experts, and the class for wrappers of routers."""
     from peft.tuners.lora.layer import ParamWrapper
 
     class Grouped(ParamWrapper):
-        """Experts whose adapters are grouped products."""
+        """Experts whose adapters are computed by grouped products."""
 
         replaced = ParamWrapper
 
@@ -108,7 +110,7 @@ def _classes() -> tuple[Any, Any]:
             return compute_experts(self, hidden_states, top_k_index, top_k_weights)
 
     class Summed(ParamWrapper):
-        """A module whose small weight gets the adapter's product added, without parametrization."""
+        """A small module: `s B A` is added to its weight, without torch's parametrization."""
 
         replaced = ParamWrapper
 
@@ -125,10 +127,11 @@ def _classes() -> tuple[Any, Any]:
 def compute_experts(
     wrapper: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the experts' weighted sums (T x H) for the states (T x H) of T tokens.
+    """Return the weighted sums (T x H) of the experts' outputs for T tokens.
 
-    `wrapper` is a module of experts, or PEFT's wrapper of one. `top_k_index` (T x k) names the
-    experts of each token, and `weights` (T x k) weighs them.
+    `wrapper` is a module of experts, or PEFT's wrapper around it. `hidden_states` (T x H) are the
+    inputs. `top_k_index` (T x k) has the experts of each token, and `weights` (T x k) has the
+    weights of their outputs.
     """
     adapters = {}
     while hasattr(wrapper, "lora_A"):
@@ -160,8 +163,8 @@ def compute_experts(
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
 
-    # Each token's rows are adjacent again, so the sum needs no atomic additions, and its result
-    # does not depend on their order.
+    # Each token's rows are adjacent again. So the sum needs no atomic additions, whose order would
+    # change the result from run to run.
     outputs = _Unsort.apply(rows, order, place).view(tokens, per_token, rows.shape[-1])
     return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
@@ -169,13 +172,13 @@ def compute_experts(
 def _project(
     experts: Any, name: str, adapter: Any, rows: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Return the product of rows (S x in) with a projection of their experts and its adapter."""
+    """Return rows (S x in) times a projection of their experts, including its adapter."""
     if hasattr(experts, "multiply_packed"):  # its weights are in 4 bits (see packed_experts)
         outputs = experts.multiply_packed(rows, name, ends)
     else:
         weight = getattr(experts, name)
         weight = weight if experts.is_transposed else weight.transpose(1, 2)
-        # The interface computes in the dtype of the weights too.
+        # Like transformers' own code, compute in the dtype of the weights.
         outputs = torch.ops.lora.grouped_product(rows.to(weight.dtype), weight, ends)
     if adapter is None:
         return outputs
@@ -189,7 +192,8 @@ def _project(
 def _matrices(adapter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A' (E x in x r) and sB' (E x r x out) of E experts, in this dtype.
 
-    PEFT stores A as (E * r, in), with the expert first, and B as (out, r * E), with the rank first.
+    PEFT stores A as (E * r, in), ordered by expert and then by rank. PEFT stores B as (out, r * E),
+    ordered by rank and then by expert.
     """
     count, rank = adapter.num_experts, adapter.r[ADAPTER]
     down = adapter.lora_A[ADAPTER].weight.view(count, rank, -1)
@@ -202,12 +206,12 @@ def _matrices(adapter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     return down.transpose(1, 2), up.contiguous()
 
 
-# torch's own gradient of an indexing operation adds rows with atomic operations. In a permutation,
-# each row has one place, so its gradient is the inverse permutation.
+# torch's own gradient of an indexing operation adds rows with atomic operations. A permutation
+# moves each row to one place, so the gradient here is the inverse permutation.
 
 
 class _Sort(torch.autograd.Function):
-    """Returns the states (T * k x H) of token-expert pairs in sorted order, from T x H."""
+    """Copies the states of T tokens (T x H) to the sorted token-expert pairs (T * k x H)."""
 
     @staticmethod
     def forward(
@@ -225,7 +229,7 @@ class _Sort(torch.autograd.Function):
 
 
 class _Unsort(torch.autograd.Function):
-    """Returns sorted rows in the order of the token-expert pairs."""
+    """Returns the sorted rows in the original order of the token-expert pairs."""
 
     @staticmethod
     def forward(
@@ -271,7 +275,10 @@ def _product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> t
 def _weight_gradient(
     rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradients (E x K x N) of the experts' matrices from S x K and S x N."""
+    """Return the gradients (E x K x N) of the experts' matrices.
+
+    `rows` (S x K) are the inputs, and `gradient` (S x N) is the gradient of the outputs.
+    """
     way = _way(rows)
     if way == FUSED:
         return functional.grouped_mm(rows.t(), gradient, offs=ends)
@@ -288,8 +295,8 @@ def _weight_gradient(
 def _way(rows: torch.Tensor) -> str:
     """Return how to compute grouped products of these rows: FUSED, TRITON or EACH.
 
-    torch's fused kernel is for bf16 and GPUs of capability 9.0 and 10.x. On other devices, torch
-    would multiply expert by expert too, and restrict the shapes.
+    torch's fused kernel is for bf16 and GPUs of compute capability 9.0 and 10.x. On other devices,
+    torch's function would also multiply expert by expert, and would not accept all shapes.
     """
     if rows.device.type != "cuda" or rows.dtype.itemsize != 2:
         return EACH
@@ -334,7 +341,7 @@ def _weight_gradient_shape(
 
 
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    """Keep the rows only for the gradients of trained weights, which the base's are not."""
+    """Save the rows only if the weights are trained. The weights of the base are frozen."""
     rows, weights, ends = inputs
     of_rows, of_weights = ctx.needs_input_grad[:2]
     ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, ends)

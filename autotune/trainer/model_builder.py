@@ -413,8 +413,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside
     ]
 
-    # Some models keep other towers inside the language model, or layers inside layers. In such
-    # models, the list whose length is the config's number of layers is returned.
+    # Some models keep other towers inside the language model, or layers inside layers. In such a
+    # model, return the list that has as many layers as the config says.
     base = _base_of(model)
     number = getattr(base.config.get_text_config(), "num_hidden_layers", None) if base else None
     if len(layers) != number:

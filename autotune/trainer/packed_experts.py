@@ -1,4 +1,4 @@
-"""Stores the experts of a mixture in nf4, for models on transformers' interface for experts.
+"""Stores experts in nf4, for mixtures of experts that use transformers' interface for experts.
 
 bitsandbytes replaces only linear layers, so the experts' three-dimensional weights would stay in 16
 bits. In this module, each weight becomes bitsandbytes' packed parameter (`Params4bit`). An
@@ -23,7 +23,7 @@ from .grouped_lora import compute_experts, uses_interface
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 BLOCK = 64  # the number of weights that share a scale
 NESTED_BLOCK = 256  # the number of scales that share a scale, if scales are quantised too
-# bitsandbytes' kernels number elements with 31 bits, so larger weights are cut into pieces.
+# bitsandbytes' kernels index elements with 31 bits, so larger weights are split into pieces.
 PIECE = 2**30
 
 
@@ -68,7 +68,7 @@ def _parameter(packed: torch.Tensor, state: Any) -> nn.Parameter:
 
 
 def unpack(parameter: Any) -> torch.Tensor:
-    """Return a packed weight in its own shape and dtype."""
+    """Dequantise a packed weight to its original shape and dtype."""
     state = parameter.quant_state
     return _unpack(parameter, *_scales(state), state.shape, state.dtype)
 
@@ -88,7 +88,8 @@ def pack_random_experts(
 ) -> None:
     """Replace the experts' weights, which have no memory, with packed random values.
 
-    The first weight of each shape is quantised, and copied afterwards, because copying is faster.
+    Only the first weight of each shape is quantised. The others are copies of it, because copying
+    is faster.
     """
     made: dict[tuple[int, ...], Any] = {}
     for module, name in list(_weights(model)):
@@ -116,7 +117,7 @@ def pack_while_loading(*, double_quant: bool) -> Iterator[None]:
     original = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
 
     class Operation(Bnb4bitQuantize):
-        """Quantises a weight after it was read and, if experts are stored one by one, merged."""
+        """Quantises a weight after it was read; experts stored one by one are merged by then."""
 
         def convert(
             self, input_dict: dict[str, Any], *arguments: Any, model: Any = None, **more: Any
@@ -131,7 +132,7 @@ def pack_while_loading(*, double_quant: bool) -> Iterator[None]:
             return {path: pack(weight, double_quant=double_quant)}
 
     class Quantizer(original):  # type: ignore[misc, valid-type]
-        """transformers' quantiser for bitsandbytes, which here also quantises experts."""
+        """transformers' quantiser for bitsandbytes, extended to quantise experts too."""
 
         def param_needs_quantization(self, model: Any, param_name: str, **more: Any) -> bool:
             module, _, name = param_name.rpartition(".")
@@ -156,8 +157,8 @@ def compute_packed(model: nn.Module) -> None:
     modules = list(dict.fromkeys(module for module, _ in _weights(model)))
     if not modules:
         raise ValueError(
-            f"{type(model).__name__} has no experts on transformers' interface, so"
-            " quantize_experts is impossible"
+            f"{type(model).__name__} has no experts that use transformers' interface for experts,"
+            " so quantize_experts cannot be set"
         )
     for module in modules:
         kind: Any = type(module)
@@ -228,7 +229,7 @@ def _packed_class(kind: Any) -> Any:
 
 
 def _scales(state: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the scales and, if they are quantised, their offset, their scales and their code."""
+    """Return the scales, and their offset, scales and code if the scales are quantised."""
     if state.state2 is None:
         return state.absmax, None, None, None
     return state.absmax, state.offset, state.state2.absmax, state.state2.code
@@ -248,8 +249,8 @@ def _unpack(
         scales = bnb.dequantize_blockwise(scales, nested, code, NESTED_BLOCK, torch.float32)
         scales += offset
 
-    # The weight is one row, because bitsandbytes' kernel for CPUs is wrong for rows whose length is
-    # no multiple of BLOCK (version 0.50).
+    # Pass the weight as one row, because bitsandbytes' kernel for CPUs (version 0.50) gives wrong
+    # results for rows whose length is not a multiple of BLOCK.
     size = math.prod(shape)
     if size <= PIECE:
         whole: torch.Tensor = bnb.dequantize_4bit(packed, scales, BLOCK, "nf4", (size,), dtype)
@@ -262,9 +263,10 @@ def _unpack(
     return weight.view(shape)
 
 
-# Unpacking and multiplying are one operation. If unpacking were an operation of its own, compiled
-# code would unpack once for both passes, and keep the result. Compiled code on disk refers to the
-# operation by name. If its shape or its FLOP formula changes, the name must change too.
+# Unpacking and multiplying are one operation. If unpacking were a separate operation, compiled code
+# would unpack once for the forward and the backward pass, and keep the result. Compiled code on
+# disk refers to the operation by name. If the output's shape or the FLOP formula changes, the name
+# must change too.
 
 
 @torch.library.custom_op("lora::packed_product", mutates_args=())  # type: ignore[untyped-decorator]

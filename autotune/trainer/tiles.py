@@ -126,8 +126,8 @@ class _Tiles(torch.autograd.Function):
             if of_inputs is not None:
                 of_inputs[:, part] = of_tile.pop(0)
             for total in of_weights:
-                # The tile's gradient has no variable of its own, because it would then stay in
-                # memory during the next tile.
+                # Do not assign the tile's gradient to a variable, because the gradient would then
+                # stay in memory during the next tile.
                 total += of_tile.pop(0)
         return None, of_inputs, *of_weights
 

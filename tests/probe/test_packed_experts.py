@@ -226,7 +226,7 @@ def test_a_packed_base_holds_what_it_weighs(double_quant: bool) -> None:
 def test_models_without_experts_on_the_interface_are_refused(family: str) -> None:
     more = {"interleave_moe_layer_step": 1, "num_local_experts": 4, "intermediate_size_mlp": 64}
     config = config_of(SHAPE | more | {"model_type": family})
-    with pytest.raises(ValueError, match="no experts on transformers' interface"):
+    with pytest.raises(ValueError, match="no experts that use transformers' interface"):
         build(config, model_settings(PACKED, family), CPU)
 
 
