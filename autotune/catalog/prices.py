@@ -104,7 +104,7 @@ def best_first(device: str, prices: Iterable[Price]) -> list[Price]:
 
 
 def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
-    """Return the first of `prices_of`, or None if no price of `device` is known."""
+    """Return the first price from `prices_of`, or None if no price of `device` is known."""
     return next(iter(prices_of(device, own)), None)
 
 

@@ -42,7 +42,7 @@ class Prompt:
     """A prompt and the tokenizer that reads it."""
 
     def __init__(self, text: str, tokenizer: Any, example: Plain | Chat) -> None:
-        """The prompt gets the form of `example`, which is from the dataset."""
+        """Render the prompt in the form of `example`, an example from the dataset."""
         self._tokenizer = tokenizer
         if isinstance(example, Chat) and tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]

@@ -7,9 +7,9 @@ def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
     """Return the indices of a step's rows in the order in which the micro batches take them.
 
     `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
-    micro batch, which keeps padding small. At the same time, all ranks compute micro batches of
-    similar length, which keeps waits short. The order does not change the sum of the step's
-    gradients.
+    micro batch, which keeps padding small. At any time, all ranks compute micro batches of similar
+    length, so that ranks wait little for each other. The order does not change the sum of the
+    step's gradients.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     micro_batches = [order[start : start + size] for start in range(0, len(order), size)]

@@ -314,7 +314,7 @@ def _way(rows: torch.Tensor) -> str:
 def _capability(device: torch.device) -> int:
     """Return the major compute capability of a GPU.
 
-    The answer is kept, because torch needs 16 us for it, and a layer asks many times.
+    The result is cached, because torch's query takes 16 us, and each layer asks many times.
     """
     major: int = torch.cuda.get_device_capability(device)[0]
     return major

@@ -271,7 +271,7 @@ def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
         config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
     # Inside `no_init_weights`, transformers does not tie the weights itself, so a tied head would
-    # be a second weight.
+    # have a separate weight.
     model.tie_weights()
     return model
 

@@ -58,7 +58,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def read_header(file: BinaryIO) -> Any:
-    """Return Pillow's image of a file, whose pixels are not read yet.
+    """Open a file as an image of Pillow, without reading its pixels.
 
     Raises BadPicture, and ImportError without Pillow.
     """

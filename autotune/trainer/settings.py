@@ -32,10 +32,10 @@ CHUNK_TOKENS = 1024
 
 
 def chunk_tokens(tokens: int) -> int:
-    """Return how many of a micro batch's tokens are in one chunk of the chunked loss.
+    """Return the number of tokens in a chunk of the chunked loss, for a micro batch of `tokens`.
 
-    A micro batch that would be a single chunk has two chunks instead, because whoever trains on so
-    few tokens has little memory.
+    A micro batch that would fit into one chunk is split into two chunks, because a run with small
+    micro batches usually has little memory.
     """
     return min(tokens, CHUNK_TOKENS // 2 if tokens <= CHUNK_TOKENS else CHUNK_TOKENS)
 
