@@ -30,10 +30,10 @@ ACCURACY = (
 # Results of `benchmarks/counts.py probes` and `benchmarks/counts.py speed`
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst "
-    "for 36 model families on an H100 (int8 models with random weights held up to 9 % more); speed "
-    "by the step's arithmetic and moved bytes, 1.7 % off in the median of 10 dense models on an "
-    "H200 in GPU-bound steps, and 4.3 % off for 11 others on an H100 (14 % before the formula was "
-    "adapted to these 11)"
+    "for 36 model families on an H100 (int8 models with random weights needed up to 9 % more); "
+    "speed by the step's FLOPs and memory traffic, 1.7 % off in the median of 10 dense models on "
+    "an H200 in GPU-bound steps, and 4.3 % off for 11 others on an H100 (14 % before the formula "
+    "was adapted to these 11)"
 )
 # Results of `benchmarks/plan.py objectives`
 OF_OBJECTIVES = (
@@ -43,9 +43,10 @@ OF_OBJECTIVES = (
 )
 
 RANK_ACCURACY = (
-    "memory by formulas: for FSDP2 off by at most 2.7 % for the four measured ranks and 2.1 % for "
-    "the 192 ranks of dry counts, for DDP by at most 1.6 % for six measured ranks, and for ZeRO by "
-    "at most 1.5 % for eight; speed on several GPUs by formulas that few measurements have checked"
+    "memory by formulas: under FSDP2 off by at most 2.7 % for the four measured ranks and 2.1 % "
+    "for the 192 ranks that dry probes computed, under DDP by at most 1.6 % for six measured "
+    "ranks, and under ZeRO by at most 1.5 % for eight; speed on several GPUs by formulas that few "
+    "measurements have checked"
 )
 
 

@@ -163,7 +163,7 @@ def host_needs(
         needed=weights_gib + PROCESS_GIB,
         unit="GiB",
         why=f"the model's {fmt_gib(weights_gib)} in bf16 pass through host memory when the model "
-        f"is loaded, and {PROCESS_GIB:.0f} GiB are for PyTorch",
+        f"is loaded, and PyTorch itself takes {PROCESS_GIB:.0f} GiB",
     )
 
     checkpoint_gib = (count.adapters_gib or count.model_gib) + count.optimizer_gib

@@ -359,7 +359,7 @@ def _baseline(
     if found is None:
         raise UsageError(
             no_estimate(task, task.baselines[0], counted=counted),
-            remedy="`autotune run` on a GPU measures it, or says at once why it cannot; "
+            remedy="`autotune run` on a GPU measures the memory, or says at once why it cannot; "
             "if the GPU is too small, add --shallow-only",
         )
     return found

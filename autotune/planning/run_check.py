@@ -433,8 +433,8 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
         )
     if config.quantization == "int8":
         yield (
-            "The count of an 8-bit base leaves out its outliers: inputs of 6 or more are held "
-            "twice, so probes needed up to 9 % more memory."
+            "The memory of an 8-bit base is computed without outliers: bitsandbytes stores inputs "
+            "of 6 or more twice, so probes needed up to 9 % more memory."
             if checked.bounds.reported.counted
             else "An 8-bit base could not be counted: the run needs more than the reported memory, "
             "which is for a 4-bit base."
@@ -473,8 +473,8 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
     source = key if key in run.values else f"{key}, by default"
     logits = ", with the logits of all tokens" if evaluation.loss == "full" else ""
     yield (
-        f"The evaluation, not the training, sets the peak: {rows:,} examples at a time ({source})"
-        f"{logits}. A training step needs {fmt_gib(step.reported.peak_reserved_gib)}."
+        f"The evaluation, not the training, sets the memory peak: {rows:,} examples at a time "
+        f"({source}){logits}. A training step needs {fmt_gib(step.reported.peak_reserved_gib)}."
     )
 
 

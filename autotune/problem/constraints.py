@@ -477,7 +477,9 @@ def narrow_to_trl(
     narrowing.remove("lora_kernels", {"joined", "grouped"}, "TRL computes adapters as PEFT does")
     narrowing.remove("quantize_experts", {True}, "TRL leaves the experts in 16 bits")
     narrowing.remove(
-        "checkpointing", SELECTIVE, "TRL's file has no key for the compiler's activation budget"
+        "checkpointing",
+        SELECTIVE,
+        "TRL's configuration has no key for the compiler's activation budget",
     )
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices(
         "quantization"
@@ -543,7 +545,7 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
         "TRL pads to the longest sequence of a micro batch, or all sequences to one length",
     )
     narrowing.remove(
-        "padding", {"masked"}, "TRL gives all sequences a mask, also with the padding `longest`"
+        "padding", {"masked"}, "TRL gives all sequences a mask, even with the padding `longest`"
     )
 
     if (

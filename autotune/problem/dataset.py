@@ -473,7 +473,7 @@ def _length_notes(lengths: Lengths, workload: Workload, seq_len: int) -> list[st
     if max(ratio, 1 / ratio) >= OTHER_LENGTHS:
         notes.append(
             f"note: the examples have {lengths.mean:,.0f} tokens on average, and the study's"
-            f" examples had {workload.lengths.mean:,.0f}: its speed, memory and cost may not hold"
+            f" examples had {workload.lengths.mean:,.0f}: the study's results may not hold"
         )
     return notes
 

@@ -306,7 +306,8 @@ class StudySpec:
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
     slack: float = _share(
         0.05,
-        "A configuration that can learn more wins if it costs at most this share more.",
+        "A more capable configuration, such as a higher LoRA rank, wins if it costs at most this"
+        " share more.",
         is_rare=True,
     )
     shallow_only: bool = _option(
@@ -343,7 +344,8 @@ class StudySpec:
     )
     ray: str | None = _option(
         None,
-        "Probe on all GPUs of a Ray cluster that are the target's product (pip install ray).",
+        "Probe on all GPUs in a Ray cluster that are the same product as the target"
+        " (pip install ray).",
         metavar="ADDRESS",
         is_rare=True,
     )

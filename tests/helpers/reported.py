@@ -486,7 +486,9 @@ CHECKS = (
                 line="check run.yaml --gpu rtx-3090",
                 code=4,
                 begins=r"out of memory: needs 24\.\d of 21\.5 GiB on rtx-3090 in an evaluation",
-                has=("The evaluation, not the training, sets the peak: 32 examples at a time",),
+                has=(
+                    "The evaluation, not the training, sets the memory peak: 32 examples at a time",
+                ),
             ),
         ),
     ),

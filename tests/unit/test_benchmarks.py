@@ -1009,7 +1009,9 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
         f"at most {own['own_memory_error_max']:.1%} for the four measured ranks and"
         f" {counted['error_max']:.1%} for the"
     )
-    assert f"{said} {counted['ranks']} ranks of dry counts" in RANK_ACCURACY.replace(" %", "%")
+    assert f"{said} {counted['ranks']} ranks that dry probes computed" in RANK_ACCURACY.replace(
+        " %", "%"
+    )
     of_counted = (
         f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%}"
         " at worst of"

@@ -141,7 +141,7 @@ def test_an_evaluation_that_needs_more_than_a_step_decides_the_verdict(path: Pat
     assert "on rtx-3090 in an evaluation" in verdict(report)
     assert "the peak is in an evaluation" in check_answer(report).needs
     assert report.notes[0].startswith(
-        "The evaluation, not the training, sets the peak: 32 examples at a time"
+        "The evaluation, not the training, sets the memory peak: 32 examples at a time"
         " (per_device_eval_batch_size). A training step"
     )
     assert report.fix is not None and report.fix.edits == {"per_device_eval_batch_size": 1}

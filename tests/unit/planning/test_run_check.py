@@ -864,7 +864,7 @@ def test_an_int8_base_is_counted_though_the_model_has_a_formula(
     )
     assert bounds.reported.error == INT8_ERROR > ERROR
     assert found.checked.state == FITS and found.checked.estimate.tokens_per_s is None
-    assert "The count of an 8-bit base leaves out its outliers" in " ".join(found.notes)
+    assert "The memory of an 8-bit base is computed without outliers" in " ".join(found.notes)
     assert found.faster is None and answer(eight, "rtx-4080").checked.state == OOM
     dora = answer(changed(eight, peft_use_dora=True), "a100-40gb-sxm").checked.bounds
     assert dora.most is None and dora.least == bounds.least
