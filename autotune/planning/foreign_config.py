@@ -736,7 +736,7 @@ def _targets(file: File, names: set[str]) -> str:
 
 
 def _modules_to_save(file: File) -> str:
-    """Return the modules trained beside the adapters, as a value of the knob `modules_to_save`.
+    """Return the modules trained besides the adapters, as a value of the knob `modules_to_save`.
 
     A note names the modules that the knob cannot express.
     """

@@ -1,7 +1,8 @@
 """Read the sizes of the images in a dataset's rows, and the text of a row without its images.
 
-A size is read from the start of an image file. `trainer.forms` finds the path of each image in a
-row. Instead of a path, a row may contain the image file itself, as the library `datasets` does.
+The size of an image is read from the start of its file. `trainer.forms` finds the path of each
+image in a row. Instead of a path, a row may contain the image file itself, as the library
+`datasets` does.
 """
 
 import io

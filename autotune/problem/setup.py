@@ -49,8 +49,8 @@ from autotune.problem.workload import Workload
 from autotune.trainer.settings import DEQUANTISED
 
 DEFAULT_TOKENS = 1024
-# The default number of text tokens beside an image. With the image tokens of Qwen2.5-VL for the
-# default image size, an example has 1,024 tokens.
+# The default number of text tokens in an example with an image. With the image tokens of Qwen2.5-VL
+# for the default image size, an example has 1,024 tokens.
 DEFAULT_TEXT = 254
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_GLOBAL_BATCH = 32  # examples
@@ -461,7 +461,8 @@ def _warnings(
     for name, (floor, may_win, _) in constraints.NEEDS_CONSENT.items():
         if getattr(spec, floor) and all(map(may_win, space.choices(name))):
             warnings.append(
-                f"--{floor.replace('_', '-')} has no effect: the space has no such {name}"
+                f"--{floor.replace('_', '-')} has no effect:"
+                f" no value of {name} in the space needs it"
             )
 
     if workload.trained < workload.global_batch:

@@ -351,7 +351,7 @@ def test_a_pin_without_effect_is_a_warning(installed):
         ({"space": "full", "min_rank": 32}, ("--min-rank has no effect: it needs method lora",)),
         (
             {"space": "full", "allow_quantized": True},
-            ("--allow-quantized has no effect: the space has no such quantization",),
+            ("--allow-quantized has no effect: no value of quantization in the space needs it",),
         ),
         (
             {"space": "default", "allow_quantized": True, "min_rank": 32, "allow_pure_bf16": True},
