@@ -1,10 +1,10 @@
 """Writes files that start a full training or a study's workers on Kubernetes, SkyPilot or Slurm.
 
 A JobSpec describes the job, and each system has a renderer for it. The user provides the container
-image and the dataset. Names that other people chose, such as a study's name, are untrusted. A file
-contains such a name only as a YAML value, as a sanitised name, or as one quoted argument of a
-command. Shell code and its comments never contain it. No file contains the URL of a study's
-database, which comes from a secret or the environment.
+image and the dataset. Names that users or model authors chose, such as a study's name, are
+untrusted. A file contains an untrusted name only as a YAML value, as a sanitised name, or as one
+quoted argument of a command. Shell code and its comments contain no untrusted names. No file
+contains the URL of a study's database; the URL comes from a secret or from the environment.
 """
 
 import math
@@ -31,7 +31,8 @@ from autotune.export.script import runtime_files
 from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
-# The hours that a training run may need beyond the projection: start-up, downloads and saves
+# The hours that a training run may need in addition to its projected time, for start-up, downloads
+# and saves
 UNPROJECTED_H = 0.5
 # A worker's time limit is the study's budget plus this number of seconds, because the job also
 # pulls the image, installs packages and waits in a queue.
@@ -54,8 +55,8 @@ class JobSpec:
 
     `use` is a key of `clusters.yaml`: `train` or `worker`. The comment at the top of a YAML file
     has `about`, then the steps that start the job on the system, then `notes`. The comment of a
-    script omits `about`, because it contains untrusted names. After an exit code in `hopeless`, the
-    job is not started again.
+    Slurm script omits `about`, because `about` contains untrusted names. If the job ends with an
+    exit code in `hopeless`, it is not started again.
 
     `command`, `env` and `volumes` describe a Kubernetes container. `task` holds further keys of a
     SkyPilot task, and `run` is the shell code that SkyPilot runs. The Slurm script runs the lines
@@ -233,8 +234,7 @@ def _kubernetes(job: JobSpec) -> str:
     }
     pod = {
         "restartPolicy": "Never",
-        # This time limit begins when the pod starts to run. The time in which it waits for a GPU
-        # does not count.
+        # This time limit begins when the pod starts to run, so waiting for a GPU does not count.
         "activeDeadlineSeconds": job.limit_s,
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": label and {"nvidia.com/gpu.product": label},
@@ -341,7 +341,7 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """
     if device.vendor != "nvidia":
         return None
-    # If the card is not in the catalogue, take the driver's name of the card from the fingerprint.
+    # For a card that is not in the catalogue, the fingerprint has the driver's name of the card.
     name = device.nvml_names[0] if device.nvml_names else fingerprint.device
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 

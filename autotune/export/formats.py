@@ -57,7 +57,7 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
 
 def _obstacle(name: str, recipe: Recipe) -> str | None:
-    """Return why a format cannot express the objective or the parallelism, or None if it can."""
+    """Return why a format cannot express the objective, images or GPUs, or None if it can."""
     for setting, value in (
         ("images", bool(recipe.workload.pictured)),
         ("objective", recipe.workload.objective),

@@ -1,4 +1,4 @@
-"""Makes what the exporters share: the comment at the top of a file, and values from a recipe."""
+"""Makes the parts that all exporters need: the comment at the top of a file, and derived values."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,9 +19,9 @@ def on_cpu(recipe: Recipe) -> bool:
 def environment(recipe: Recipe) -> str:
     """Return the environment variables for a command line.
 
-    The variables make exactly as many GPUs visible as the study used, numbered as in nvidia-smi. If
-    a single process saw more than one GPU, Trainer would split its batches among them, and TRL
-    would refuse to run.
+    The variables make only the GPUs that the study used visible, numbered as in nvidia-smi. If a
+    training with a single process saw several GPUs, Trainer would split its batches among them, and
+    TRL would refuse to run.
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
@@ -30,7 +30,7 @@ def environment(recipe: Recipe) -> str:
 
 
 def allocator(recipe: Recipe) -> tuple[str, str]:
-    """Return (name, value) of the environment variable that sets torch's allocator as measured."""
+    """Return the name and value of the environment variable with the measured allocator setting."""
     return ALLOCATOR_VARIABLE, ALLOCATORS[recipe.config.allocator]
 
 
@@ -63,7 +63,7 @@ def yaml_sections(head: Iterable[str], sections: Iterable[tuple[str, dict[str, A
 
 
 def summary_lines(recipe: Recipe) -> list[str]:
-    """Return six lines: two about the file's content, two about results, two about measurement."""
+    """Return six lines: two about the winner, two about its results, two about the measurement."""
     winner = recipe.winner
     cost = winner.cost
     workload = recipe.workload

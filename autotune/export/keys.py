@@ -3,7 +3,7 @@
 The table is `keys.yaml`. The exporters write their files from this table, and
 `planning.foreign_config` reads other people's files with it. A new knob needs a row with the keys
 of the tools that can express it. The comment at the top of a tool's file lists the knobs that the
-tool cannot express. For each of these knobs, the comment gives the reason in the table, or says
+tool cannot express. For each of these knobs, the comment repeats the reason from the table, or says
 that the tool has no key for it.
 """
 
@@ -44,12 +44,12 @@ Entries = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of the table: what each tool's file contains for the knob or setting `of`.
+    """A row of the table: the keys and values of each tool for the knob or setting `of`.
 
-    If `of` is None, each tool's field has constant keys and values. Otherwise the field is a key,
-    which takes autotune's value unchanged, or a mapping. The mapping has, for each of the tool's
-    keys, the tool's value for each of autotune's values. `defaults` has the value that each tool
-    assumes if its file omits the key.
+    If `of` is None, each tool's field is a mapping with constant keys and values. Otherwise, the
+    field is a string or a mapping. A string is a key that takes autotune's value unchanged. A
+    mapping has the tool's keys; under each key, it maps autotune's values to the tool's values.
+    `defaults` has the value that each tool assumes if its file omits the key.
     """
 
     of: str | None = None
@@ -60,7 +60,7 @@ class Row:
     defaults: Entries = field(default_factory=dict)
 
     def entries(self, tool: str, values: Mapping[str, Any]) -> Entries:
-        """Return the tool's keys and values for autotune's values; {} for a knob without effect."""
+        """Return the tool's keys and values for autotune's values; {} if the row does not apply."""
         cell = getattr(self, tool)
         if cell is None or not meets(values, self.when):
             return {}
@@ -100,11 +100,11 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     parameters = list(filter(is_expert_parameter, modules or []))
     if modules:
         modules = [name for name in modules if name not in parameters]
-    # If told to adapt all linear layers, the tools would include layers that PEFT refuses.
+    # With their own value for all linear layers, the tools would adapt layers that PEFT refuses.
     if modules and config.lora_targets == ALL_LINEAR:
         config = replace(config, lora_targets=",".join(modules))
-    # TRL would take a single name as a pattern for the whole path of a module, which matches no
-    # module. So a single name is written twice.
+    # TRL would take a single name as a pattern for the whole path of a module. No module matches
+    # this pattern, so a single name is written twice.
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2
     saved = saved_modules(recipe.model.text_type, config.modules_to_save)
@@ -142,8 +142,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "report_to": report_to,
         # LLaMA-Factory reads its file with OmegaConf, which would replace ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
-        # By default, Axolotl pads rows to a multiple of 64 tokens. A seq_len that is no multiple of
-        # 64 is unusual and needs another key.
+        # By default, Axolotl pads rows to a multiple of 64 tokens. Any other seq_len needs the key
+        # pad_to_multiple_of.
         "unusual_seq_len": config.seq_len
         if config.padding == "max_length" and config.seq_len % 64
         else None,
@@ -154,8 +154,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "checkpoint_every": config.checkpoint_every,
         "skips_layers": (config.checkpoint_every or 1) > 1,
         "selects": config.activation_budget < 1,
-        # True if the probed version of transformers can recompute only some layers, and offload
-        # checkpoints.
+        # True if the probed version of transformers can recompute only every k-th layer, and can
+        # offload checkpoints.
         "by_layer": checkpoints_some(recipe.fingerprint.packages.get("transformers", "")),
         "needs_liger": config.kernels == "liger" or config.loss == "chunked",
         "probed_with_trl": recipe.trainer == "trl",
@@ -163,11 +163,11 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def eval_batch(tool: str, recipe: Recipe) -> int:
-    """Return the batch size of evaluations: the training's micro batch size, if its memory fits.
+    """Return the batch size of evaluations: the training's micro batch size, if it fits in memory.
 
     For a chunked loss, Axolotl and LLaMA-Factory use Liger's head. In an evaluation, this head
-    computes the logits of all tokens, which may not fit. The batch is then smaller, down to one
-    example.
+    computes the logits of all tokens at once. If these logits do not fit, the batch is smaller, but
+    has at least one example.
     """
     config = recipe.config
     size = config.micro_batch_size
@@ -245,9 +245,9 @@ def dataset_source(tool: str, data: TrainingData) -> dict[str, Any]:
     builder = next((BUILDERS.get(Path(file).suffix.lower()) for file in data.files), None)
     if builder is None:  # the dataset is not on this machine
         return {"path": data.path}
-    # These tools read files with the library `datasets`, which names the only split of a file
-    # "train". The names of a folder's files may contain names of splits. For TRL, the files of the
-    # study's split are listed.
+    # These tools read files with the library `datasets`, which calls the only split of a single
+    # file "train". In a folder, the files' names may contain the names of splits. TRL gets a list
+    # of the files of the study's split.
     if tool == "trl":
         files = data.files[0] if len(data.files) == 1 else list(data.files)
         return {"path": builder, "data_files": files}
@@ -257,7 +257,7 @@ def dataset_source(tool: str, data: TrainingData) -> dict[str, Any]:
 
 
 def with_dataset(value: Any, tool: str, data: TrainingData | None) -> Any:
-    """Return `value` with the study's dataset in place of the placeholders, at every depth."""
+    """Return `value` with the study's dataset in place of the placeholders, also nested ones."""
     if data is None:
         return value
     if isinstance(value, list):
@@ -290,7 +290,7 @@ def inexpressible_knobs(tool: str, recipe: Recipe) -> list[str]:
     values = settings(tool, recipe)
     gaps_of_tool = []
     for knob, value in recipe.config.as_dict().items():
-        # If TRL was probed, the probe treated these knobs as TRL does, so what it measured holds
+        # A probe with TRL's trainer treats these knobs as TRL does, so its measurements are valid
         # for TRL's file.
         if tool == recipe.trainer == "trl" and knob not in ("checkpointing", "compile"):
             continue
@@ -322,7 +322,7 @@ def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
 
 
 def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
-    """Return whether each value in `values` equals the wanted value, or is in the wanted list."""
+    """Return whether `values` meets all conditions: a condition is a value, or a list of values."""
     return all(
         values.get(name) in (wanted if isinstance(wanted, list) else [wanted])
         for name, wanted in conditions.items()
@@ -342,7 +342,7 @@ def key_of(tool: str, what: str) -> str:
 
 
 def default_of(tool: str, what: str) -> Any:
-    """Return the default of a tool's key as autotune's value, or None if the table lacks it."""
+    """Return autotune's value for the default of a tool's key, or None if the table has none."""
     return next((row.defaults[tool] for row in _rows(what) if tool in row.defaults), None)
 
 

@@ -19,8 +19,8 @@ def export(recipe: Recipe) -> dict[str, str]:
     The file has every knob, the measured values, the cost, the baseline, and the environment of the
     measurement.
     """
-    # If an object occurs twice, YAML writes an anchor and an alias. The conversion to JSON and back
-    # copies every object, so no object occurs twice.
+    # If one object occurred twice, YAML would write an anchor and an alias. The conversion to JSON
+    # and back copies every object, so this cannot happen.
     data = json.loads(json.dumps(_data(recipe)))
     body = yaml.safe_dump(data, sort_keys=False, width=120)
     return {"recipe.yaml": f"{comment(summary_lines(recipe))}\n{body}"}

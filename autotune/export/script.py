@@ -27,10 +27,10 @@ from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import UNSHARDED_SHARE, RunSettings
 
-# The number of row lengths in the sample that represents the run. The longest length is always in
-# the sample. In a smaller sample, its share would be too large.
+# The number of row lengths in the sample that represents the run. The sample always contains the
+# longest length, whose share would be too large in a smaller sample.
 SAMPLED = 1024
-# This first line sets the encoding, so Python ignores an encoding in the second line.
+# If the first line of a script sets the encoding, Python ignores an encoding in the second line.
 ENCODING = "# -*- coding: utf-8 -*-\n"
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: \
@@ -89,7 +89,7 @@ def settings(recipe: Recipe) -> RunSettings:
             " differ."
         )
 
-    # With fewer examples, not a single batch would be full.
+    # There must be enough examples to fill one batch.
     one_batch = (
         math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
     )

@@ -85,7 +85,7 @@ def _place(recipe: Recipe) -> str:
 
 
 def texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
-    """Return the texts of the items whose conditions are true, with values filled in."""
+    """Return the texts of the items whose `when` is true, with `values` filled in."""
     return [
         item["text"].format_map(values)
         for item in items
@@ -95,7 +95,7 @@ def texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
 
 def launch_arguments(recipe: Recipe) -> list[str]:
     """Return the arguments of `accelerate launch` for the probed configuration."""
-    # The launcher overwrites the variable ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION. So set the
-    # launcher's flag instead of the variable.
+    # The launcher overwrites the environment variable ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION,
+    # so the flag of the launcher is set instead.
     regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
     return ["--num_processes", str(recipe.config.num_gpus), *regional]

@@ -1,7 +1,7 @@
 """Writes training_args.json, adapter_config.json and quantization_config.json for a Trainer script.
 
-JSON has no comments. So `transformers_notes.md` explains how to load these files, and lists the
-settings that these files cannot express.
+JSON has no comments. Therefore, `transformers_notes.md` explains how to load these files, and lists
+the settings that they cannot express.
 """
 
 import json
@@ -53,8 +53,8 @@ def export(recipe: Recipe) -> dict[str, str]:
 def _arguments(recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of TrainingArguments, in a form that transformers 5.3 to 5.23 accept.
 
-    In this form, the warm-up is a number of steps, and gradient_checkpointing is the key for
-    activation checkpointing.
+    These versions all accept a warm-up as a number of steps, and gradient_checkpointing as the key
+    for activation checkpointing.
     """
     sections = ("batch", "memory", "schedule")
     values = {

@@ -28,8 +28,8 @@ from autotune.study import learning
 from autotune.study.learning import Attempt, Compared, Learning
 from autotune.study.summary import Candidate, Recipe
 
-MAX_SHARE = 10.0  # a search takes at most this many times as many steps as the full run
-SHARE = 0.1  # by default, a search has at most this share of the full run's number of steps
+MAX_SHARE = 10.0  # the steps of the largest search, divided by the steps of the full run
+SHARE = 0.1  # the same ratio for a search with default options
 HELD_OUT = 256  # the largest number of held-out examples
 WAIT_S = 0.2  # seconds between two checks for a stop request
 
@@ -125,9 +125,9 @@ def _rounds(recipe: Recipe, dataset: Path, share: float) -> list[tuple[int, int]
     if rounds is None:
         least = learning.least_budget()
         enough = least / run_steps + 0.005
-        remedy = f"allow more of the full run: --share {enough:.2f}"
+        remedy = f"allow a larger share of the full run's steps: --share {enough:.2f}"
         if enough > MAX_SHARE:
-            remedy = f"keep the usual rate, {recipe.default_learning_rate:.2g}, for so short a run"
+            remedy = f"keep the usual rate, {recipe.default_learning_rate:.2g}, for this short run"
         raise UsageError(
             f"{share:.0%} of {run_steps:,} steps are too few: the smallest search takes {least}"
             " steps",

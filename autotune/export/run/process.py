@@ -26,7 +26,7 @@ ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*
 OF_LAUNCHER = "torch.distributed.elastic"
 START_S = 900.0  # seconds allowed for imports, weights and the first step
 ENDING_S = 10.0  # seconds that a killed process may take to end
-SLOWER = 10.0  # a run that takes this many times the measured time counts as hanging
+SLOWER = 10.0  # a run hangs if it takes longer than this multiple of the measured time
 
 
 def time_limit_s(steps: int, step_s: float) -> float:
@@ -110,8 +110,8 @@ def run_exported(
     """
     started = time.monotonic()
     stdout = folder / "stdout"
-    # Even on a CPU, use the environment of "cuda": the environment of a probe on a CPU makes memory
-    # peaks repeatable, which would slow the run down.
+    # Even on a CPU, use the environment of "cuda": the environment for "cpu" makes the memory peaks
+    # of probes repeatable, but would slow this run down.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
     if num_gpus > 1:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
@@ -144,7 +144,7 @@ def run_exported(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes that it started: each rank is in a session of its own."""
+    """Kill a process and all processes that it started, also those in other process sessions."""
     import psutil
 
     started: list[psutil.Process] = []
@@ -158,7 +158,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(psutil.Error):
             one.kill()
     process.wait()
-    # Wait for the processes that were started: until they end, they hold memory of the device.
+    # Wait until these processes have ended, because they hold device memory until then.
     psutil.wait_procs(started, ENDING_S)
 
 

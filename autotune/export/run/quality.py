@@ -35,7 +35,7 @@ HELD_OUT_SHARE = 0.1  # the largest share of all examples that is held out
 def measurement_obstacle(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
     """Return the reason why held-out losses cannot be measured, or None if they can be measured."""
     if workload.pictured:
-        return "it cannot read examples with images"
+        return "examples with images are not supported"
     if model.weights is None:
         return "it needs real weights, from a local directory (--model DIR)"
     if dataset is None:
@@ -89,8 +89,8 @@ def compare(
 
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
-            # The number of warm-up steps in an exported script is a share of the steps in `cost`.
-            # So `cost` gets the number of steps of this short run.
+            # An exported script computes its number of warm-up steps from the number of steps in
+            # `cost`, so `cost` gets the number of steps of this short run.
             short = replace(candidate, cost=replace(candidate.cost, num_steps=steps))
             folder = scratch / candidate.config.digest
             write_files(folder, script.export(replace(recipe, winner=short)))
@@ -158,7 +158,7 @@ def _train(
 
 
 def _losses(result: dict[str, Any] | str, steps: int) -> dict[str, Any]:
-    """Return `loss_before` and `loss_after` from the script's output, or why it has none."""
+    """Return `loss_before` and `loss_after` from the script's output, or else the `reason`."""
     if isinstance(result, str):
         return {"reason": result}
     try:

@@ -18,8 +18,8 @@ from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
-# The run's speed is compared with the study's measured speed only after this many steps of a
-# session (a start or a resumption of the run).
+# Each start or resumption of a run begins a session. After this number of steps of a session, its
+# speed is compared with the speed that the study measured.
 SETTLED_STEPS = 20
 
 
@@ -97,7 +97,7 @@ class Run:
         self._last: dict[str, Any] = {}
         self._log_begins = 0
         self.log = output / "train.log"
-        # At a run's end: the prompt of the script's option --ask, with the model's answers `before`
+        # After the run: the prompt of the script's option --ask, and the model's answers `before`
         # and `after` the training
         self.asked: dict[str, str] | None = None
 
@@ -157,7 +157,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 env=self._environment,
-                # In its own session, the script does not get a Ctrl-C of the terminal.
+                # In a process session of its own, the script does not get the terminal's Ctrl-C.
                 start_new_session=True,
                 # The script inherits the lock. So the lock is held until the script has saved its
                 # checkpoint, even if this process dies.

@@ -64,8 +64,8 @@ def verify(
         Cancelled: `should_stop` returned true.
         StorageError: The disk has no room for the random weights that `trl sft` reads.
     """
-    # The default run options replace the recipe's options. So this short run evaluates and saves
-    # once, reports to no tracker, and trains on random rows.
+    # This short run has its own evaluations and saves, reports to no tracker, and trains on random
+    # rows. Default options replace the recipe's options, which are for the full run.
     recipe = replace(
         recipe,
         workload=replace(recipe.workload, eval_share=0.0),
@@ -109,9 +109,9 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
-    # The predicted step time is for the full run, so correct it. This short run has another mean
-    # row length. Also, a larger share of its micro batches has a row length that is new to the
-    # process, which takes extra time.
+    # Correct the predicted step time, which is for the full run. The mean row length of this short
+    # run is different. In addition, a larger share of its micro batches has a row length that is
+    # new to the process, which takes extra time.
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
@@ -120,10 +120,11 @@ def verify(
 
 
 def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
-    """Return the predicted time of a step if each GPU gets `padded_tokens` tokens.
+    """Return the predicted time of a step in which each GPU gets `padded_tokens` tokens.
 
-    A short run's mean row length differs a little from the full run's. The prediction is corrected
-    by the slope of a line through the measured times of micro batches of different lengths.
+    The mean row length of a short run differs a little from the mean of the full run. The probe
+    timed micro batches of several lengths. The slope of a line through these times corrects the
+    prediction.
     """
     winner = recipe.winner
     step_s = winner.performance.step_time_s
@@ -133,11 +134,11 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
         return step_s
 
-    # `kinds` has the lengths of examples. An example that is a pair of answers has two rows. Its
+    # `kinds` has the lengths of examples. A pair of answers is one example with two rows; its
     # length is the length of the longer row.
     padded_tokens /= recipe.workload.objective.rows_per_example
-    # The slope of a line of seconds over length, by least squares. The weight of each point is its
-    # share of the micro batches.
+    # Least squares give the slope of seconds over length. The weight of each point is its share of
+    # the micro batches.
     mean = sum(kind.share * kind.length for kind in kinds)
     moments = [
         (kind.share * (kind.length - mean) * seconds, kind.share * (kind.length - mean) ** 2)
@@ -154,7 +155,7 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
 def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
     """Return the extra seconds per step of a short run, in which new row lengths are more frequent.
 
-    The micro batches from `begin` to `end`, counted from the start of the run, are timed.
+    `begin` and `end` are the first timed micro batch, and the one after the last, counted from 0.
     """
     share = partial(recipe.workload.new_length_share, recipe.config)
     timed = (end * share(end) - begin * share(begin)) / (end - begin)
@@ -164,8 +165,8 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 class _StepReporter:
     """Reports progress after each tenth of a run, from a file with a line for each step.
 
-    The remaining time follows from the mean time of the steps so far. Until two steps are timed, it
-    follows from `step_s`, the predicted time of a step.
+    The remaining time is computed from the mean time of the steps so far or, until two steps are
+    timed, from `step_s`, the predicted time of a step.
     """
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
@@ -204,8 +205,8 @@ def probed_format(recipe: Recipe) -> str:
 def straining_lengths(config: TrainConfig) -> list[int]:
     """Return row lengths, in tokens, that strain the memory allocator.
 
-    About every second micro batch has a row of `seq_len` tokens. All other micro batches have only
-    short rows.
+    About half of the micro batches have a row of `seq_len` tokens. The other micro batches have
+    only short rows.
     """
     shortest = 2  # the fewest tokens of a row: a single token has no next token to predict
     short = max(config.seq_len // SHORT, shortest)
@@ -301,7 +302,7 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
     """Raise StorageError if the disk has no room for bf16 weights and the files that TRL saves."""
     config = recipe.config
     full_bytes = 2 if config.precision == "bf16_pure" else 4
-    # TRL saves this number of bytes for each parameter. With LoRA, it saves only adapters.
+    # The bytes that TRL saves for each parameter of the model. With LoRA, TRL saves only adapters.
     saved_bytes = full_bytes if config.method == "full" else 0
     needed = gib(recipe.winner.measurement.total_params * (2 + saved_bytes))
     free = gib(shutil.disk_usage(folder).free)

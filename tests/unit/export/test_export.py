@@ -143,7 +143,7 @@ def test_exports_of_a_cpu_study_are_for_the_cpu(precision: str) -> None:
     for file in ("trl_sft.yaml", "axolotl.yaml", "llamafactory.yaml", "accelerate.yaml"):
         (command,) = re.findall(r"(?m)^#   CUDA_VISIBLE_DEVICES=(.*)$", files[file])
         assert command.startswith(" ") and "on the processor" in files[file], file
-    assert "Axolotl has no key for the processor" in files["axolotl.yaml"]
+    assert "Axolotl has no key to train on the CPU" in files["axolotl.yaml"]
     assert "\n    CUDA_VISIBLE_DEVICES= accelerate launch" in files["transformers_notes.md"]
 
     files = export_all(recipe(config), FORMATS)

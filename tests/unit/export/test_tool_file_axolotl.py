@@ -235,7 +235,7 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
     assert f"#   {one_gpu} axolotl train axolotl.yaml -- --num_processes 1\n" in head
-    assert "transformers 5.16.1; the study measured 5.17.0" in head
+    assert "transformers 5.16.1; the study used 5.17.0" in head
     assert "LoRA kernels" in head and "sdpa_varlen" in head
     assert "not expressed" not in head
     assert "SFTTrainer" in exported(recipe(TrainConfig(), trainer="trl"))[0]

@@ -110,7 +110,7 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     )
     assert f"#   {one_gpu} llamafactory-cli train llamafactory.yaml\n" in head
-    assert "transformers 5.6 or older; the study measured 5.17.0" in head
+    assert "transformers 5.6 or older; the study used 5.17.0" in head
     assert "dtype of its checkpoint; it was measured with bfloat16" in head
     assert "not expressed" not in head
     assert "SFTTrainer" in exported(recipe(TrainConfig(), trainer="trl"))[0]

@@ -186,7 +186,7 @@ def test_the_notes_hold_out_what_train_py_does() -> None:
 
 def test_another_trainer_has_another_speed() -> None:
     notes = exporter.export(recipe(TrainConfig(), trainer="trl"))["transformers_notes.md"]
-    assert "the speed is that of the probed trainer" in notes.lower()
+    assert "the speed was measured with the probed trainer" in notes.lower()
     assert "name your model" in exporter.export(demo(TrainConfig()))["transformers_notes.md"]
 
 

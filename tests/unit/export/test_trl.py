@@ -23,7 +23,7 @@ def test_the_export_for_the_trainer_that_was_probed_promises_its_speed(compile: 
         text = files["trl_sft.yaml"]
         assert yaml.safe_load(text)["load_in_4bit"] is True
         assert f"Probed with {trainer}" in text
-        assert ("The speed is that of train.py" in text) is (trainer == "transformers")
+        assert ("The speed was measured with train.py" in text) is (trainer == "transformers")
         assert ("not with this script" in files["train_config.json"]) is (trainer == "trl")
         named = {item.split()[0] for item in keys.inexpressible_knobs("trl", made)}
         assert named == ({"compile"} if compile != "none" else set()) | (
