@@ -1,6 +1,7 @@
 """Estimates from Python.
 
-`plan`, `compare` and `check` need no GPU. `longest` and `calibrate` use a GPU of this machine.
+`plan`, `compare` and `check` need no GPU. `longest` also runs real steps if this machine has the
+GPU. `calibrate` measures this machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,12 +62,12 @@ def plan(
 ) -> "Plan | GpuPlan":
     """Estimate memory, speed and cost on a GPU by formula; needs no GPU.
 
-    If no formula covers the model, a dry probe counts memory and work within seconds. With `gpus`,
-    such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts on one host. `within` is the
-    deadline of the run: "6h", or a number of hours. `nodes` lists numbers of hosts. `gpus` then
-    counts the GPUs of each host. `network` is the speed of the link between hosts: the GB/s that
-    leave a host, or a name such as "ethernet-100". `options` are the options of `autotune plan`,
-    with underscores. Raises AutotuneError.
+    If no formula covers the model, a dry probe (a step on the meta device) counts memory and FLOPs
+    within seconds. With `gpus`, such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts
+    on one host. `within` is the deadline of the run: "6h", or a number of hours. `nodes` lists
+    numbers of hosts. `gpus` then counts the GPUs of each host. `network` is the speed of the link
+    between hosts: the GB/s that leave a host, or a name such as "ethernet-100". `options` are the
+    options of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations

@@ -142,7 +142,7 @@ def search(session: "Session", plan: SessionPlan) -> "Leader":
 
 
 def render(leader: "Leader") -> StudySummary:
-    """Make the study's answer, and write the report, the exports and the data files."""
+    """Compute the study's answer, and write the report, the exports and the data files."""
     from autotune.planning.projections import project_winner
 
     leader.session.progress.say("writing the report")
@@ -228,7 +228,7 @@ def finish(leader: "Leader", answer: StudySummary) -> RunOutcome:
 
 
 def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | None:
-    """Return the error of a search that ended uninterrupted but without success, or None.
+    """Return the error of a search that was not interrupted but did not succeed, or None.
 
     The error says that no configuration succeeded, or that the verification failed.
     """

@@ -126,7 +126,7 @@ def ablate(
     for name, config in ablated_configs(winner, baseline):
         if should_stop():
             break
-        # The changed configuration may no longer divide the global batch.
+        # The changed configuration's micro batches may no longer divide the global batch.
         if not task.workload.divides(config):
             continue
         say(f"without {name} {getattr(winner, name)}: {config.label()}")

@@ -12,8 +12,8 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
 
 AGAIN = "measuring the finalists again"
-# A configuration is confirmed at most this number of times, even if its measurements still disagree
-# with each other, or if other processes disturbed them.
+# After this number of confirmations, a configuration is not measured again only because its
+# measurements disagree, or because other processes disturbed them.
 MAX_CONFIRMATIONS = 3
 
 
@@ -26,7 +26,7 @@ def confirm_finalists(trials: SharedTrials) -> None:
     confirmed speeds, this configuration becomes the likely winner and is measured next. At most
     `limits.finalists` configurations become the likely winner, one after another. A finalist that
     fails is replaced by the next best configuration. A full run also evaluates and saves
-    checkpoints, so the winner's confirmation evaluates and saves one, too, if time allows.
+    checkpoints, so the winner's confirmation also evaluates and saves a checkpoint if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]
@@ -127,9 +127,10 @@ def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> i
 
 
 def _confirm_leader(trials: SharedTrials, round_: int) -> None:
-    """Measure the leader until it has two undisturbed measurements and one saved a checkpoint.
+    """Measure the leader until it has enough confirmations, one of them with a saved checkpoint.
 
-    The leader is the best configuration so far; it may change after each measurement.
+    The leader is the best configuration so far; it may change after each measurement. Two
+    undisturbed confirmations, or MAX_CONFIRMATIONS, are enough.
     """
     while (leader := trials.selection.leader()) is not None:
         record = trials.selection.record(leader)

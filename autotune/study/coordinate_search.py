@@ -316,8 +316,8 @@ def next_move(
             if getattr(space.config(chosen), name) != value or (
                 not shrinks and space.config(chosen) != config
             ):
-                # With the values of the other knobs, this knob has no effect, or another knob would
-                # have to change, too.
+                # Given the values of the other knobs, this value has no effect, or it would need a
+                # change of another knob, too.
                 continue
 
             outcome = tried.get(space.config(chosen).digest)

@@ -535,9 +535,9 @@ class SharedTrials:
     def duration_predictor(self) -> Callable[[TrainConfig], float]:
         """Return a function that predicts the seconds to probe a candidate's truncated models.
 
-        The function is a linear regression over the candidates probed so far: from the formula's
-        time of a micro batch to the seconds of their probes. The function returns 0 for a candidate
-        that was probed already, and if it cannot predict.
+        A linear regression over the candidates probed so far converts the formula's time of a micro
+        batch to the seconds of the probes. The function returns 0 for a candidate that was probed
+        already, and if it cannot predict.
         """
 
         def micro_s(config: TrainConfig) -> float:

@@ -199,7 +199,7 @@ class Evaluator:
         """Learn from a probe: from its measurement, or from the fact that it ran out of memory."""
         config = result.config
         measurement = result.measurement
-        if result.rung is Rung.NODE:  # a check of a node, perhaps of another node than this one
+        if result.rung is Rung.NODE:  # a check of a worker (`node_health`), perhaps of another one
             return
 
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):

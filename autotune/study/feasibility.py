@@ -91,11 +91,10 @@ def find_feasible(
 
 
 def leanest_of(space: SearchSpace) -> list[TrainConfig]:
-    """Return the configurations that need the least memory.
+    """Return the configuration that needs the least memory for each sharding strategy.
 
-    If the space has no sharding knob, the list has one configuration. Otherwise the list has one
-    configuration for each sharding strategy. If the space allows a single GPU, a configuration for
-    one GPU comes first.
+    If the space has no sharding knob, the list has one configuration. If the space has this knob
+    and also allows a single GPU, a configuration for one GPU comes first.
     """
     if space.knob("sharding") is None:
         return [space.config(space.leanest())]

@@ -1,6 +1,6 @@
 """Start a search from the configurations that formulas predict to be the fastest.
 
-For GPU-bound steps, the error of the formulas is a few percent (`step_time`). Without a
+For GPU-bound steps, the error of the formulas is a few percent (`prediction.step_time`). Without a
 calibration, the time that the host needs to launch the kernels is unknown. If memory is short, this
 time decides whether small micro batches or recomputation are faster. So for each of several host
 speeds, the formulas give the fastest configuration that fits in memory, called a seed. The search

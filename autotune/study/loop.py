@@ -32,7 +32,7 @@ class Study:
     def run(self) -> None:
         """Search until a limit is reached, and try more capable variants of the best configuration.
 
-        Unfinished trials always go back to the queue.
+        If an exception ends the search, its unfinished trials go back to the queue.
         """
         trials = self.trials
         with trials.return_trials_on_failure():

@@ -200,7 +200,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
     """Yield each case with its configuration and its task.
 
     Each case has a task of its own, with the case's model and gradient accumulation. All rows of
-    the task have `seq_len` tokens. Raises UsageError for invalid knobs and values.
+    the task have `seq_len` tokens. Raises UsageError for unknown knobs and invalid values.
     """
     for case in spec.configs:
         knobs = spec.pins | case.knobs

@@ -50,7 +50,7 @@ def _nearest_unseen(
 
 
 def compiled_variants(space: SearchSpace, configs: Iterable[TrainConfig]) -> list[TrainConfig]:
-    """Return these configurations with compiled layers and the fastest `lora_kernels` of the space.
+    """Return copies of the configurations with compiled layers and the fastest `lora_kernels`.
 
     Configurations whose layers cannot be compiled are left out.
     """

@@ -127,7 +127,7 @@ class NodeMonitor:
     def check(self) -> list[str]:
         """Measure the baseline, and describe how this node differs from the others.
 
-        The list is empty if the study has not measured a baseline yet.
+        The list is empty if nothing differs, or if the study has not measured a baseline yet.
         """
         self._next_s = time.monotonic() + CHECK_EVERY_S
         task = self.selection.task

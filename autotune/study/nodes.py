@@ -109,8 +109,8 @@ def nodes_of(task: Task, stored: "Sequence[StoredProbe]") -> tuple[Node, ...]:
 def _baseline(task: Task, results: Sequence[ProbeResult]) -> TrainConfig | None:
     """Return the configuration whose measurements on the nodes are compared.
 
-    If nodes were checked, the result is the configuration that the checks measured. Otherwise the
-    result is the first of the study's baselines that fits in memory.
+    If workers were checked (`node_health`), the result is the configuration that the checks
+    measured. Otherwise the result is the first of the study's baselines that fits in memory.
     """
     read = [one.config for one in results if one.rung is Rung.NODE]
     whole = {one.config for one in results if _is_whole(one)}

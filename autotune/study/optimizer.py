@@ -177,7 +177,7 @@ class Optimizer:
 
     @retry_on_outage
     def enqueue(self, chosen: dict[str, Any]) -> None:
-        """Queue a choice for the next worker that asks."""
+        """Queue a choice, {knob: value}, for the next worker that asks for a trial."""
         with optuna_errors(self._url):
             self._study.enqueue_trial(chosen)
 
@@ -357,8 +357,8 @@ class Optimizer:
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)
-                # SLOW: the predicted value shows the sampler how far the trial is from the best
-                # trial.
+                # If the outcome is SLOW, the predicted value shows the sampler how far the trial is
+                # from the best trial.
                 trial.report(value, step=0)
             return self._finish(number, TrialState.PRUNED)
         return False

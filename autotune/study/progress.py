@@ -62,7 +62,7 @@ class TextProgress:
             self._write(f"warning: {warning}")
 
     def resumed(self, rows: list[TrialRecord]) -> None:
-        """Write no line, because the number of trials is reported anyway."""
+        """Write no line, because `SharedTrials.resume` reports the number of trials."""
 
     def trying(self, number: int, config: TrainConfig) -> None:
         """Write no line, because `trial` writes a line when the trial ends."""

@@ -1,9 +1,9 @@
 """Rank measured configurations: the cheapest wins, unless a more capable one costs little more.
 
-The score of a configuration is its useful tokens per second (`performance.score`). A more capable
-configuration can learn more, for example with a higher LoRA rank. The more capable configuration
-wins if it costs at most a certain fraction more than the cheapest. This fraction is called the
-slack, and its default is 5 %.
+The score of a configuration (`Task.score`) is its useful tokens per second or, if several GPU
+counts are compared, its useful tokens per second and GPU. A more capable configuration can learn
+more, for example with a higher LoRA rank. The more capable configuration wins if it costs at most a
+certain fraction more than the cheapest. This fraction is called the slack, and its default is 5 %.
 """
 
 import math

@@ -32,8 +32,8 @@ class Savings:
     def pays(self) -> bool | None:
         """Whether one run saves more than the search cost; None if this is uncertain.
 
-        The answer is None if the cost of the search lies within the interval of the savings.
-        Without a price, hours are compared instead of USD.
+        The comparison is uncertain if the cost of the search lies within the interval of the
+        savings. Without a price, hours are compared instead of USD.
         """
         if self.interval_usd is None or self.search_usd is None:
             (low, high), spent = self.interval_hours, self.search_hours

@@ -366,7 +366,7 @@ class Selection:
         """Say in words how much a configuration's number formats change its losses."""
         doubtful = coarse_formats(config)
         if not doubtful:
-            return f"no number format is in question: {REFERENCE}"
+            return f"no number format needs a comparison with {REFERENCE}"
 
         if self.task.model.weights is None:
             return f"unknown: with random weights, the loss does not show the effect of {doubtful}"
@@ -641,7 +641,7 @@ class Selection:
         ] or known
 
     def _records_by_evidence(self) -> list[CandidateRecord]:
-        """Return the records with a measurement of the search.
+        """Return the records with a measurement or an extrapolation from the search.
 
         Records with an extrapolation come first.
         """
@@ -916,7 +916,7 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         )
 
     if made_up := _example_values(task):
-        caveats.append(f"an example takes the place of a GPU: {made_up}")
+        caveats.append(f"an example card takes the place of a GPU: {made_up}")
     caveats += _assumed_examples(workload)
 
     if task.measured_on is not None and task.carried is not None:

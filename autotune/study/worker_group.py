@@ -82,7 +82,7 @@ def local_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """While the block runs, run a worker on each of these GPUs, or on the CPU for None.
+    """While the `with` block runs, run a worker for each item of `cards`; None means the CPU.
 
     At the end of the block, the workers have LEAVE_S seconds to finish. After an error, or once
     `is_over` returns True, the workers are ended at once. A failed worker is reported.
@@ -142,7 +142,7 @@ def ray_workers(
     progress: Progress,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """While the block runs, run a worker on each GPU of this type in a Ray cluster.
+    """While the `with` block runs, run a worker on each GPU of the leader's type in a Ray cluster.
 
     The GPU that the leader uses gets no worker. Ray only places the workers: an actor holds a GPU
     and starts `autotune worker` as a process that ends with the actor. Without an address, there

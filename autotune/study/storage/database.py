@@ -1,7 +1,8 @@
 """The access to a study's database: its URL, connections, outages and errors.
 
-If the database is unreachable, a session waits. Every error is raised as a StorageError, whose
-message has the true cause in plain words and no password.
+If the database is unreachable, a session waits. Every error of the database is raised as a
+StorageError, and an unusable URL as a UsageError. The message has the true cause in plain words and
+no password.
 """
 
 import os

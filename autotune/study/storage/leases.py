@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """The worker's name. No other worker on any machine has had or will have this name."""
+        """The worker's name: host, pid and start time, which together are practically unique."""
         return f"{self.host}:{self.pid}:{self.started}"
 
     def lives_here(self) -> bool | None:

@@ -9,7 +9,7 @@ from autotune.core.text import slug
 
 DEFAULT_ROOT = Path("runs")
 DEFAULT_URL = f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
-# `autotune import` stores submissions here, in the current directory.
+# `autotune import` stores submitted measurements in this folder of the current directory.
 EVIDENCE = DEFAULT_ROOT / "evidence"
 FREE_BYTES = 200 * 2**20
 
@@ -72,8 +72,8 @@ def study_directory(out: str | None, study: str) -> Path:
 def to_stored_directory(out: Path, url: str) -> str:
     """Convert a study's directory to the text that a record stores.
 
-    Inside the SQLite file's directory, the text is a relative path, so that the file and the
-    study's directory can be moved or copied together. Otherwise the text is the full path.
+    If the study's directory is inside the SQLite file's directory, the text is a relative path, so
+    that both can be moved or copied together. Otherwise the text is the full path.
     """
     from autotune.study.storage.database import sqlite_folder
 
