@@ -28,7 +28,7 @@ def main(
     say: Callable[[str], None] = lambda text: None,
     stop: StopToken | None = None,
 ) -> RunOutcome:
-    """Run or continue the study that these options describe, and render its answer.
+    """Run or continue the study that `spec` describes, and render its answer.
 
     `say` receives a line for each step of the preparation. `open_progress` returns the display of
     the search; without it, the search is silent. The function closes everything that it opens. If

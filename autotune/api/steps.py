@@ -187,7 +187,7 @@ def train_finalists(leader: "Leader", answer: StudySummary) -> StudySummary:
 
 
 def verify_export(leader: "Leader", answer: StudySummary) -> StudySummary:
-    """Run the exported script on the device of the probes if --verify asks for it.
+    """Run the exported script on the device that ran the probes if --verify asks for it.
 
     The script's speed and memory become part of the answer.
     """

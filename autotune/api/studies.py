@@ -91,7 +91,7 @@ def _require_one_model(first: Recipe, second: Recipe) -> None:
         raise UsageError(
             f"study {first.study!r} trains {first.model.name}, and study {second.study!r} trains "
             f"{second.model.name}: the speeds of different models cannot be compared",
-            remedy="name two studies of one model",
+            remedy="name two studies that train the same model",
         )
 
 
@@ -138,7 +138,7 @@ class StudyResult:
         """A dict for each trial, ready for a data frame.
 
         Each dict has the trial's knobs and outcome, its tokens/s, its peak memory in GiB, the
-        evidence for these numbers, and the reason of a failure.
+        evidence for these numbers, and the reason for a failure.
         """
         return [
             {

@@ -48,8 +48,8 @@ def _run_round(
     """Measure each configuration in `entries` once; return False if the round was interrupted.
 
     After the first round, only configurations that may still win are measured. If a configuration
-    fails, another one takes its place in `entries`. `likely` collects the configurations that
-    became likely winners.
+    fails, another configuration takes its place in `entries`. `likely` collects the configurations
+    that became likely winners.
     """
     rounds = trials.limits.rounds
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]

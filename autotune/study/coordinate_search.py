@@ -124,8 +124,8 @@ class CoordinateSearch:
     def _try_without_compiling(self) -> None:
         """Try uncompiled configurations: seeds, then variants of the best configuration.
 
-        The variants first differ from the best configuration in one knob, then in a few. Stop when
-        only the time to compile the best configuration is left, or as soon as the best
+        The variants first differ from the best configuration in one knob, then in several knobs.
+        Stop when only the time to compile the best configuration is left, or as soon as the best
         configuration is one that was compiled in advance.
         """
         trials = self.trials
@@ -178,9 +178,9 @@ class CoordinateSearch:
         return best is not None and best.config.compile == COMPILED
 
     def _try_seeds(self, **changes: Any) -> None:
-        """Try the formula seeds, each with the knob values in `changes`.
+        """Try the configurations that formulas predict to be the fastest (seeds).
 
-        If `changes` is given, only truncated models are measured.
+        `changes` replaces values of their knobs. If `changes` is given, only truncated models are measured.
         """
         best = self._best()
         task = self.trials.task

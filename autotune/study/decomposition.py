@@ -59,7 +59,7 @@ def decompose(
     `speed` returns the tokens/s of a configuration, usually from truncated models, or None if the
     speed is unknown. `speedup` comes from whole models. The last factor, WHOLE, is chosen so that
     the product of all factors is `speedup`. Returns None if the winner is the baseline, or if the
-    speed of one of them is unknown.
+    speed of either is unknown.
     """
     if winner == baseline:
         return None

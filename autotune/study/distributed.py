@@ -251,7 +251,7 @@ class SharedTrials:
 
     @contextmanager
     def return_trials_on_failure(self) -> Iterator[None]:
-        """Put unfinished trials back into the queue if the block fails.
+        """Put unfinished trials back into the queue if the `with` block fails.
 
         The exception is then raised again, except Cancelled, which only ends the block.
         """

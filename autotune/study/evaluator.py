@@ -139,7 +139,7 @@ class Evaluator:
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
     - `truncated_s` maps each configuration to the total seconds that its probes of truncated models
-      took in this session. `whole_s` does so for its probes of whole models. Both leave out the
+      took in this session. `whole_s` holds the same for probes of whole models. Both leave out the
       time that a new worker needs to load libraries. `compiling_s` holds the part of `truncated_s`
       that was spent on compilation.
     """
@@ -351,7 +351,7 @@ class Evaluator:
         return (took_s or 0.0) < spare_s
 
     def _would_ask(self, result: ProbeResult, measurement: Measurement) -> bool:
-        """Whether this study would send the same request as the one that led to a result."""
+        """Whether this study's own request would equal the request that led to `result`."""
         try:
             own = self.request(result.config)
         except ValueError:  # the micro batch does not divide this study's global batch

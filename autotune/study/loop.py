@@ -168,7 +168,8 @@ class Study:
         """Return up to three configurations that are about as fast as `best`.
 
         Their learning knobs are set to the likely winner's values. GPU-bound configurations come
-        first. Within each group, configurations that need less memory come first.
+        before CPU-bound ones. Among GPU-bound configurations, and among CPU-bound ones, the
+        configuration that needs the least memory comes first.
         """
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:

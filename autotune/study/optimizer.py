@@ -60,7 +60,7 @@ class FinishedTrial:
 class Optimizer:
     """One Optuna study, which is created or continued. The caller closes the Optimizer.
 
-    A continued study must have the same space.
+    A continued study must have the same search space as before.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
     ):
         reason = f"the interconnect bandwidth of {task.device.label} is unknown"
         page = document("other-gpus.md")
-        remedy = f"describe your GPU in a file for --gpu, with its link_gb_s ({page})"
+        remedy = f"give --gpu a file that describes your GPU, including link_gb_s ({page})"
         if target.card is None:
             remedy = "on a CPU, give one number with --gpus, without play_ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)

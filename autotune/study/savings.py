@@ -1,4 +1,4 @@
-"""Compare the savings of one full run with a study's winner to the cost of the search."""
+"""The savings of one full run of a study's winner, compared with the cost of the search."""
 
 import math
 from dataclasses import dataclass

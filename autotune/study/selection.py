@@ -458,7 +458,7 @@ class Selection:
         return f"predicted {speed:,.0f} tokens/s (±{error:.0%}), {needed:,.0f} are needed to win"
 
     def candidate(self, config: TrainConfig) -> Candidate:
-        """Return a configuration with its speed, memory and cost, and how each was obtained."""
+        """Return a configuration with its speed, memory and cost, and the evidence for each."""
         task = self.task
         record = self.record(config)
         performance = run_performance(task, config, record.best_known)

@@ -216,7 +216,7 @@ class Attributes(Protocol):
 def start_record(study: Attributes, record: StudyRecord) -> None:
     """Write the record of a study that begins or continues.
 
-    Raises UsageError if the study exists with other values that must stay the same.
+    Raises UsageError if the study exists already and differs in a value that must stay the same.
     """
     existing = StudyRecord.from_attributes(record.task.study, study.attributes())
     if existing is not None:
