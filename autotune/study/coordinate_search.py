@@ -180,7 +180,8 @@ class CoordinateSearch:
     def _try_seeds(self, **changes: Any) -> None:
         """Try the configurations that formulas predict to be the fastest (seeds).
 
-        `changes` replaces values of their knobs. If `changes` is given, only truncated models are measured.
+        `changes` replaces values of their knobs. If `changes` is given, only truncated models are
+        measured.
         """
         best = self._best()
         task = self.trials.task
