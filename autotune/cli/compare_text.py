@@ -64,7 +64,10 @@ def print_comparison(comparison: Comparison, shown: Shown) -> None:
 
 
 def _print_rows(group: Group, shown: Shown) -> None:
-    """Print a row for each GPU that surely fits, the cheapest first, and name the other GPUs."""
+    """Print a row for each GPU that surely holds the run, the cheapest first.
+
+    Also name or count the other GPUs.
+    """
     budget = shown.purchase_budget
     bought = purchases(group, budget) if budget else []
     if bought:

@@ -264,7 +264,7 @@ def print_table(
 
 
 def _frame(num_columns: int) -> int:
-    """Return the number of characters that a table's lines, and spaces beside them, take."""
+    """Return the total width of a table's borders and padding, in characters."""
     return 3 * num_columns + 1
 
 

@@ -359,7 +359,7 @@ def _row_certainty(found: LongestAnswer, longest: LongestRow) -> str:
     """
     basis = "a step with this sequence was measured"
     if longest.evidence is Evidence.ESTIMATED:
-        basis = "estimated: memory was counted without a GPU"
+        basis = "estimated: memory was computed without a GPU"
     if found.positions and (longest.tokens or 0) > found.positions:
         basis += f"; the model was trained for {found.positions:,.0f} positions"
     return basis

@@ -293,7 +293,7 @@ def own_card_sentence(comparison: Comparison, group: Group) -> str:
     if own_run.never_pays:
         return f"{text}; it never pays off {against}: its electricity costs no less than this rent"
     if own_run.pays_after_runs is None:
-        return f"{text}; it is unknown when that pays off: {NO_PRICE}"
+        return f"{text}; it is unknown when it pays off: {NO_PRICE}"
 
     hours = own_run.pays_after_runs * card.cost.full_run_hours
     late = f", more than its {owned.hours:,.0f} h" if hours > owned.hours else ""

@@ -179,7 +179,7 @@ def savings(summary: StudySummary) -> str:
     if found.pays is False:
         runs = f"{found.runs_to_pay:,} such runs pay for it"
         saved_text = f"saves {fmt(saved)} per run, and the search {spent}"
-        return f"this run is too short to pay for a search: it {saved_text}, so {runs}"
+        return f"this run is too short to pay for a search: the winner {saved_text}, so {runs}"
     between = f"{fmt(low)} to {fmt(high)}"
     if low < 0:
         between = f"at most {fmt(high)}"

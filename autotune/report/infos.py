@@ -110,7 +110,7 @@ class CellRow:
     learning.
 
     `extra` is the candidate's cost per useful token divided by the winner's, minus 1. `interval` is
-    the interval of `extra`; it follows from the spreads of both measured speeds. `changes` names
+    the interval of `extra`, which follows from the spreads of both measured speeds. `changes` names
     the knobs that affect learning and whose values differ from the winner's values. `learns_more`
     says whether the candidate is more capable than the winner. `cut` is the share of the dataset's
     tokens that the candidate cuts off, and `padding` the share of padding tokens in its rows.

@@ -251,7 +251,8 @@ class OomReport:
 
 def oom_report(summary: StudySummary) -> OomReport:
     """Return every OOM and refusal of the study, in the order of the trials."""
-    # The reversed order keeps the first trial of each configuration.
+    # A dict keeps the last value of a key. The trials are reversed, so that the first trial of each
+    # configuration is kept.
     fits = {row.config: row for row in reversed(summary.trials) if row.outcome is Outcome.OK}
     rows = [row for row in summary.trials if row.outcome in (Outcome.OOM, Outcome.REFUSED)]
     nearest = {config: _nearest(config, fits) for config in {row.config for row in rows}}

@@ -207,7 +207,7 @@ def _starts(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
 
 
 def _stretches(probe: ProbeResult) -> list[tuple[str, float]]:
-    """Return a probe's stretches of time as (kind, seconds), in order.
+    """Divide a probe's time into stretches, and return (kind, seconds) for each, in order.
 
     Seconds that belong to no stage of the probe count as set-up.
     """

@@ -24,7 +24,7 @@ def dashboard(
         str, typer.Option(help="Address of this machine to listen at; loopback only.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; if it is taken, another free port.")
+        int, typer.Option(min=0, max=65535, help="Port. If it is taken, any free port is used.")
     ] = 8080,
     storage: Storage = None,
 ) -> None:

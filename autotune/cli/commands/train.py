@@ -223,7 +223,7 @@ def _check(
     if recipe.trainer != "transformers":
         (command,) = training_commands(result.summary, recipe, short_path(result.out)).values()
         raise UsageError(
-            "the study was measured with TRL, so TRL's own command trains it", remedy=command
+            "the study was measured with TRL, so use TRL's own command to train", remedy=command
         )
     if (dataset is None) is not random_weights:
         raise UsageError(

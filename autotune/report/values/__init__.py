@@ -1,1 +1,1 @@
-"""The answers of commands, as frozen values that `planning` makes and renderers read."""
+"""The answers of commands, as frozen dataclasses that `planning` makes and renderers read."""

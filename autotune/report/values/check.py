@@ -62,8 +62,8 @@ class ForeignConfig:
     objectives, an example has two rows. `num_gpus` is None if the file does not state a number.
     `epochs` is None if `max_steps` ends the run. `max_examples` is the limit over all datasets
     together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
-    speed and that `config` lacks. If `needs_more` is true, such a setting needs memory that the
-    estimate leaves out. `evaluation` is None if the run does not evaluate between its steps.
+    speed and that `config` lacks. If `needs_more` is true, one of these settings needs memory that
+    the estimate leaves out. `evaluation` is None if the run does not evaluate between its steps.
     `uncounted` has the memory savings that no formula covers. `ignored` is a sentence that names
     the keys that the tool ignores because it does not know them, or "".
     """

@@ -64,11 +64,11 @@ class Plan(ShownAsTable):
 
     `best` is None if no configuration is certain to fit, or if the speed of every fitting
     configuration is unknown. `baseline` is the configuration that fine-tuning guides recommend.
-    `num_estimated` of the `space_size` configurations were estimated.
-    `seen` names the measurements of other users on this card, which corrected the speeds.
-    `from_reserve` says that no configuration of the search space fits, and that the plan is for the
-    reserve: values to try only if all others do not fit (`setup.open_reserve`). `leanest` needs the
-    least memory of all configurations that may win. `how_sure` says how the numbers were estimated.
+    `num_estimated` of the `space_size` configurations were estimated. `seen` names the measurements
+    of other users on this card, which corrected the speeds. `from_reserve` says that no
+    configuration of the search space fits, and that the plan is for the reserve: values to try only
+    if all others do not fit (`setup.open_reserve`). `leanest` needs the least memory of all
+    configurations that may win. `how_sure` says how the numbers were estimated.
     `calibrated` says which of the numbers rest on a calibration, and when it was made. `what_fits`
     maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the values that
     are not in the search space, with reasons.
@@ -112,6 +112,7 @@ class Plan(ShownAsTable):
     def counted(self) -> bool:
         """Whether a dry probe computed the baseline's memory, on the meta device.
 
-        A dry probe takes seconds, so such a plan has estimates for only a few other configurations.
+        A dry probe takes seconds for each configuration, so a counted plan has estimates for only a
+        few other configurations.
         """
         return self.baseline.memory is not None and self.baseline.memory.counted

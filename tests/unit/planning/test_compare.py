@@ -366,7 +366,7 @@ def test_an_own_card_with_unknown_price_or_speed() -> None:
         and own_run(OWNED, large) is None
     )
     assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
-    assert "it is unknown when that pays off" in said(unpriced, owned=OWNED)[-1]
+    assert "it is unknown when it pays off" in said(unpriced, owned=OWNED)[-1]
 
 
 def test_an_own_card_is_an_option_within_the_budget() -> None:

@@ -258,8 +258,8 @@ def test_savings_are_stated_beside_the_cost_of_the_search() -> None:
     )
     short = describe.savings(replace(study, search_usd=4.0))
     assert re.fullmatch(
-        r"this run is too short to pay for a search: it saves \$[\d.]+ per run, and the search "
-        r"cost \$4\.00, so \d+ such runs pay for it",
+        r"this run is too short to pay for a search: the winner saves \$[\d.]+ per run, and the "
+        r"search cost \$4\.00, so \d+ such runs pay for it",
         short,
     )
 
