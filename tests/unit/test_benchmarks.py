@@ -699,6 +699,7 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "light_install",
+    "mixtures_quality",
 }  # results whose first measurement is still to be made
 
 
@@ -879,6 +880,50 @@ def test_levers_are_measured_with_and_without_them(monkeypatch: pytest.MonkeyPat
     )
     assert alone["graphs_over_none"] is None  # two cards are not compared
     assert module.summarize_sides([]).pop("cards") == {}
+
+
+def test_differences_of_losses_are_summarized_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("mixture_quality", monkeypatch)
+    rows: list[dict[str, Any]] = [{"pair": "base", "loss_first": 5.5, "loss": 2.0}]
+    for pair, first, sides in [
+        ("split", 2.0, [(1.01, 1.0), (0.99, 1.0)]),
+        ("nf4", 2.2, [(1.1, 1.1), (1.21, 1.1)]),
+    ]:
+        rows += [
+            {
+                "pair": pair,
+                "seed": seed,
+                "loss_first": first,
+                "loss": loss,
+                "reference_loss_first": first,
+                "reference_loss": reference,
+                "difference": loss / reference - 1,
+            }
+            for seed, (loss, reference) in enumerate(sides)
+        ]
+    assert module.summarize(rows) == pytest.approx(
+        {
+            "loss_before": 5.5,
+            "loss_after": 2.0,
+            "seeds": 2,
+            "split_difference_mean": 0.0,
+            "split_difference_spread": 0.0002**0.5,
+            "split_difference_size": 0.01,
+            "split_difference_max": 0.01,
+            "split_fall": 0.495,
+            "split_between_seeds": 0.0,
+            "nf4_difference_mean": 0.05,
+            "nf4_difference_spread": 0.005**0.5,
+            "nf4_difference_size": 0.05,
+            "nf4_difference_max": 0.1,
+            "nf4_fall": 0.45,
+            "nf4_between_seeds": 0.0,
+            "nf4_rise": 0.1,
+        }
+    )
+    # A spread needs two seeds.
+    alone = module.summarize([row for row in rows if row.get("seed") != 1])
+    assert alone["seeds"] == 1 and alone["split_difference_spread"] is None
 
 
 def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
