@@ -378,7 +378,8 @@ SAID = [
     ),
     (
         "transfer",
-        "| of these, host needs less than a tenth of the time | {device_alone} |"
+        "| GPU-bound on both cards, and the host needs less than a tenth of the time |"
+        " {device_alone} |"
         " {old_device_alone_error_median:.1%}, "
         "{old_device_alone_error_max:.0%} | {device_alone_error_median:.1%},"
         " {device_alone_error_max:.1%} |",
@@ -398,7 +399,7 @@ SAID = [
     (
         "transfer",
         "| {host_bound_error_median:.0%} median, {host_bound_error_max:.0%} worst | the other"
-        " host; "
+        " host has another speed; "
         "{calibrated_error_median:.0%} and {calibrated_error_max:.0%} after",
     ),
     ("transfer", "| the same host at two times | {host_drift_max:.0%} apart |"),
@@ -499,7 +500,10 @@ SAID = [
         "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas",
     ),
     ("search_efficiency", "| {optuna_cold_seconds:.0f} s, median of {seeds} seeds |"),
-    ("search_efficiency", "| {optuna_warm_seconds:.0f} s, median of {seeds} seeds (half between"),
+    (
+        "search_efficiency",
+        "| {optuna_warm_seconds:.0f} s, median of {seeds} seeds (half of them between",
+    ),
     ("search_efficiency", "| {random_seconds:,.0f} s, median of {seeds} seeds |"),
     (
         "search_efficiency",

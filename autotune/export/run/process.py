@@ -103,10 +103,10 @@ def run_exported(
     """Run a script in `folder`, or a module, and return the last JSON object that it prints.
 
     If the script fails or prints no object, the result is the reason, as text. The script gets the
-    environment variables of a probe and the variables in `environment`. If it needs several GPUs,
-    it sees all GPUs. The script's stderr is written to `log`. The script is killed after `limit_s`
-    seconds. `while_running` is called ten times a second. Raises Cancelled if `should_stop`
-    returned true.
+    environment variables of a probe and the variables in `environment`. If `num_gpus`
+    is above 1, it sees all GPUs. The script's stderr is written to `log`. The script is killed
+    after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled if
+    `should_stop` returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
