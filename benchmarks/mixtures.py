@@ -31,7 +31,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryProber
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
-from autotune.trainer.grouped_lora import SWITCH, TRITON
+from autotune.trainer.grouped_lora import TRITON
+from autotune.trainer.settings import PRODUCT_VARIABLE
 
 QWEN, GPT_OSS = "qwen3-30b-a3b", "gpt-oss-20b"
 ON_EXPERTS = {"lora_targets": "attention_experts", "lora_kernels": "grouped"}
@@ -142,9 +143,9 @@ def run(args: argparse.Namespace) -> None:
     until = time.monotonic() + args.seconds
     for product in ("", TRITON):
         cases = [case for case in CASES if case.product == product and not rows.has(**case.key)]
-        os.environ.pop(SWITCH, None)
+        os.environ.pop(PRODUCT_VARIABLE, None)
         if product:
-            os.environ[SWITCH] = product
+            os.environ[PRODUCT_VARIABLE] = product
         if not cases or time.monotonic() > until:
             continue
         with WorkerProber("cuda", scratch()) as prober:
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
                     rows.add(measure(prober, case))
                     table(rows.all[-1:], ["model", "config", "tokens_per_s", "peak_gib"])
 
-    os.environ.pop(SWITCH, None)
+    os.environ.pop(PRODUCT_VARIABLE, None)
     if args.budget and not rows.has(group="study"):
         rows.add(study(args.budget))
     finish(args, rows.fingerprint, rows.plain)

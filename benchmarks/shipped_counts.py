@@ -6,7 +6,8 @@ catalogue's models.
 Each model of the file is planned for each card of the catalogue, with the default search space and
 those of LoRA, QLoRA and full fine-tuning. `--add NAME...` counts these models alone and adds their
 answers. Plans of other models are counted when they are asked for. No GPU is needed. Answers stay
-in the user's cache, so an interrupted run continues. A file that was shipped before does not count.
+in the user's cache, so an interrupted run continues. The answers of the present file count only
+with `--missing`, which suits changes that give some plans new keys.
 """
 
 import argparse
@@ -36,15 +37,15 @@ from autotune.problem.study_spec import StudySpec
 
 SPACES = ("default", "lora", "qlora", "full")
 DIGITS = 6  # of each number
-OF_THIS_MACHINE = ("it took longer than", "the counting process ended", "installed")  # a refusal
+OF_THIS_MACHINE = ("took longer than", "the counting process ended", "installed")  # a refusal
 FILE = ROOT / "autotune" / "dry" / "shipped_counts.json.gz"
 
 
 class Recorder(DryProber):
     """Remembers all answers by the keys of shipped ones."""
 
-    def __init__(self) -> None:
-        super().__init__(shipped=False)
+    def __init__(self, *, shipped: bool = False) -> None:
+        super().__init__(shipped=shipped)
         self.answers: dict[str, DryAnswer] = {}
 
     def count(self, request: ProbeRequest) -> DryAnswer:
@@ -76,7 +77,11 @@ def shipped() -> dict[str, Any]:
 
 
 def count_plans(
-    models: Sequence[ModelSpec], path: Path, kept: dict[str, Any] | None = None
+    models: Sequence[ModelSpec],
+    path: Path,
+    kept: dict[str, Any] | None = None,
+    *,
+    shipped: bool = False,
 ) -> None:
     """Write the answers to all plans of these models, after each GPU again, beside the kept content
     of the file.
@@ -87,7 +92,7 @@ def count_plans(
     names = sorted({model.name for model in models}.union(kept["models"] if kept else ()))
     # bf16 first: most people have it
     devices = sorted(list_devices(), key=lambda device: device.usual_precision)
-    with Recorder() as recorder:
+    with Recorder(shipped=shipped) as recorder:
         counted_memory._prober = lambda: recorder
         for number, device in enumerate(devices, 1):
             for model, space in itertools.product(models, spaces):
@@ -140,12 +145,18 @@ def main() -> None:
         metavar="NAME",
         help="count these models alone, and keep the other answers",
     )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="count only the plans for which the file has no answer yet",
+    )
     args = parser.parse_args()
     kept = shipped()
     count_plans(
         [resolve_model(name) for name in args.add or kept["models"]],
         args.out,
         kept if args.add else None,
+        shipped=args.missing,
     )
 
 

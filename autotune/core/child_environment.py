@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from autotune.core.errors import EnvironmentProblem
 from autotune.trainer.cache_folders import compile_caches
-from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
+from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS, PRODUCT_VARIABLE, one_gpu
 
 # On a CPU, memory peaks repeat within 1 % only if malloc gets large blocks directly from the kernel
 # and returns them at once. If waiting OpenMP threads spin for long, a step becomes twenty times
@@ -43,6 +43,7 @@ PASSED_ON = (
         "CXX",
     ),
     "AUTOTUNE_INJECT",
+    PRODUCT_VARIABLE,
 )
 PASSED_ON_PREFIXES = (
     *(

@@ -28,13 +28,14 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from .settings import PRODUCT_VARIABLE
+
 ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
 # The attributes of a module that uses transformers' interface for experts
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 # The ways to compute a grouped product: a kernel of torch, the kernels in `grouped_kernels`, or one
-# matrix product for each expert. The environment variable SWITCH forces one of these on a GPU.
+# matrix product for each expert. The environment variable PRODUCT_VARIABLE forces one on a GPU.
 FUSED, TRITON, EACH = "fused", "triton", "each"
-SWITCH = "AUTOTUNE_GROUPED_PRODUCT"
 # In 16 bits, the fused kernel needs rows that begin at multiples of 16 bytes. So LoRA ranks are
 # padded to a multiple of this number.
 MULTIPLE = 8
@@ -300,9 +301,11 @@ def _way(rows: torch.Tensor) -> str:
     """
     if rows.device.type != "cuda" or rows.dtype.itemsize != 2:
         return EACH
-    if forced := os.environ.get(SWITCH):
+    if forced := os.environ.get(PRODUCT_VARIABLE):
         if forced not in (FUSED, TRITON, EACH):
-            raise ValueError(f"{SWITCH} must be {FUSED}, {TRITON} or {EACH}, not {forced!r}")
+            raise ValueError(
+                f"{PRODUCT_VARIABLE} must be {FUSED}, {TRITON} or {EACH}, not {forced!r}"
+            )
         return forced
     capability = _capability(rows.device)
     if capability in (9, 10) and rows.dtype is torch.bfloat16 and hasattr(functional, "grouped_mm"):

@@ -11,6 +11,8 @@ from typing import Any
 # versions of torch know only the old name.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
+# Forces a way to compute the grouped matrix products of experts on a GPU (`grouped_lora._way`).
+PRODUCT_VARIABLE = "AUTOTUNE_GROUPED_PRODUCT"
 # Liger's losses stay off, because `loss` is a separate setting.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from autotune.core.nvml import list_gpus
-from autotune.trainer.grouped_lora import EACH, FUSED, SWITCH, TRITON
+from autotune.trainer.grouped_lora import EACH, FUSED, TRITON
+from autotune.trainer.settings import PRODUCT_VARIABLE
 
 pytestmark = pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")
 # Experts' numbers of rows, and the sizes of their matrices; some experts have no rows
@@ -18,7 +19,7 @@ def test_products_and_gradients_are_those_of_single_products(
 ) -> None:
     if way == FUSED and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch has no fused kernel for this GPU")
-    monkeypatch.setenv(SWITCH, way)
+    monkeypatch.setenv(PRODUCT_VARIABLE, way)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

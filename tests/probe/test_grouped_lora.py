@@ -30,7 +30,7 @@ from autotune.trainer.model_builder import (
     set_lora_kernels,
     trainable_model,
 )
-from autotune.trainer.settings import is_expert_parameter
+from autotune.trainer.settings import PRODUCT_VARIABLE, is_expert_parameter
 from tests.helpers.factories import TINY
 from tests.probe.test_train_script import _save_demo, forked
 from tests.unit.export.test_script import demo, write
@@ -316,9 +316,9 @@ def test_a_misspelt_way_to_compute_grouped_products_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    monkeypatch.setenv(grouped_lora.SWITCH, grouped_lora.TRITON)
+    monkeypatch.setenv(PRODUCT_VARIABLE, grouped_lora.TRITON)
     assert grouped_lora._way(on_gpu) == grouped_lora.TRITON
-    monkeypatch.setenv(grouped_lora.SWITCH, "tritn")
+    monkeypatch.setenv(PRODUCT_VARIABLE, "tritn")
     with pytest.raises(ValueError, match="must be fused, triton or each, not 'tritn'"):
         grouped_lora._way(on_gpu)
     assert grouped_lora._way(torch.zeros(1)) == grouped_lora.EACH

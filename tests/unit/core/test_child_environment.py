@@ -130,6 +130,7 @@ def test_what_every_worker_has_and_what_those_of_a_device_have(
             "XDG_CACHE_HOME",
             "HF_HOME",
             "HF_HUB_CACHE",
+            "AUTOTUNE_GROUPED_PRODUCT",
         ),
         *("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TENSORBOARD_LOGDIR"),
     ],
