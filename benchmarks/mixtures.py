@@ -24,11 +24,14 @@ from bench import (
     table,
 )
 
-from autotune.catalog import resolve_model
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Outcome, ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryProber
+from autotune.planning.counted_memory import shape_of
+from autotune.planning.longest import HEADROOM, Longest, verify
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
 from autotune.trainer.grouped_lora import TRITON
@@ -60,6 +63,13 @@ BEFORE = {
 }
 
 
+# The rank and the knobs of adapters, for the longest sequence in the memory of SMALL_GPU
+SMALL_GPU, SMALL_GIB = "rtx-4090", 24.0
+LONGEST: list[tuple[str, int, dict[str, Any]]] = [
+    (QWEN, 16, {}),
+    (GPT_OSS, 16, {}),
+    (QWEN, 8, ON_EXPERTS | {"optimizer": "adamw_8bit"}),
+]
 FLEX = {"attention": "flex_attention"}
 CONTEXT_GIB = 1.0  # more than CUDA's context takes on an H200
 
@@ -155,6 +165,11 @@ def run(args: argparse.Namespace) -> None:
                     table(rows.all[-1:], ["model", "config", "tokens_per_s", "peak_gib"])
 
     os.environ.pop(PRODUCT_VARIABLE, None)
+    if args.longest:
+        with WorkerProber("cuda", scratch()) as prober:
+            for name, rank, knobs in LONGEST:
+                rows.add(longest(prober, name, rank, knobs))
+                table(rows.all[-1:], ["model", "config", "tokens", "reserved_gib", "reason"])
     if args.budget and not rows.has(group="study"):
         rows.add(study(args.budget))
     finish(args, rows.fingerprint, rows.plain)
@@ -177,6 +192,39 @@ def measure(prober: WorkerProber, case: Case) -> dict[str, Any]:
         "tokens_per_s": request.config.tokens / step_s,
         "peak_gib": result.measurement.peak_allocated_gib,
         "reserved_gib": result.measurement.peak_reserved_gib,
+    }
+
+
+def longest(prober: WorkerProber, name: str, rank: int, knobs: dict[str, Any]) -> dict[str, Any]:
+    """Return the longest sequence whose step fits the memory of a 24 GB GPU."""
+    model = resolve_model(name)
+    query = Longest(
+        model=model,
+        device=resolve_device(SMALL_GPU),
+        limit_gib=memory_limit_gib(SMALL_GIB, HEADROOM, taken_gib=CONTEXT_GIB),
+        shape=shape_of(model),
+        rank=rank,
+        knobs=knobs,
+    )
+    found = verify(
+        query,
+        query.predict("qlora"),
+        lambda request: prober.probe(request, prober.logs / "longest.log"),
+        SMALL_GIB,
+        timed_on="this GPU",
+        most=2,
+    )
+    return {
+        "group": "longest",
+        "model": name,
+        "config": TrainConfig(**found.config).label(),
+        "tokens": found.tokens,
+        "predicted_tokens": found.predicted_tokens,
+        "reserved_gib": found.gpu_gib,
+        "step_s": found.step_s,
+        "reason": found.problem,
+        "attempts": to_data(found.attempts),
+        "fingerprint": to_data(prober.fingerprint),
     }
 
 
@@ -236,6 +284,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def gib(group: str) -> float | None:
         return max((row["reserved_gib"] for row in rows if row["group"] == group), default=None)
 
+    longest_rows = [row for row in rows if row["group"] == "longest"]
     return {
         "qwen_tokens_per_s": best("qwen"),
         "qwen_nf4_tokens_per_s": best("qwen nf4"),
@@ -246,6 +295,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "qwen_attention_gib": gib("qwen attention"),
         "qwen_experts_gib": gib("qwen experts"),
         "gptoss_gib": gib("gptoss 4-bit"),
+        "longest": {f"{row['model']} {row['config']}": row["tokens"] for row in longest_rows},
         "memory_error_max": largest(rows, "memory_error"),
     }
 
@@ -259,6 +309,7 @@ MODES = {
             "--rows": None,
             "--seconds": {"type": float, "default": 300.0, "help": "start no case after this"},
             "--budget": {"default": "150s", "help": "of the study; '' runs none"},
+            "--longest": {"action": "store_true", "help": "find the longest sequences in 24 GB"},
             "--count": {"action": "store_true", "help": "only add counted memory to the rows"},
         },
     ),
