@@ -703,6 +703,7 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "light_install",
+    "mixtures_beside",
     "mixtures_quality",
 }  # results whose first measurement is still to be made
 
@@ -1280,6 +1281,57 @@ def test_ours_is_compared_with_the_best_of_the_others(monkeypatch: pytest.Monkey
     assert (found["ratios"], found["study_ratio"]) == ({"1": 1.5}, 2.0)
     assert (found["others"], found["not_measured"]) == (1, ["unsloth"])
     assert module.summarize([])["ratio"] is None
+
+
+def test_kernels_of_mixtures_are_compared_if_their_layer_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = program("mixtures_beside", monkeypatch)
+    rows = [
+        {"project": "autotune", "outcome": "ok", "tokens_per_s": 12.0},
+        {"project": "autotune", "outcome": "ok", "tokens_per_s": 15.0},
+        {"project": "autotune", "outcome": "oom"},
+        {"project": "unsloth", "outcome": "right"},
+        {"project": "unsloth", "outcome": "ok", "tokens_per_s": 8.0, "checked": True},
+        {"project": "unsloth", "outcome": "ok", "tokens_per_s": 10.0, "checked": True},
+        {"project": "axolotl", "outcome": "ok", "tokens_per_s": 90.0, "checked": False},
+    ]
+    assert module.summarize(rows) == {
+        "others": 1,
+        "ratio": 1.5,
+        "ours_tokens_per_s": 15.0,
+        "theirs_tokens_per_s": 10.0,
+        "best_other": "unsloth",
+        "by_project": {"unsloth": 10.0},
+    }
+    assert module.summarize([])["ratio"] is None
+
+
+def test_a_projects_rows_are_stored_until_its_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = program("mixtures_beside", monkeypatch)
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import json, sys\n"
+        "task = json.load(open(sys.argv[2]))\n"
+        "print('a message')\n"
+        "print('ROW ' + json.dumps({'project': sys.argv[1], 'outcome': 'ok', 'config': '8 rows',"
+        " 'tokens_per_s': 10.0, 'checked': True, 'done': task['done']}))\n"
+        "sys.exit('out of order' if '8 rows' in task['done'] else 3)\n"
+    )
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text('{"project": "axolotl", "config": "check", "outcome": "right"}\n')
+    monkeypatch.setattr(module, "CHILD", child)
+    options = ["--only", "axolotl", "--rows", str(earlier), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["mixtures_beside.py", *options])
+    program("bench", monkeypatch).run_program(module.MODES)
+
+    found = json.loads((tmp_path / "mixtures_beside.json").read_text())
+    assert found["summary"]["by_project"] == {"axolotl": 10.0}
+    assert [row.get("done") for row in found["rows"][1:3]] == [["check"], ["check", "8 rows"]]
+    assert "out of order" in found["rows"][3]["reason"]
+    assert "a message" in (tmp_path / "mixtures_beside_axolotl.log").read_text()
 
 
 def test_the_longest_row_counts_under_the_memory_of_its_mark(
