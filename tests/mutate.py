@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,36 +50,62 @@ PACKAGES = (
     "export",
     "planning",
 )
-# A module is asked about by the unit tests of its package, and where these see nothing by the first
-# of these that fits.
+# A module is asked about by the tests with its name, the unit tests of its package and those that
+# import it, and where these see nothing by the first of these that fits.
 MORE_TESTS = {
-    "prediction/estimate": "unit/planning/test_one_estimate.py",
-    "prediction/observed_speed": "unit/planning/test_device_estimate.py",
-    "prediction/": "unit/test_benchmarks.py",
+    "core/errors": "unit/cli",
+    "core/train_config": "unit/problem unit/prediction unit/probe/test_model_settings.py",
+    "core/probe_types": "unit/probe unit/prediction unit/problem unit/study/test_selection.py",
+    "prediction/": "unit/planning/test_one_estimate.py unit/test_benchmarks.py",
     "study/storage/": "contract",
     "study/optimizer": "contract/test_optimizer.py",
-    "study/": "unit/test_benchmarks.py",
-    "trainer/patches": "probe/test_patches.py",
-    "trainer/chunked_loss": "probe/test_chunked_loss.py",
-    "trainer/rows": "probe/test_packing.py",
+    "study/session": "system/test_loop.py system/test_resume.py",
+    "study/scaling": "unit/planning/test_several_gpus.py unit/report",
+    "study/progress": "unit/cli",
+    "study/s": "unit/report unit/test_benchmarks.py",
+    "study/": "unit/test_benchmarks.py system/test_resume.py",
+    "trainer/patches": "probe/test_tiles.py probe/test_train_script.py",
+    "trainer/rows": "probe/test_packing.py probe/test_train_script.py",
+    "trainer/varlen": "probe/test_packing.py probe/test_kept_activations.py",
+    "trainer/grouped_kernels": "probe/test_grouped_lora.py",
+    "trainer/grouped_lora": "probe/test_mixture_levers.py",
+    "trainer/packed_experts": "probe/test_mixture_quality.py",
+    "trainer/float8": "probe/test_mixture_levers.py probe/test_patches.py",
+    "trainer/host_checkpoints": "probe/test_tiles.py probe/test_patches.py",
+    "trainer/model_builder": "probe/test_lora_targets.py probe/test_wrappers.py "
+    "probe/test_quantised_checkpoints.py probe/test_train_script.py",
+    "trainer/lean_trainer": "probe/test_mixture_levers.py probe/test_train_script.py",
     "trainer/": "probe/test_train_script.py",
     "probe/trl": "probe/test_trl_trainer.py",
-    "probe/health": "probe/test_health.py",
     "probe/synthetic_model": "system/test_verify.py",
-    "probe/supervisor": "probe/test_supervisor.py",
+    "probe/demo_model": "system/test_demo.py",
     "probe/worker": "probe/test_supervisor.py",
     "probe/calibrate": "probe/test_calibrate_command.py",
-    "dry/prober": "probe/test_dry_prober.py",
+    "probe/device_rates": "probe/test_calibrate_command.py",
+    "probe/collective_rates": "probe/test_worlds.py",
+    "probe/rank": "probe/test_worlds.py",
+    "probe/learner": "system/test_quality.py",
+    "probe/ahead_worker": "probe/test_compile_ahead.py",
+    "probe/micro_profiler": "probe/test_micro_profile.py",
+    "probe/model": "probe/test_lora_targets.py probe/test_mixture_levers.py",
+    "probe/": "probe/test_truncation.py",
+    "dry/prober": "probe/test_dry.py",
     "dry/worker": "probe/test_dry_prober.py",
     "dry/preference": "probe/test_dry_objectives.py",
+    "dry/flex": "probe/test_kept_activations.py",
+    "dry/meta_device": "probe/test_dry.py",
+    "dry/storage_counter": "probe/test_meta_device.py probe/test_dry.py",
+    "dry/counting": "probe/test_kept_activations.py probe/test_joined_lora.py probe/test_dry.py",
     "dry/": "probe/test_dry.py",
-    "dry/meta_device": "probe/test_meta_device.py",
-    "dry/storage_counter": "probe/test_storage_counter.py",
     "planning/counted_memory": "probe/test_counted_plan.py",
-    "probe/": "probe/test_truncation.py",
+    "planning/": "unit/cli/test_check.py unit/test_benchmarks.py",
+    "problem/demo": "system/test_demo.py",
+    "problem/": "unit/planning/test_one_estimate.py unit/test_docs.py",
     "export/run/quality": "system/test_quality.py",
+    "export/run/learn": "system/test_quality.py",
     "export/run/train": "system/test_train.py",
     "export/run/": "system/test_verify.py",
+    "catalog/": "unit/problem/test_setup.py unit/test_docs.py",
 }
 
 OPPOSITES = {
@@ -125,6 +152,7 @@ PRELOADED += ["alembic", "plotly.graph_objects", "pydantic", "typer.testing", "d
 FORKS = multiprocessing.get_context("forkserver")
 LOG = "pytest.log"  # in a copy of the tree
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", re.MULTILINE)  # in pytest's summary
+MANY = 30  # tests import what nearly all need, and MORE_TESTS says which of them ask about it
 TEST_S, GROUP_S = 240, 1800  # no test takes longer, and no group of them
 
 
@@ -401,17 +429,37 @@ def _is_python(mutant: Mutant) -> bool:
 
 
 def tests_for(file: str) -> list[tuple[str, ...]]:
-    """The groups of tests to ask about a module, one after another: those with its name, its
-    package's, and others.
+    """The groups of tests to ask about a module, one after another: unit tests with its name, other
+    tests with its name, its package's, unit tests that import it, and those of MORE_TESTS.
     """
-    folder, own = ROOT / "tests" / "unit" / file.split("/")[0], f"test_{Path(file).stem}"
-    groups: tuple[list[str], list[str]] = ([], [])
-    for path in sorted(folder.glob("test_*.py")):
-        groups[not path.stem.startswith(own)].append(str(path.relative_to(ROOT)))
-    more = next(
-        (f"tests/{tests}" for prefix, tests in MORE_TESTS.items() if file.startswith(prefix)), None
-    )
-    return [tuple(tests) for tests in (*groups, [more] if more else []) if tests]
+    tests, stem = ROOT / "tests", Path(file).stem
+    folder = tests / "unit" / file.split("/")[0]
+    own = sorted(folder.glob(f"test_{stem}*.py"))
+    named = [tests / kind / f"test_{stem}.py" for kind in ("probe", "contract", "system")]
+    package = sorted(folder.glob("test_*.py"))
+    importing = _importing_tests().get(file.removesuffix(".py").replace("/", "."), [])
+    if len(importing) > MANY:
+        importing = []
+    more = next((text for prefix, text in MORE_TESTS.items() if file.startswith(prefix)), "")
+    groups: list[tuple[str, ...]] = []
+    for paths in (own, named, package, importing, [tests / name for name in more.split()]):
+        known = {test for group in groups for test in group}
+        new = dict.fromkeys(str(path.relative_to(ROOT)) for path in paths if path.exists())
+        groups.append(tuple(test for test in new if test not in known))
+    return [group for group in groups if group]
+
+
+@cache
+def _importing_tests() -> dict[str, list[Path]]:
+    """The unit tests that import each module of the package, by its name within the package."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "tests" / "unit").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autotune."):
+                module = (node.module or "").removeprefix("autotune.")
+                for name in {module, *(f"{module}.{alias.name}" for alias in node.names)}:
+                    found.setdefault(name, []).append(path)
+    return found
 
 
 class Copies:

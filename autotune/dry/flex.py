@@ -109,7 +109,7 @@ def _shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output (B x H x T x V), in the memory format of the query, and the sums (B x H x T)."""
     rows, heads, length, _ = query.shape
-    output = query.transpose(1, 2).new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+    output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty(rows, heads, length, dtype=torch.float32)
 
 

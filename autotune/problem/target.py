@@ -166,9 +166,10 @@ def kept_calibration(
     if not path.is_file():
         return None
 
-    card = None if device.kind == "cpu" else present_card()
-    if device.kind != "cpu" and (card is None or not is_product(card, device)):
-        return None
+    if device.kind != "cpu":
+        card = present_card()
+        if card is None or not is_product(card, device):
+            return None
     try:
         calibration = replace(read_calibration(path), place=HERE)
     except UsageError as error:

@@ -91,6 +91,14 @@ def test_what_is_no_result_at_all(data):
         from_data(ProbeResult, data)
 
 
+def test_the_range_of_two_steps_or_else_of_the_micro_batches_of_one() -> None:
+    two = measurement(step_s=(1.0, 1.2), micro_step_s=(0.1, 0.3))
+    assert two.step_range == pytest.approx(0.8 * 0.2 / 1.1)
+    one = replace(two, step_s=(1.0,))
+    assert one.step_range == pytest.approx(0.8 * 0.2 / 0.2)
+    assert replace(one, micro_step_s=(0.1,)).step_range is None
+
+
 # --- digests
 
 

@@ -527,6 +527,7 @@ def test_where_the_adapters_are(line, targets, read):
             "attention_experts",
         ),
         ("q_proj, o_proj", "experts.down_proj", "experts.down_proj,o_proj,q_proj"),
+        ("q_proj, down_proj", "experts.down_proj", "down_proj,experts.down_proj,q_proj"),
         ("q_proj, o_proj", "7.mlp.experts.down_proj", "o_proj,q_proj"),  # of one layer
         ("q_proj, o_proj", "experts.down_proj, gate.weight", "o_proj,q_proj"),
     ],

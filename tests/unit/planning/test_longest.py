@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.app import app
-from autotune.core.errors import NothingFits, UsageError
+from autotune.core.errors import EnvironmentProblem, NothingFits, UsageError
 from autotune.core.json_view import json_data
+from autotune.core.nvml import GpuInfo
 from autotune.core.probe_types import (
     DryCount,
     ModelShape,
@@ -27,6 +28,7 @@ from autotune.planning import longest as module
 from autotune.planning.counted_memory import DryAnswer
 from autotune.planning.longest import ALLOCATOR_SHARE, Longest, find_longest, longest_answer, verify
 from autotune.prediction.memory_formula import counted_breakdown
+from autotune.problem.target import Target
 from autotune.report.json_forms import form_of
 from autotune.report.values.longest import LongestRow
 from tests.helpers.factories import measurement, result
@@ -52,6 +54,32 @@ def count_of(config: TrainConfig, depth: int | None = None, bend: int = 10**9) -
         moved_bytes={"other": config.seq_len * 10**6},
         operations=1000,
     )
+
+
+def test_rows_are_tried_only_on_a_card_that_is_the_one_or_can_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = GpuInfo(
+        index=0,
+        uuid="GPU-0",
+        name="NVIDIA H200",
+        memory_gib=140.4,
+        used_gib=0.5,
+        compute_capability="9.0",
+        driver="580",
+        processes=(),
+    )
+    here = Target(device=resolve_device("h200"), card=card)
+    monkeypatch.setattr(module, "find_target", lambda name: here)
+    assert module._target_here("h200") is here
+    monkeypatch.setattr(module, "find_target", lambda name: replace(here, card=None))
+    assert module._target_here("cpu") is None
+
+    def without(name: str) -> Target:
+        raise EnvironmentProblem("no GPU")
+
+    monkeypatch.setattr(module, "find_target", without)
+    assert module._target_here("h200") is None
 
 
 @pytest.fixture

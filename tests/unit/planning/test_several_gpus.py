@@ -74,6 +74,7 @@ def test_more_gpus_train_faster_and_cost_more_where_one_could_train() -> None:
 
 def test_no_interval_begins_above_as_many_single_gpus() -> None:
     made = planned((2,), space="full")
+    assert any(one.interval for one in made.rows)
     for one in made.rows:
         if one.estimate and one.interval and one.tokens_per_s:
             alone = estimate(made.task, one.estimate.config, 1000.0)

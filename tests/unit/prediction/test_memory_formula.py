@@ -16,12 +16,14 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.prediction.estimate import Evaluation
 from autotune.prediction.memory_formula import (
     CONTEXT_GIB,
     ERROR,
     EVALUATES,
     NF4_STATISTICS,
     WORKSPACE,
+    joined_bytes,
     kept_bytes,
     kept_factors,
     live_logits,
@@ -31,6 +33,7 @@ from autotune.prediction.memory_formula import (
     step_moments,
     unsupported,
 )
+from autotune.trainer.settings import chunk_tokens
 from tests.unit.prediction.test_sharded_memory import truncated
 
 ROOT = Path(__file__).parents[3]
@@ -410,7 +413,8 @@ def test_autocast_keeps_the_casts_of_all_weights_beside_the_gradients_that_wait(
         # The sum of the head's gradients, and those of a chunk; under autocast also its cast, and
         # these in 16 bits.
         ("bf16_pure", 128, 2 + 2, 2),
-        ("bf16_pure", 1024, 2, 12),
+        ("bf16_pure", 1024, 2 + 2, 2),
+        ("bf16_pure", 2048, 2, 12),
         ("bf16_mixed", 1024, 4 + 2 + 2 + 4, 0),
     ],
 )
@@ -431,7 +435,8 @@ def test_a_head_that_is_trained_in_chunks_by_hand(
     size, casts = (2, 0) if precision == "bf16_pure" else (4, 2 * (params - 2 * EMBEDDING))
     keep = kept_bytes(MISTRAL, TrainConfig(**knobs))
     activations = seq_len * (32 * keep + 4096 * ((6 if size == 2 else 20) - 2)) + casts
-    in_head = of_embedding * EMBEDDING + of_logits * seq_len * 32_768 + 4 * seq_len * 4096
+    logits = chunk_tokens(seq_len) * 32_768
+    in_head = of_embedding * EMBEDDING + of_logits * logits + 4 * seq_len * 4096
     assert in_bytes(estimate(**knobs)) == pytest.approx((size * params, activations, in_head))
 
 
@@ -751,6 +756,38 @@ def test_an_evaluation_of_the_micro_batch_needs_less_than_a_step(
                     knobs["lora_rank"] = None
                 step, evaluated = (estimate(model, steps, **knobs) for steps in (1, EVALUATES))
                 assert evaluated.peak_reserved_gib <= step.peak_reserved_gib
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "kept_tokens", "graphs", "less"),
+    [
+        (None, "full", 0, "none", True),
+        (4, "full", 0, "none", True),
+        (5, "full", 0, "none", False),
+        (None, "chunked", 0, "none", False),
+        (None, "full", 1, "none", False),
+        (None, "full", 0, "micro_batch", False),
+    ],
+)
+def test_only_a_batch_like_a_micro_batch_surely_needs_less(
+    rows: int | None, loss: str, kept_tokens: int, graphs: str, less: bool
+) -> None:
+    config = TrainConfig(
+        micro_batch_size=4, padding="bucket", checkpointing="none", cuda_graphs=graphs
+    )
+    evaluation = Evaluation(rows=rows, loss=loss, kept_tokens=kept_tokens)
+    assert evaluation.needs_less(config) is less
+
+
+def test_joined_adapters_are_stored_twice_more_with_space_to_the_next_multiple() -> None:
+    """In mistral-7b, q, k and v share an input, and so do gate and up."""
+    config = TrainConfig(lora_rank=16, lora_kernels="joined", compile="per_layer")
+    shapes = [(4096, 6144, 48), (4096, 4096, 16), (4096, 28672, 32), (14336, 4096, 16)]
+    weights = sum(
+        rank * (inner + outer) + 64 * (inner + outer) + 64**2 for inner, outer, rank in shapes
+    )
+    assert joined_bytes(MISTRAL, config) == 2 * 32 * weights
+    assert joined_bytes(MISTRAL, replace(config, lora_kernels="peft")) == 0
 
 
 def test_cuda_graphs_keep_the_memory_of_a_step_in_an_evaluation() -> None:

@@ -57,6 +57,14 @@ def reported(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
     return found
 
 
+def test_the_rest_of_a_step_may_take_longer_by_another_factor() -> None:
+    step = reported()
+    longer = step.longer(2.0, rest=3.0)
+    assert longer.micro_s == pytest.approx(2 * step.micro_s)
+    assert longer.rest_s == pytest.approx(3 * step.rest_s) and step.rest_s > 0
+    assert step.longer(2.0).rest_s == step.rest_s
+
+
 @pytest.mark.parametrize(
     ("model", "knobs", "tokens_per_s"),
     [

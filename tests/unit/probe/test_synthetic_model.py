@@ -82,6 +82,9 @@ def test_texts_have_so_many_tokens(
     """One less than is wanted of each text: TRL adds the end."""
     made(tmp_path / "one", monkeypatch, objective=objective, trained_share=0.5)
     examples = [json.loads(line) for line in Path("data/train.jsonl").read_text().splitlines()]
+    pair, answer = {"chosen", "rejected"}, {"prompt", "completion", "label"}
+    columns = {Objective.REWARD: pair, Objective.DPO: {"prompt", *pair}, Objective.KTO: answer}
+    assert all(example.keys() == columns[objective] for example in examples)
     texts = [
         example.get("prompt", "") + example[name]
         for example in examples

@@ -149,13 +149,15 @@ def test_several_numbers_of_gpus_share_a_space() -> None:
     divide the batch.
     """
     for given in ("1,2,4", (4, 2, 1, 1)):
-        task = setup_on(given, space="qlora").task  # type: ignore[arg-type]
+        made = setup_on(given, space="qlora")  # type: ignore[arg-type]
+        task, reserved = made.task, made.reserve.knob("micro_batch_size")
         assert task.numbers_of_gpus == (1, 2, 4) and (task.probing_gpus, task.plays_ranks) == (
             4,
             False,
         )
         sharding, size = task.space.knob("sharding"), task.space.knob("micro_batch_size")
         assert sharding and sharding.when == {"num_gpus": [2, 4]} and size and size.divides == 32
+        assert reserved and reserved.divides == 32
     assert task.space.choices("quantization") == ("nf4",)
     assert [(one.num_gpus, one.micro_batch_size, one.sharding) for one in task.baselines] == [
         *((1, size, "none") for size in (8, 4, 2, 1)),

@@ -121,6 +121,16 @@ def predicted_of(evaluator: Evaluator, config: TrainConfig) -> Measurement:
 # The order of things
 
 
+def test_the_time_to_compile_is_summed_over_truncated_probes_alone(session: Start) -> None:
+    def compiled(request: ProbeRequest) -> ProbeResult:
+        answer = layered()(request)
+        return replace(answer, seconds=answer.seconds | {"compile": float(request.depth or 100)})
+
+    evaluator, _ = session(compiled)
+    evaluator.evaluate(MIDDLE, 3)
+    assert evaluator.compiling_s == {MIDDLE: 2.0 + 8.0}
+
+
 def test_two_depths_come_before_the_whole_model_and_all_of_it_is_stored(
     session: Start, store: ProbeStore
 ) -> None:

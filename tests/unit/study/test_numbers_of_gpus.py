@@ -68,6 +68,18 @@ def test_without_a_deadline_the_fewest_gpu_hours_win(start: Start) -> None:
     assert {cell.config.num_gpus for cell in recipe.cells} == {1}
 
 
+def test_each_number_of_gpus_starts_with_each_way_to_share_until_one_fits(start: Start) -> None:
+    """What ddp would have to keep on each GPU does not fit on two."""
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        limit_gib = 0.001 if request.config.sharding == "ddp" else 100.0
+        return machine(rate=rate, limit_gib=limit_gib)(request)
+
+    session = whole(start, answer, task=subject_of(SPACE, price=PRICE))
+    best = {one.config.num_gpus: one.config.sharding for one in recipe_of(session).by_gpus}
+    assert best == {1: "none", 2: "fsdp2", 4: "fsdp2"}
+
+
 def test_the_cheapest_that_ends_in_time_wins(start: Start) -> None:
     """256,000 tokens take one GPU 194 s, two 118 s and four 84 s."""
     recipe = recipe_of(study(start, within_hours=150 / 3600))

@@ -201,6 +201,8 @@ def test_a_leader_says_what_the_speed_up_consists_of(recorded: type[Recorded]) -
         recipe.baseline and recipe.baseline.config,
     )
     assert math.prod(one.factor for one in made.factors) == pytest.approx(recipe.speedup)
+    asked = [(one.config, one.depth) for one in leader.session.prober.requests]  # type: ignore[attr-defined]
+    assert asked.count((recipe.config, 2)) == 2  # all parts are measured at about the same time
     by_name = {one.name: one.factor for one in made.factors}
     assert by_name == pytest.approx({"recomputation": 1 / 0.7, WHOLE: 1.0})
 
