@@ -143,7 +143,7 @@ def _accuracy_text(groups: Sequence[Group]) -> str:
     objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
 
     kinds = [False] * (counted_flags != {True}) + [True] * (True in counted_flags)
-    return "; if no formula covers a model, ".join(
+    return ". If no formula covers a model: ".join(
         accuracy_text(counted=kind, objective=objective) for kind in kinds
     )
 

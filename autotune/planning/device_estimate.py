@@ -24,29 +24,29 @@ from autotune.problem.task import Task
 
 ACCURACY = (
     "memory by a formula that was within 0.3 % for the 3 models on an H200 that it was fitted to, "
-    "and 5.1 % for 11 others (LoRA, nf4, full fine-tuning); speed by another formula, 12 % off in "
-    "the median of these 11 models"
+    "and 5.1 % for 11 others (LoRA, nf4, full fine-tuning). The speed comes from another formula, "
+    "12 % off in the median of these 11 models"
 )
 # Results of `benchmarks/counts.py probes` and `benchmarks/counts.py speed`
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst "
-    "for 36 model families on an H100 (int8 models with random weights needed up to 9 % more); "
-    "speed by the step's FLOPs and memory traffic, 1.7 % off in the median of 10 dense models on "
-    "an H200 in GPU-bound steps, and 4.3 % off for 11 others on an H100 (14 % before the formula "
-    "was adapted to these 11)"
+    "for 36 model families on an H100. Models in int8 with random weights needed up to 9 % more. "
+    "The speed comes from the step's FLOPs and memory traffic: 1.7 % off in the median of 10 dense "
+    "models on an H200 in GPU-bound steps, and 4.3 % off for 11 others on an H100 (14 % before the "
+    "formula was adapted to these 11)"
 )
 # Results of `benchmarks/plan.py objectives`
 OF_OBJECTIVES = (
     "memory by a formula that was within 0.9 % for 24 trainings for dpo, kto, reward and "
-    "classification on an H200 (six models, LoRA, every layer recomputed); speed by another "
-    "formula, 10 % off in the median of these trainings and 25 % at worst"
+    "classification on an H200 (six models, LoRA, every layer recomputed). The speed comes from "
+    "another formula, 10 % off in the median of these trainings and 25 % at worst"
 )
 
 RANK_ACCURACY = (
-    "memory by formulas: under FSDP2 off by at most 2.7 % for the four measured ranks and 2.1 % "
-    "for the 192 ranks that dry probes computed, under DDP by at most 1.6 % for six measured "
-    "ranks, and under ZeRO by at most 1.5 % for eight; speed on several GPUs by formulas that few "
-    "measurements have checked"
+    "memory by formulas. Under FSDP2 they are off by at most 2.7 % for the four measured ranks and "
+    "2.1 % for the 192 ranks that dry probes computed. Under DDP they are off by at most 1.6 % for "
+    "six measured ranks, and under ZeRO by at most 1.5 % for eight. The speed on several GPUs "
+    "comes from formulas that few measurements have checked"
 )
 
 

@@ -89,10 +89,10 @@ def _row_bytes(sizes: Sizes) -> int:
 
 def _adapted_layer_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes at the peak of a layer's backward pass, in the attention or in the MLP."""
-    # During attention, these tensors exist: the layer's input, the normalised input and a gradient;
-    # queries, keys, values and the attention's output, each with its gradient; the row sums of
-    # flash attention and the gradients of queries, both in 32 bits; and the gradients of keys and
-    # values, repeated for each query head.
+    # During attention, the layer's input, the normalised input and a gradient exist. Queries, keys,
+    # values and the attention's output each exist with their gradients. The row sums of flash
+    # attention and the gradients of queries have 32 bits. The gradients of keys and values are
+    # repeated for each query head.
     attention = 6 * sizes.hidden + 16 * sizes.queries + 8 * sizes.keys + 8 * sizes.heads
     if sizes.family == "qwen3":  # Qwen3 normalises queries and keys
         attention += max(2 * (sizes.queries + sizes.keys), 8 * sizes.keys)

@@ -3,9 +3,9 @@
 Knobs affect speed nearly independently, so coordinate search from the baseline finds most of the
 gain in a few probes. Optuna's sampler continues from there and finds gains that need several
 changes at once. Learning knobs, which affect the trained model, keep their values, with three
-exceptions: precision, because it changes speed as much as any knob; matrix products in fp8 if the
-user allows them; and an optimizer that needs less memory, if a larger micro batch fits only with
-it.
+exceptions. The precision is changed, because it changes speed as much as any knob. Matrix products
+in fp8 are tried if the user allows them. An optimizer that needs less memory is tried if a larger
+micro batch fits only with it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -665,8 +665,9 @@ class Selection:
         checked. A configuration is added under two conditions: its score at its slowest step
         exceeds the winner's score at the winner's fastest step, and it would also win with this
         lower score. Because of the second condition, a less capable configuration does not replace
-        a winner that costs little more. With a deadline, only the baseline can be added, because
-        only confirmations measure the run's pauses.
+        a winner that costs little more. For a run with a deadline, no
+        contender is added: only confirmations measure the run's pauses for evaluation and
+        checkpoints. The baseline is added nevertheless.
         """
         if not pool:
             return pool

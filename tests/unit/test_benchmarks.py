@@ -224,8 +224,8 @@ SAID = [
     ("mixtures", "{qwen_tokens_per_s:,.0f} tokens/s at best"),
     ("mixtures", "in 4 bits, it reaches {qwen_nf4_tokens_per_s:,.0f} tokens/s"),
     ("mixtures", "**{found_share:.0%}**: speed of the winner of a study of 150 s"),
-    ("mixtures", "**{triton_over_fused:.2f} times**: speed of a whole step with our Triton kernels"),
-    ("mixtures", "**{memory_error_max:.1%} worst**: difference between the counted and the measured"),
+    ("mixtures", "**{triton_over_fused:.2f} times**: speed of a whole step with our"),
+    ("mixtures", "**{memory_error_max:.1%} worst**: difference between the counted and the"),
     ("mixtures", "reserves {qwen_attention_gib:.1f} GiB for sequences of 4,096 tokens"),
     ("mixtures", "on attention, and {qwen_experts_gib:.1f} GiB for 1,024"),
     ("mixtures", "gpt-oss-20b reserves {gptoss_gib:.1f} GiB for 1,024 tokens"),
@@ -1021,8 +1021,8 @@ def test_what_was_not_measured_of_a_fault_is_no_zero() -> None:
 def test_plan_says_how_accurate_it_is() -> None:
     text = "within {error_max:.1%} for the {fitted_models} models on an H200 that it was fitted to,"
     text += (
-        " and {heldout_error_max:.1%} for {heldout_models} others (LoRA, nf4, full fine-tuning);"
-        " speed by another formula,"
+        " and {heldout_error_max:.1%} for {heldout_models} others (LoRA, nf4, full fine-tuning)."
+        " The speed comes from another formula,"
     )
     text += " {heldout_pace_error_median:.0%} off"
     assert text.format(**RESULTS["plan_memory"]["summary"]) in ACCURACY.replace(" %", "%")
@@ -1034,7 +1034,8 @@ def test_plans_of_other_objectives_say_how_accurate_they_are() -> None:
         " on an H200 (six models,"
     )
     text += (
-        " LoRA, every layer recomputed); speed by another formula, {time_error_median:.0%} off"
+        " LoRA, every layer recomputed). The speed comes from another formula,"
+        " {time_error_median:.0%} off"
         " in the median of these trainings and"
     )
     text += " {time_error_max:.0%} at worst"
