@@ -444,11 +444,11 @@ SAID = [
     (
         "counted_speed",
         "**{host_bound_counted_error_median:.0%} median, {host_bound_counted_error_max:.0%}"
-        " worst**: error in the same comparison for {host_bound_configs} CPU-bound",
+        " worst**: error of the step times from counted work for {host_bound_configs} CPU-bound",
     ),
     (
         "counted_speed",
-        "the formula is {host_bound_formula_error_median:.0%} off in the median, and"
+        "formula is {host_bound_formula_error_median:.0%} off in the median for them, and"
         " {host_bound_formula_error_max:.0%} at worst",
     ),
     (

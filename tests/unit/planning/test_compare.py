@@ -546,7 +546,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
     assert (
         json.loads(mixed.stdout)["how_sure"]
-        == f"{ACCURACY}; if no formula covers a model, {COUNTED}"
+        == f"{ACCURACY}. If no formula covers a model: {COUNTED}"
     )
 
 
@@ -1093,7 +1093,7 @@ def test_a_model_without_a_formula_is_one_error_with_its_remedy() -> None:
     for gpus in (["a10"], ["a10,l4"]):
         with pytest.raises(UsageError, match=rf"^{NOT_COUNTED}$") as caught:
             rules.compare([spec], gpus=gpus)
-        assert caught.value.remedy.startswith("`autotune run` on a GPU measures it")
+        assert caught.value.remedy.startswith("`autotune run` on a GPU measures the memory")
     pure = StudySpec(**SMALL | {"space": "full", "pins": {"precision": "bf16_pure"}})
     with pytest.raises(UsageError, match="t4 has no bf16") as caught:
         rules.compare([pure], gpus=["t4"])
