@@ -777,6 +777,9 @@ def test_only_a_batch_like_a_micro_batch_surely_needs_less(
     )
     evaluation = Evaluation(rows=rows, loss=loss, kept_tokens=kept_tokens)
     assert evaluation.needs_less(config) is less
+    assert Evaluation(rows=None, loss="full").needs_less(replace(config, micro_batch_size=1)) is (
+        graphs == "none"
+    )
 
 
 def test_joined_adapters_are_stored_twice_more_with_space_to_the_next_multiple() -> None:

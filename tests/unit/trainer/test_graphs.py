@@ -72,6 +72,15 @@ def test_nothing_is_captured_without_a_gpu() -> None:
     assert is_capturing() is False
 
 
+@pytest.mark.parametrize(("used", "captures"), [(False, True), (True, False), (True, True)])
+def test_a_gpu_that_is_not_used_yet_is_not_asked_whether_it_captures(
+    used: bool, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)
+    assert is_capturing() is (used and captures)
+
+
 def test_the_loss_in_chunks_is_the_same_without_reading_how_many_tokens_are_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
