@@ -658,9 +658,8 @@ SAID = [
     ),
     (
         "check_examples",
-        "{by_reason[model]} name a model that only the Hub knows, {by_reason[no training]} describe"
-        " no "
-        "training, and {by_reason[not supported]} use",
+        "{by_reason[no training]} describe no training, {by_reason[not supported]} use an"
+        " unsupported feature or format, and {by_reason[model]} name a model that only the Hub",
     ),
     (
         "check_examples",
