@@ -436,13 +436,16 @@ def tests_for(file: str) -> list[tuple[str, ...]]:
     folder = tests / "unit" / file.split("/")[0]
     own = sorted(folder.glob(f"test_{stem}*.py"))
     named = [tests / kind / f"test_{stem}.py" for kind in ("probe", "contract", "system")]
+    named = [path for path in named if path.exists()]
     package = sorted(folder.glob("test_*.py"))
     importing = _importing_tests().get(file.removesuffix(".py").replace("/", "."), [])
     if len(importing) > MANY:
         importing = []
     more = next((text for prefix, text in MORE_TESTS.items() if file.startswith(prefix)), "")
     groups: list[tuple[str, ...]] = []
-    for paths in (own, named, package, importing, [tests / name for name in more.split()]):
+    # without tests with its name, a module has its own in those that import it
+    middle = (package, importing) if own or named else (importing, package)
+    for paths in (own, named, *middle, [tests / name for name in more.split()]):
         known = {test for group in groups for test in group}
         new = dict.fromkeys(str(path.relative_to(ROOT)) for path in paths if path.exists())
         groups.append(tuple(test for test in new if test not in known))

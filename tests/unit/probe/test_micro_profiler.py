@@ -108,6 +108,8 @@ def test_kernels_go_with_the_part_whose_operators_issued_them() -> None:
     assert (longest.name, longest.seconds, longest.count) == ("nvjet_tst_3", 6.0, 2)
     (fused,) = (one for one in found.longest if one.fuses)
     assert fused.fuses == ("add", "mul")
+    many = [kernel(f"nvjet_tst_{number}", number, number + 1.0) for number in range(20)]
+    assert len(profiled(HOST + many).longest) == 15
 
 
 def test_in_compiled_layers_only_attention_is_known_inside() -> None:

@@ -3,6 +3,7 @@ of it cost.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from autotune.problem.task import Task
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.decomposition import Decomposition
 from autotune.study.evaluator import Evaluation
-from autotune.study.history import restore, summarize, to_record
+from autotune.study.history import restore, summarize, to_record, training_data
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
@@ -219,3 +220,20 @@ def test_factors_are_of_this_winner_and_this_baseline() -> None:
     for other in (replace(made, winner=BASELINE), replace(made, baseline=OTHER)):
         assert summary(selection, decomposition=other).decomposition is None
     assert summary(selection).decomposition is None
+
+
+@pytest.mark.parametrize("said", ["spec", "model"])
+def test_a_dataset_has_the_chat_template_of_the_tokenizer_that_was_given_or_is_the_models(
+    said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    spec = StudySpec(model="demo-3m", dataset=str(tmp_path / "rows.jsonl"))
+    model = replace(TASK.model, tokenizer=None)
+    if said == "spec":
+        spec = replace(spec, tokenizer=str(tmp_path))
+    else:
+        model = replace(model, tokenizer=str(tmp_path))
+    found = training_data(record_of(replace(TASK, model=model), spec=spec))
+    assert found is not None and found.chat_template == "{{ messages }}"
+    assert found.path == str(tmp_path / "rows.jsonl")
