@@ -1211,7 +1211,7 @@ def test_the_page_of_trainers_has_the_measured_table(monkeypatch: pytest.MonkeyP
     assert "\n".join(lines) in page and len(lines) >= 2 + 4
     recomputed = {row["config"]: row.get("tokens_per_s") for row in rows if row["key"] == "trl"}
     default = recomputed["micro batch 8, recomputation full"]
-    assert f"and then has {default:,.0f} tokens/s" in " ".join(page.split())
+    assert f"and then reaches {default:,.0f} tokens/s" in " ".join(page.split())
 
 
 def test_a_cold_study_is_within_the_goal_when_its_trial_ends(
