@@ -25,6 +25,7 @@ from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
+from autotune.planning.counted_memory import shape_of
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
@@ -37,7 +38,8 @@ OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
 # compute the run's loss in chunks. The memory then includes the logits of all tokens, and the table
 # `lessens` in foreign_keys.yaml says that the run may need less.
 FUSED_LOSS = "the fused loss"
-PACKED_EXPERTS = "packed_experts"  # the note about Axolotl's experts in 4 bits
+# The notes about Axolotl's experts in 4 bits, and about Liger's kernels beside them
+PACKED_EXPERTS, WITHOUT_LIGER = "packed_experts", "without_liger"
 EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters with adapters
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
@@ -63,8 +65,10 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     targets, note = _known_targets(config, model)
     notes = (*run.notes, note) if note and note not in run.notes else run.notes
     if config.quantize_experts and not model.has_experts:
-        config = replace(config, quantize_experts=False)
-        notes = tuple(one for one in notes if one != table("notes")[PACKED_EXPERTS])
+        of_experts = [table("notes")[name] for name in (PACKED_EXPERTS, WITHOUT_LIGER)]
+        kernels = "liger" if of_experts[1] in notes else config.kernels
+        config = replace(config, quantize_experts=False, kernels=kernels)
+        notes = tuple(one for one in notes if one not in of_experts)
     undropped = without_dropout(config, kind)
     if undropped != config:
         config = undropped
@@ -88,22 +92,33 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
 
     # If the file lists the same names as one of the knob's choices, return this choice.
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
-    layers = set(sizes.matrices) if sizes else names.keys()
+    layers = set(sizes.matrices) if sizes else _linear_names(model)
     for choice in KNOBS["lora_targets"].choices:
         if set(targets.split(",")) == set(target_modules(model.text_type, choice) or ()):
             return str(choice), ""
     if sizes is None and any(map(is_expert_parameter, targets.split(","))):
         return targets, ""
-    if layers <= names.keys() if sizes else any(map(set(names).issuperset, table("all_linear"))):
+    if layers <= names.keys() if layers else any(map(set(names).issuperset, table("all_linear"))):
         return ALL_LINEAR, ""
 
+    layers = layers or set(names)
     absent = sorted(names.keys() - layers - OUTSIDE_LAYERS)
     if not names.keys() & layers:
-        known = ", ".join(sizes.matrices if sizes else ())
+        known = ", ".join(sizes.matrices if sizes else sorted(layers))
         wrong = f"no linear layer of this model is named {quote(', '.join(absent))}"
         raise UsageError(wrong, remedy=f"name some of the model's linear layers: {known}")
     note = table("notes")["absent"].format(targets=quote(", ".join(absent))) if absent else ""
     return ",".join(sorted(names[name] for name in names.keys() & layers)), note
+
+
+def _linear_names(model: ModelSpec) -> set[str]:
+    """Return the names of a model's linear layers, or nothing if they are unknown.
+
+    They count as unknown for a mixture of experts, because PEFT also finds fused experts by the
+    names of their projections.
+    """
+    shape = None if model.has_experts else shape_of(model)
+    return {path.rpartition(".")[2] for path in shape.linear_layers} if shape else set()
 
 
 def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
@@ -874,10 +889,11 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
         "cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True)
     )
 
-    in_4_bits = four_bit and adapter == "qlora"
-    packs = file.flag("quantize_moe_experts")
-    file.note(packs and in_4_bits, PACKED_EXPERTS)
-    file.note(packs and not in_4_bits, "less_memory", key="quantize_moe_experts")
+    asked = file.flag("quantize_moe_experts")
+    packs = asked and four_bit and adapter == "qlora"
+    file.note(packs, PACKED_EXPERTS)
+    file.note(packs and liger and any(layers), WITHOUT_LIGER)
+    file.note(asked and not packs, "less_memory", key="quantize_moe_experts")
 
     kernel_keys = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
     automatic = not (
@@ -899,10 +915,10 @@ def _axolotl_knobs(file: File) -> dict[str, Any]:
         "method": "lora" if adapter else "full",
         "precision": _axolotl_precision(file, adapter),
         "quantization": _quantization(four_bit and adapter != "lora", eight_bit),
-        "quantize_experts": packs and in_4_bits,
+        "quantize_experts": packs,
         "checkpointing": checkpointing,
         "loss": "chunked" if fused else "full",
-        "kernels": "liger" if liger and any(layers) else "torch",
+        "kernels": "liger" if liger and any(layers) and not packs else "torch",
         "packing": file.flag("sample_packing"),
     }
 

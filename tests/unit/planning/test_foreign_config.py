@@ -13,8 +13,10 @@ from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.files import MAX_BYTES, load_data
 from autotune.core.objective import Objective
+from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
+from autotune.planning import foreign_config
 from autotune.planning.foreign_config import adapt_to_model, parse, read_file
 from autotune.planning.foreign_sharding import strategy_of
 from autotune.report.values.check import FP32_BASE, ForeignConfig
@@ -569,6 +571,20 @@ def test_axolotls_experts_in_4_bits_are_read(lines, packed, notes, read):
     assert not any("Axolotl keeps" in note for note in dense.notes)
 
 
+def test_ligers_kernels_give_way_to_axolotls_experts_in_4_bits(read):
+    """Both together cannot be counted, and the experts decide whether the run fits."""
+    lines = "adapter: qlora\nload_in_4bit: true\nquantize_moe_experts: true\nliger_rope: true\n"
+    run = read(with_lines(LORA["axolotl"], lines + "plugins: [axolotl.LigerPlugin]"))
+    assert run.config.quantize_experts and run.config.kernels == "torch"
+    assert any("Liger's kernels are not counted" in note for note in run.notes)
+
+    mixture = adapt_to_model(run, resolve_model("qwen3-30b-a3b"))
+    assert mixture.config.quantize_experts and mixture.notes == run.notes
+    dense = adapt_to_model(run, resolve_model("qwen3-8b"))
+    assert dense.config.kernels == "liger"
+    assert not any("Liger's" in note or "Axolotl keeps" in note for note in dense.notes)
+
+
 @pytest.mark.parametrize(
     ("tool", "line", "saved"),
     [
@@ -620,6 +636,27 @@ def test_names_of_layers_are_those_of_the_model(model, targets, known, absent, r
     assert found.config.lora_targets == known
     note = f"No linear layer of this model is named '{absent}': PEFT adds no adapter for it."
     assert found.notes == (*run.notes, *([note] if absent else []))
+
+
+def test_without_a_table_of_sizes_the_built_model_names_its_layers(read, monkeypatch):
+    """GLM-4 computes gate and up in one layer, so PEFT finds neither name."""
+    usual = "down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj"
+    run, glm = read(LORA["trl"]), resolve_model("zai-org/GLM-4-9B-0414")
+    named = replace(run, format="axolotl", config=replace(run.config, lora_targets=usual))
+    attention = [f"self_attn.{name}_proj" for name in "qkvo"]
+    shape = ModelShape(
+        num_layers=40,
+        prefix=0,
+        period=1,
+        linear_layers=(*attention, "mlp.gate_up_proj", "mlp.down_proj"),
+    )
+    monkeypatch.setattr(foreign_config, "shape_of", lambda model: shape)
+    found = adapt_to_model(named, glm)
+    assert found.config.lora_targets == "down_proj,k_proj,o_proj,q_proj,v_proj"
+    assert "named 'gate_proj, up_proj': PEFT adds no adapter" in found.notes[-1]
+
+    monkeypatch.setattr(foreign_config, "shape_of", lambda model: None)  # without torch
+    assert adapt_to_model(named, glm).config.lora_targets == "all-linear"
 
 
 def test_all_linear_layers_are_refused_where_peft_takes_only_some(read):
