@@ -1049,10 +1049,9 @@ def test_plan_says_how_accurate_counts_are() -> None:
         " on an H200"
     )
     counted += (
-        " in GPU-bound steps, and {unknown_counted_error_median:.1%} off for"
-        " {unknown_models} others on an"
+        " in GPU-bound steps. For {unknown_models} others on an H100, it is"
+        " {unknown_counted_error_median:.1%} off ({unknown_first_error_median:.0%} before"
     )
-    counted += " H100 ({unknown_first_error_median:.0%} before"
     assert counted.format(**RESULTS["counted_speed"]["summary"]) in said
     memory = (
         "{error_median:.1%} off in the median and {error_max:.1%} at worst for {families}"
