@@ -42,10 +42,11 @@ REASONS = {
 BY_HAND = (
     "The method, rank, targets, batch, length, precision, optimizer, quantisation, checkpointing,"
     f" packing and attention of {SAMPLED} sampled files were compared with the rows, key by key."
-    " All agreed. Earlier samples led to four corrections. activation_checkpointing inside Axolotl's"
-    " fsdp_config is read. TRL's rule against KTO with a single row is not applied to LLaMA-Factory,"
-    " which pairs the answers before it trains. Axolotl's experts in 4 bits are counted although the"
-    " file also switches Liger's kernels on. Layers that a model of GLM-4 lacks get no adapters."
+    " All agreed. Earlier samples led to four corrections. activation_checkpointing inside"
+    " Axolotl's fsdp_config is read. TRL's rule against KTO with a single row is not applied to"
+    " LLaMA-Factory, which pairs the answers before it trains. Axolotl's experts in 4 bits are"
+    " counted although the file also switches Liger's kernels on. Layers that a model of GLM-4"
+    " lacks get no adapters."
 )
 
 
