@@ -112,7 +112,8 @@ def test_a_message_is_a_plain_sentence() -> None:
     assert untested("precision", "fp32", "sharding", "fsdp2") is None
     graphs = untested("cuda_graphs", "micro_batch", "model_type", "gpt2")
     assert (
-        graphs == "CUDA graphs are untested on gpt2: its forward pass may read values on the host"
+        graphs
+        == "CUDA graphs are untested on gpt2: the model's forward pass may read values on the host"
     )
 
 

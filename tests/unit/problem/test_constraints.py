@@ -480,7 +480,7 @@ def lost_by(narrow: Callable[[Narrowing], None]) -> dict[str, set[Any]]:
     return {name: values for name, values in lost.items() if values}
 
 
-NO_CAP = "it computes a causal softmax without a cap on the scores"
+NO_CAP = "varlen attention computes a causal softmax without a cap on the scores"
 
 
 @pytest.mark.parametrize(
