@@ -73,7 +73,7 @@ def test_one_command_writes_both_pages(
     page = (tmp_path / "atlas.md").read_text(encoding="utf-8")
     head, gpt2, mistral = table(page, "LoRA")
     assert head == ["model", "billion", "GiB", "by", "rtx-3090", "h100-sxm"]
-    assert gpt2[:4] == ["gpt2", "0.124", "15.2", "counted"] and mistral[:2] == [
+    assert gpt2[:4] == ["gpt2", "0.124", "15.1", "counted"] and mistral[:2] == [
         "Mistral-7B-v0.3",
         "7.25",
     ]
