@@ -607,8 +607,11 @@ def _fills_rows(file: File, tool: str, seq_len: int) -> bool:
     """Return whether rows are padded to seq_len, not to the longest row of a micro batch."""
     if tool == "llamafactory":
         return False
-    if tool == "axolotl" and file.values.get("pad_to_sequence_len") is not None:
-        return file.flag("pad_to_sequence_len")
+    if tool == "axolotl":
+        if file.values.get("pad_to_sequence_len") is not None:
+            return file.flag("pad_to_sequence_len")
+        if file.flag("reward_model"):  # Axolotl then sets the key itself
+            return True
     return file.whole("pad_to_multiple_of", default=1) >= seq_len
 
 
@@ -932,6 +935,7 @@ def _axolotl_precision(file: File, adapter: str) -> str:
         bf16 = not fp16 if bf16_mode == "auto" else file.flag("bf16")
 
     file.note(bf16 and not adapter, "bf16_weights")
+    file.note(file.flag("float16") and not bf16, "fp16_weights")
     return _precision(bf16 and (bf16_mode == "full" or not adapter), bf16, fp16)
 
 
@@ -955,7 +959,8 @@ def _llamafactory_knobs(file: File) -> dict[str, Any]:
     quantizer = file.text("quantization_method", default="bnb")
     file.note(bits < 16 and quantizer != "bnb", "quantised_by", name=quote(quantizer))
 
-    pure = file.flag("pure_bf16")
+    # With BAdam, LLaMA-Factory keeps the checkpoint's dtype: bf16 for most models.
+    pure = file.flag("pure_bf16") or file.flag("use_badam")
     bf16 = file.flag("bf16")
     fp16 = file.flag("fp16")
     file.note(not (pure or bf16 or fp16), "no_autocast")

@@ -345,7 +345,8 @@ axolotl padding longest: pad_to_sequence_len: false
 axolotl padding longest: {pad_to_sequence_len: false, pad_to_multiple_of: 512}
 axolotl padding longest: pad_to_multiple_of: 64 / pad_to_sequence_len:
 axolotl padding max_length: pad_to_sequence_len: true / pad_to_sequence_len: 'yes'
-axolotl padding max_length: pad_to_multiple_of: 512
+axolotl padding max_length: pad_to_multiple_of: 512 / reward_model: true
+axolotl padding masked: {reward_model: true, pad_to_sequence_len: false}
 axolotl group_by_length True: group_by_length: true
 axolotl precision fp32: bf16: / bf16: false
 axolotl precision bf16_pure: bf16: full
@@ -405,6 +406,8 @@ def test_how_much_is_trained(read):
 
 
 ONE_NOTE = {
+    ("axolotl", "{bf16: false, float16: true}"): "With float16, Axolotl also loads the weights in"
+     " fp16: the run needs less memory than estimated.",
     ("trl", "dtype: auto"): "dtype is auto: bfloat16 is assumed, the dtype of most checkpoints.",
     ("trl", "{use_peft: no, lora_r: 8}"): "Without use_peft: true, TRL trains all parameters,"
      " and ignores lora_*.",
@@ -1013,6 +1016,7 @@ def test_rows_are_filled_where_they_are_padded_to_a_multiple_as_long(text, paddi
         ("pure_bf16: true\nbf16: true\n", "bf16_pure"),
         ("bf16: true\n", "bf16_mixed"),
         ("finetuning_type: full\nfp16: true\n", "fp16_mixed"),
+        ("finetuning_type: full\nuse_badam: true\n", "bf16_pure"),
     ],
 )
 def test_precision_without_autocast_is_that_of_what_is_trained(lines, precision, read):
@@ -1242,7 +1246,9 @@ def test_a_file_for_another_objective_is_read(
     }
     run, plain = parse(values, tool), parse(values | dict.fromkeys(yaml.safe_load(lines)), tool)
     assert run.objective is Objective(objective) and plain.objective is Objective.SFT
-    assert (run.config.padding, run.config.loss, run.config.packing) == ("masked", "chunked", False)
+    # Axolotl itself pads the rows of a reward model to sequence_len.
+    padding = "max_length" if (tool, objective) == ("axolotl", "reward") else "masked"
+    assert (run.config.padding, run.config.loss, run.config.packing) == (padding, "chunked", False)
     assert any(note in one for one in run.notes)
     counted = tool == "trl" or (tool == "axolotl" and objective == "reward")
     assert run.needs_more is not counted or plain.needs_more
