@@ -41,12 +41,12 @@ REASONS = {
 
 BY_HAND = (
     "The method, rank, targets, batch, length, precision, optimizer, quantisation, checkpointing,"
-    f" packing and attention of {SAMPLED} sampled files were compared with the rows, key by key."
-    " All agreed. Earlier samples led to four corrections. activation_checkpointing inside"
-    " Axolotl's fsdp_config is read. TRL's rule against KTO with a single row is not applied to"
-    " LLaMA-Factory, which pairs the answers before it trains. Axolotl's experts in 4 bits are"
-    " counted although the file also switches Liger's kernels on. Layers that a model of GLM-4"
-    " lacks get no adapters."
+    f" packing and attention of two samples of {SAMPLED} files were compared with the rows, key"
+    " by key. 34 of the 40 files agreed. The others led to corrections: Axolotl's experts in 4"
+    " bits are counted although the file also switches Liger's kernels on; layers that a model of"
+    " GLM-4 lacks get no adapters; BAdam keeps weights in bf16; Axolotl pads the rows of reward"
+    " models; and float16 has a note. One difference is left: torchao's 8-bit AdamW is counted as"
+    " that of bitsandbytes."
 )
 
 
