@@ -1,5 +1,5 @@
-"""Count the parameters of each model of the catalogue on torch's meta device, and the rows without
-a source.
+"""Count the parameters of each model of the catalogue on torch's meta device, the rows without a
+source, and the GPUs without a link.
 
 A stored row is kept if the shape of its model is unchanged. Some families need further packages:
 Gemma 3n needs timm.
@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import RESULTS, Mode, finish, load, run_program
 
-from autotune.catalog import ModelSpec, list_models
+from autotune.catalog import DeviceSpec, ModelSpec, list_devices, list_models
 
 # What `source` may name: a repository and a path, a page, a file of an index, or a default config.
 READ = re.compile(
@@ -29,6 +29,14 @@ def is_recalled(source: str | None) -> bool:
     return source != MADE_HERE and not all(
         READ.fullmatch(part.removesuffix(", text_config")) for part in parts
     )
+
+
+def has_unknown_link(device: DeviceSpec) -> bool:
+    """Return whether a GPU's row lacks the link to other GPUs, its bandwidth or its source."""
+    if device.kind == "cpu":
+        return False
+    is_rated = device.is_alone or device.link_gb_s is not None
+    return not (device.link and device.link_source and is_rated)
 
 
 def row_of(model: ModelSpec) -> dict[str, Any]:
@@ -56,12 +64,16 @@ def row_of(model: ModelSpec) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the number of rows, of rows without a source, and of rows with another total."""
+    """Return the number of rows, of rows without a source, of rows with another total, of GPUs, and
+    of GPUs without a link.
+    """
     params = {model.name: model.params for model in list_models()}
     return {
         "rows": len(rows),
         "recalled": sum(is_recalled(model.source) for model in list_models()),
         "differ": sum(params.get(row["model"]) != row["params"] for row in rows),
+        "gpus": sum(device.kind != "cpu" for device in list_devices()),
+        "links_unknown": sum(map(has_unknown_link, list_devices())),
     }
 
 

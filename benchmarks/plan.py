@@ -43,7 +43,7 @@ from autotune.core.units import gib
 from autotune.dry.prober import DryProber
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.named_estimates import estimate_named_configs
-from autotune.prediction.collectives import rank_step_time, traffic
+from autotune.prediction.collectives import rank_step_time, slowest_of_catalogue, traffic
 from autotune.prediction.memory_formula import (
     CONTEXT_GIB,
     NF4_STATISTICS,
@@ -486,9 +486,16 @@ def world_step(
     elif sent is None or card.link_gb_s is None:
         return {}
     else:
-        accumulation, link = row["accumulation"], card.link_gb_s
+        link = card.link_between(parallelism.num_gpus)
+        assert link is not None
         found = rank_step_time(
-            alone, config, parallelism, sent, accumulation=accumulation, link_gb_s=link
+            alone,
+            config,
+            parallelism,
+            sent,
+            accumulation=row["accumulation"],
+            link_gb_s=link,
+            slowest_link=slowest_of_catalogue(card),
         )
         predicted, (low, high) = found.step_s, found.interval_s
     return {

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.catalog.links import NO_LINK, link_rate
 from autotune.catalog.not_gpus import refuse_other_names
 from autotune.catalog.own_devices import EXAMPLE, is_own, own_row
 from autotune.core.errors import UsageError, did_you_mean
@@ -34,9 +35,12 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 class DeviceSpec:
     """A GPU product or a CPU. Rates are dense peaks in TFLOP/s with fp32 accumulation.
 
-    A rate is None if it is unknown or if the hardware lacks the number format. `link_gb_s` is the
-    bandwidth of NCCL's collectives between the cards of one host. `given` is the value of `--gpu`
-    if the user described the card, or None for a card of the catalogue.
+    A rate is None if it is unknown or if the hardware lacks the number format. `link` names the
+    interconnect between the cards of one host (`links`), and `link_gb_s` is the bandwidth of NCCL's
+    collectives over all links of a card. If each pair of cards has links of its own, `pair_gb_s` is
+    the bandwidth of a pair. With `link_by_rule`, these bandwidths were computed from `link`, not
+    measured. `given` is the value of `--gpu` if the user described the card, or None for a card of
+    the catalogue.
     """
 
     name: str
@@ -46,7 +50,11 @@ class DeviceSpec:
     memory_gib: float | None = None
     memory_source: str | None = None
     bandwidth_gb_s: float | None = None
+    link: str | None = None
     link_gb_s: float | None = None
+    pair_gb_s: float | None = None
+    link_by_rule: bool = False
+    link_source: str | None = None
     bf16_tflops: float | None = None
     fp16_tflops: float | None = None
     fp8_tflops: float | None = None
@@ -112,6 +120,32 @@ class DeviceSpec:
     def supports_fp8(self) -> bool:
         """Whether the device multiplies 8-bit floats (NVIDIA: from compute capability 8.9 on)."""
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a host has only one such device."""
+        return self.link == NO_LINK
+
+    @property
+    def link_text(self) -> str | None:
+        """The bandwidth of the link and its evidence in words, or None if it is unknown."""
+        if self.link_gb_s is None:
+            return None
+        text = f"{self.link_gb_s:,.4g} GB/s"
+        if self.pair_gb_s is not None:
+            text = f"{self.pair_gb_s:,.4g} GB/s between two GPUs, and at most {text}"
+        if self.link:
+            text += f" over {self.link}"
+        return f"about {text}, from the data sheet, not measured" if self.link_by_rule else text
+
+    def link_between(self, num_gpus: int) -> float | None:
+        """Return the bandwidth of collectives between `num_gpus` cards of one host.
+
+        If each pair has links of its own, fewer cards can use only some links of a card.
+        """
+        if self.link_gb_s is None or self.pair_gb_s is None:
+            return self.link_gb_s
+        return min(self.link_gb_s, (num_gpus - 1) * self.pair_gb_s)
 
     def has_memory(self, memory_gib: float | None) -> bool:
         """Return whether `memory_gib` is about the product's memory; true if either is unknown."""
@@ -282,4 +316,10 @@ def _device(row: dict[str, Any]) -> DeviceSpec:
         values["memory_source"] = (
             f"estimate: {GIB_PER_MARKETED_GB} GiB for each GB on the data sheet"
         )
+
+    link = values.get("link")
+    if link is not None and (rate := link_rate(link)) is not None:
+        values["pair_gb_s"] = rate.pair_gb_s
+        if values.get("link_gb_s") is None:
+            values |= {"link_gb_s": rate.gb_s, "link_by_rule": True}
     return DeviceSpec(**values)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.catalog.links import link_rate
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import read_user_text, read_user_yaml
 from autotune.core.text import kebab_case, printable
@@ -130,7 +131,9 @@ def _row_model() -> "type[BaseModel]":
         marketed_gb: size = None
         memory_mib: size = None
         bandwidth_gb_s: size = None
+        link: text = None
         link_gb_s: size = None
+        link_source: text = None
         tdp_w: size = None
         bf16_tflops: size = None
         fp16_tflops: size = None
@@ -156,6 +159,8 @@ def _row_model() -> "type[BaseModel]":
                     "say how much memory the GPU has, with one key: memory (GB, as the GPU is"
                     " sold), or memory_mib (the total that nvidia-smi prints)"
                 )
+            if self.link is not None:
+                link_rate(self.link)
             if not (self.bf16_tflops or self.fp16_tflops or self.compute_capability):
                 raise ValueError(
                     "say how fast the GPU multiplies: bf16_tflops, its dense peak with fp32"

@@ -10,9 +10,10 @@ from autotune.report.describe import gpu_choices
 from autotune.study.scaling import GpuPlan, RankPlan, fastest
 
 NO_LINK = (
-    "it is unknown how fast these GPUs exchange data: set link_gb_s in your own description of the "
-    "GPU"
+    "it is unknown how fast these GPUs exchange data: set link or link_gb_s in your own "
+    "description of the GPU"
 )
+ALONE = "a host has only one of these GPUs"
 COLUMNS = {
     "GPUs": "right",
     "strategy": "left",
@@ -43,7 +44,10 @@ def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
         [tuple(_cells(row)[name] for name in columns) for row in rows],
     )
     if gpu_plan.needs_link:
-        print_text(f"no speed for several GPUs: {NO_LINK}")
+        reason = ALONE if gpu_plan.task.device.is_alone else NO_LINK
+        print_text(f"no speed for several GPUs: {reason}")
+    elif gpu_plan.link_text:
+        print_text(gpu_plan.link_text, "between the GPUs: ")
     if details:
         _print_details(gpu_plan)
     else:

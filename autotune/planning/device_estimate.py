@@ -51,17 +51,29 @@ RANK_ACCURACY = (
 
 
 def accuracy_text(
-    *, counted: bool = False, objective: Objective = Objective.SFT, num_gpus: int = 1
+    *,
+    counted: bool = False,
+    objective: Objective = Objective.SFT,
+    num_gpus: int = 1,
+    link_by_rule: bool = False,
 ) -> str:
     """Say how memory and speed are estimated and how large the errors are.
 
-    The text differs between one GPU and several GPUs.
+    The text differs between one GPU and several GPUs. With `link_by_rule`, the bandwidth between
+    the GPUs was not measured.
     """
     if num_gpus > 1:
-        return RANK_ACCURACY
+        return rank_accuracy(link_by_rule=link_by_rule)
     if counted:
         return COUNTED
     return ACCURACY if objective is Objective.SFT else OF_OBJECTIVES
+
+
+def rank_accuracy(*, link_by_rule: bool) -> str:
+    """Say how memory and speed on several GPUs are estimated and how large the errors are."""
+    if not link_by_rule:
+        return RANK_ACCURACY
+    return f"{RANK_ACCURACY}. The bandwidth between the GPUs is from the data sheet, not measured"
 
 
 def planned_device(name: str) -> DeviceSpec:

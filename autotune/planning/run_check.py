@@ -18,6 +18,7 @@ from autotune.core.fp16_overflow import fp16_warning
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
@@ -171,6 +172,7 @@ def check(
             counted=checked.bounds.reported.counted,
             objective=context.workload.objective,
             num_gpus=run.config.num_gpus,
+            link_by_rule=task.is_link_by_rule(Parallelism.of(run.config)),
         ),
         calibrated=calibrated_parts(task.calibration, device),
     )

@@ -13,7 +13,12 @@ from autotune.core.errors import UsageError
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
-from autotune.planning.device_estimate import RANK_ACCURACY, limit_of, no_estimate, planned_device
+from autotune.planning.device_estimate import (
+    limit_of,
+    no_estimate,
+    planned_device,
+    rank_accuracy,
+)
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import candidates, distinguishable, planned_setup
 from autotune.prediction.estimate import Estimate, estimate
@@ -148,13 +153,14 @@ def plan_gpus(
     ]
 
     fitting = [row for row in rows if row.state == FITS and row.hours is not None]
+    by_rule = any(row.step and task.is_link_by_rule(row.parallelism) for row in rows)
     one_gpu = next((row for row in fitting if row.num_gpus == 1), None)
 
     return GpuPlan(
         task=task,
         limit_gib=limit_gib,
         rows=with_efficiency(rows, one_gpu),
-        how_sure=RANK_ACCURACY,
+        how_sure=rank_accuracy(link_by_rule=by_rule),
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
     )

@@ -10,7 +10,7 @@ caller adds this wait (`Workload.waiting_share`) to the time of computation.
 
 from dataclasses import dataclass, replace
 
-from autotune.catalog import ModelSpec
+from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import FSDP2, Parallelism
 from autotune.core.probe_types import Measurement
@@ -28,6 +28,11 @@ HIDDEN_COSTS = 0.5
 # A link may be this many times slower than the catalogue says. An all-gather between two H200s
 # reached 250 GB/s. The catalogue says 370 GB/s, which eight H200s reach.
 SLOWEST_LINK = 1.5
+# If the catalogue's bandwidth follows from the kind and width of the link by rule, the link may be
+# this many times slower. Two GPUs of a desktop often share 16 lanes: two RTX 4090s in one exchanged
+# 8.4 GB/s, and the rule says 15. Eight RTX PRO 6000s reached 22 GB/s with NCCL's default settings,
+# and the rule says 43.
+SLOWEST_RULE = 2.0
 # A calibrated link may be this many times slower than its measured bandwidth.
 SLOWEST_MEASURED_LINK = 1.1
 # Several GPUs wait for each other, so the computation of a step takes longer on several GPUs than
@@ -200,9 +205,14 @@ def rank_step_time(
 
 def slowest_link(task: Task, parallelism: Parallelism) -> float:
     """Return the largest possible ratio of `Task.link_gb_s` to the link's true bandwidth."""
-    if task.calibrated_link_gb_s(parallelism) is None:
-        return SLOWEST_LINK
-    return SLOWEST_MEASURED_LINK
+    if task.calibrated_link_gb_s(parallelism) is not None:
+        return SLOWEST_MEASURED_LINK
+    return slowest_of_catalogue(task.device)
+
+
+def slowest_of_catalogue(device: DeviceSpec) -> float:
+    """Return the largest possible ratio of a device's `link_gb_s` to the link's true bandwidth."""
+    return SLOWEST_RULE if device.link_by_rule else SLOWEST_LINK
 
 
 def added_s(

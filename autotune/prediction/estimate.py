@@ -23,12 +23,12 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_usd, gib
 from autotune.core.untested import untested
 from autotune.prediction.collectives import (
-    SLOWEST_LINK,
     RankStepTime,
     Traffic,
     add_gradient_all_reduce,
     rank_step_time,
     slowest_link,
+    slowest_of_catalogue,
     traffic,
 )
 from autotune.prediction.memory_formula import (
@@ -512,17 +512,18 @@ def _link(
     if sent is None or link_gb_s is None:
         return None
 
+    slowest = slowest_of_catalogue(task.device)
     # If each host holds a copy of the model, the copies exchange gradients over the network. With a
     # single copy, all GPUs form one ring, and the slowest link determines the speed of the ring.
     if parallelism.copies == 1:
-        return sent, min(link_gb_s, network_gb_s), SLOWEST_LINK
+        return sent, min(link_gb_s, network_gb_s), slowest
     copy_traffic = traffic(task.model, config, parallelism.single_copy)
     if copy_traffic is None:
         return None
     return (
         add_gradient_all_reduce(copy_traffic, parallelism, link_gb_s / network_gb_s),
         link_gb_s,
-        SLOWEST_LINK,
+        slowest,
     )
 
 

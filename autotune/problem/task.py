@@ -121,7 +121,12 @@ class Task:
 
     def link_gb_s(self, parallelism: Parallelism) -> float | None:
         """Return the bus bandwidth between a host's GPUs, from the calibration or the catalogue."""
-        return self.calibrated_link_gb_s(parallelism) or self.device.link_gb_s
+        by_catalogue = self.device.link_between(parallelism.num_gpus)
+        return self.calibrated_link_gb_s(parallelism) or by_catalogue
+
+    def is_link_by_rule(self, parallelism: Parallelism) -> bool:
+        """Return whether `link_gb_s` follows from the data sheet, without a measurement."""
+        return self.device.link_by_rule and self.calibrated_link_gb_s(parallelism) is None
 
     def calibrated_link_gb_s(self, parallelism: Parallelism) -> float | None:
         """Return the calibrated bus bandwidth of these GPUs.

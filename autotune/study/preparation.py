@@ -161,8 +161,10 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         if config.num_gpus > 1
     ):
         reason = f"the interconnect bandwidth of {task.device.label} is unknown"
+        if task.device.is_alone:
+            reason = f"a host has only one {task.device.label}"
         page = document("other-gpus.md")
-        remedy = f"give --gpu a file that describes your GPU, including link_gb_s ({page})"
+        remedy = f"give --gpu a file that describes your GPU, including link or link_gb_s ({page})"
         if target.card is None:
             remedy = "on a CPU, give one number with --gpus, without play_ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)

@@ -157,6 +157,14 @@ class GpuPlan(ShownAsTable):
         return several and self.task.device.link_gb_s is None
 
     @property
+    def link_text(self) -> str | None:
+        """The link between the GPUs in words, or None if no row needs the catalogue's link."""
+        several = [row.parallelism for row in self.rows if row.num_gpus > 1 and row.step]
+        if any(self.task.calibrated_link_gb_s(parallelism) is None for parallelism in several):
+            return self.task.device.link_text
+        return None
+
+    @property
     def fastest(self) -> RankPlan | None:
         """The row with the most tokens/s; of equally fast rows, the one with the fewest GPUs."""
         return fastest(self.trainable)

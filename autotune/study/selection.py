@@ -538,8 +538,8 @@ class Selection:
 
         device = task.device
         most = Parallelism.of(of_numbers[-1].config)
-        if most.num_gpus > 1:
-            device = replace(device, link_gb_s=task.link_gb_s(most))
+        if (calibrated := task.calibrated_link_gb_s(most)) is not None:
+            device = replace(device, link_gb_s=calibrated, pair_gb_s=None, link_by_rule=False)
 
         return Recipe(
             study=task.study,
@@ -946,10 +946,12 @@ def _assumptions(task: Task, winner: Candidate) -> list[str]:
         task.is_simulated(config)
         and (link_gb_s := task.link_gb_s(Parallelism.of(config))) is not None
     ):
+        by_rule = task.is_link_by_rule(Parallelism.of(config))
+        source = " (from the data sheet, not measured)" if by_rule else ""
         caveats.append(
             f"one GPU simulated one of {config.num_gpus} ranks: memory and computation are "
             "measured, with memory reserved for NCCL; communication between the GPUs at "
-            f"{link_gb_s:,.0f} GB/s is added by formula"
+            f"{link_gb_s:,.0f} GB/s{source} is added by formula"
         )
 
     if (share := workload.waiting_share(config)) > WORTH_SAYING:

@@ -220,8 +220,20 @@ def test_copies_of_the_shards_are_counted(tmp_path: Path) -> None:
 def test_check_has_no_speed_where_no_link_is_known(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text(yaml.safe_dump(LORA | FSDP))
-    report = check(file, {"gpu": "rtx-4090", "gpus": 2})
+    own = "memory=24,bf16_tflops=165,bandwidth_gb_s=1008"
+    report = check(file, {"gpu": own, "gpus": 2})
     assert report.checked.state == "fits" and report.checked.estimate.tokens_per_s is None
+
+
+@pytest.mark.parametrize(("gpu", "by_rule"), [("rtx-4090", True), ("h100", False)])
+def test_check_says_that_a_link_is_from_the_data_sheet(
+    tmp_path: Path, gpu: str, by_rule: bool
+) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(yaml.safe_dump(LORA | FSDP))
+    report = check(file, {"gpu": gpu, "gpus": 2})
+    assert report.checked.estimate.tokens_per_s is not None
+    assert ("is from the data sheet, not measured" in report.how_sure) == by_rule
 
 
 def test_a_fix_is_of_the_same_gpus(tmp_path: Path) -> None:

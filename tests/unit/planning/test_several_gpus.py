@@ -137,12 +137,52 @@ def test_tight_rows_are_not_chosen() -> None:
     assert only.fastest is only.cheapest is None and only.trainable == ()
 
 
+OWN = "memory=24,bf16_tflops=165,bandwidth_gb_s=1008"
+
+
 def test_without_a_link_there_is_no_speed_for_several() -> None:
-    made = planned(gpu="rtx-4090", model="qwen2.5-1.5b")
+    made = planned(gpu=OWN, model="qwen2.5-1.5b")
     assert row(made, 1, "none").tokens_per_s and row(made, 2, "ddp").tokens_per_s is None
     assert row(made, 2, "ddp").state == FITS and row(made, 2, "ddp").estimate is not None
     assert row(made, 2, "ddp").estimate.config.compile == "per_layer"  # type: ignore[union-attr]
     assert made.fastest == row(made, 1, "none")
+    assert made.needs_link and made.link_text is None
+
+
+def test_a_link_by_rule_gives_a_speed_with_a_wider_interval() -> None:
+    made = planned(gpu="rtx-4090", model="qwen2.5-1.5b")
+    both = row(made, 2, "fsdp2")
+    assert both.step is not None and not made.needs_link
+    assert made.link_text == (
+        "about 15 GB/s over PCIe 4.0 x16 (no peer access), from the data sheet, not measured"
+    )
+    assert made.how_sure.endswith(
+        "The bandwidth between the GPUs is from the data sheet, not measured"
+    )
+
+    device = replace(resolve_device("rtx-4090"), link_by_rule=False)
+    measured = plan_gpus(replace(made.task, device=device), made.limit_gib, (2,))
+    same = row(measured, 2, "fsdp2").step
+    assert same is not None and same.step_s == both.step.step_s
+    assert same.interval_s[0] == both.step.interval_s[0]
+    assert same.interval_s[1] < both.step.interval_s[1]
+    assert "data sheet" not in measured.how_sure + str(measured.link_text)
+
+
+def test_more_gpus_with_links_between_each_pair_exchange_more() -> None:
+    made = planned(gpu="mi300x", model="qwen2.5-1.5b")
+    two, eight = (row(made, number, "fsdp2").step for number in (2, 8))
+    assert two is not None and eight is not None
+    # On 8 GPUs, a rank sends 7/8 of the weights over 336 GB/s; on 2 GPUs, 1/2 over 48 GB/s.
+    sent = two.communication_s / eight.communication_s
+    assert sent == pytest.approx((1 / 2 / 48) / (7 / 8 / 336) * _batches(made), rel=0.01)
+
+
+def _batches(made: GpuPlan) -> float:
+    """How many micro batches a rank of two GPUs has for each micro batch of a rank of eight."""
+    two, eight = row(made, 2, "fsdp2"), row(made, 8, "fsdp2")
+    assert two.accumulation is not None and eight.accumulation is not None
+    return two.accumulation / eight.accumulation
 
 
 def test_refusals_have_their_reason() -> None:
@@ -356,18 +396,19 @@ def test_a_deadline_that_may_be_missed_is_marked(monkeypatch: Any, capsys: Any) 
 
 @pytest.mark.usefixtures("folder")
 def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> None:
-    code, out, _ = run(monkeypatch, capsys, "--gpu", "2xrtx-4090", "--space", "qlora", "--json")
+    alone = "2xrtx-4090-laptop"
+    code, out, _ = run(monkeypatch, capsys, "--gpu", alone, "--space", "qlora", "--json")
     data = json.loads(out)
     assert (
         code == 0
-        and data["device"] == "rtx-4090"
+        and data["device"] == "rtx-4090-laptop"
         and {one["num_gpus"] for one in data["rows"]} == {2}
     )
-    asked = ("--gpu", "2xrtx-4090", "--space", "qlora", "--details")
+    asked = ("--gpu", alone, "--space", "qlora", "--details")
     _, out, _ = run(monkeypatch, capsys, *asked)
     assert f"2 fsdp2, 2 fsdp2_keep: {NF4_UNDER_FSDP2}" in " ".join(out.split())
     assert (
-        "no speed for several GPUs: it is unknown how fast" in out
+        "no speed for several GPUs: a host has only one of these GPUs" in out
         and "cheapest: none is known" in out
     )
     assert "impossible" in out

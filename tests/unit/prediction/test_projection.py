@@ -16,6 +16,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.collectives import (
     SLOWEST_LINK,
     SLOWEST_MEASURED_LINK,
+    SLOWEST_RULE,
     TOGETHER,
     slowest_link,
     traffic,
@@ -221,6 +222,25 @@ def test_a_calibrated_link_counts_for_its_card_and_number() -> None:
     )
     other = replace(by_catalogue, calibration=calibration("a10", collectives=(rates,)))
     assert other.link_gb_s(shards) == 10.0
+
+
+def test_a_link_by_rule_may_be_slower_unless_it_was_calibrated() -> None:
+    rates = CollectiveRates(num_gpus=4, gather_gb_s=5.0, scatter_gb_s=5.0, reduce_gb_s=2.5)
+    device = replace(resolve_device("mi300x"), name="h200-sxm")
+    by_rule = subject_of(
+        model=resolve_model("mistral-7b"),
+        device=device,
+        space=space().pin("num_gpus", 4),
+        world=World.FAKE,
+    )
+    shards = Parallelism(num_gpus=4, strategy="fsdp2")
+    assert by_rule.link_gb_s(shards) == 144
+    assert by_rule.is_link_by_rule(shards) and slowest_link(by_rule, shards) == SLOWEST_RULE
+    measured = replace(by_rule, calibration=calibration("h200-sxm", collectives=(rates,)))
+    assert measured.link_gb_s(shards) == 5.0
+    assert not measured.is_link_by_rule(shards)
+    assert slowest_link(measured, shards) == SLOWEST_MEASURED_LINK
+    assert measured.is_link_by_rule(replace(shards, num_gpus=2))
 
 
 def test_gpus_of_any_world_wait_for_the_longest_rows() -> None:

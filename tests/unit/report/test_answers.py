@@ -60,10 +60,11 @@ def test_the_answer_for_several_gpus_is_the_cheapest_and_the_fastest() -> None:
 
 
 def test_a_comparison_says_that_it_leaves_out_unknown_speeds() -> None:
-    """The interconnect of an RTX 4090 is unknown, so the speed of several is unknown."""
-    made = autotune.plan(MODEL, gpu="rtx-4090", tokens_per_example=512, gpus=[1, 2])
+    """The interconnect of this card is unknown, so the speed of several is unknown."""
+    own = "name=mine,memory=24,bf16_tflops=165,bandwidth_gb_s=1008"
+    made = autotune.plan(MODEL, gpu=own, tokens_per_example=512, price=0.3, gpus=[1, 2])
     found = gpu_answer(made)
-    assert found.answer.startswith("1 rtx-4090 trains ")
+    assert found.answer.startswith("1 mine (as you described it) trains ")
     assert " cheapest (of the known speeds): LoRA r" in found.answer
     cheapest, fastest = gpu_choices(made, None)
     assert cheapest.startswith("cheapest of those with a known speed: 1 GPU (")

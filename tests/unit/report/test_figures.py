@@ -149,5 +149,5 @@ def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> No
         "scaling"
     ]
     assert priceless is not None and len(priceless["data"]) == 2
-    alone = replace(recipe, device=resolve_device("rtx-4090"))  # nobody published what links these
+    alone = replace(recipe, device=resolve_device("rtx-4090-laptop"))  # a host has one of these
     assert draw(replace(study, scaling=project_gpu_counts(alone)))["scaling"] is None

@@ -97,7 +97,11 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
     [
         ({"play_ranks": True}, "this study is for one GPU"),
         ({"gpus": 4, "verify": True}, "this machine has 2 and simulates a rank"),
-        ({"gpus": 4, "gpu": "rtx-4090"}, "the interconnect bandwidth of .* is unknown"),
+        ({"gpus": 4, "gpu": "rtx-4090-laptop"}, "a host has only one rtx-4090-laptop"),
+        (
+            {"gpus": 4, "gpu": "memory=24,bf16_tflops=165,bandwidth_gb_s=1008"},
+            "the interconnect bandwidth of .* is unknown",
+        ),
         (
             {"gpus": 4, "pins": {"sharding": "fsdp2", "offload": True}},
             "with offload to the host's memory",
