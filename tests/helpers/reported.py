@@ -935,7 +935,7 @@ STUDIES = (
         right="The fastest and the cheapest of GPU counts say that some speeds are unknown.",
         steps=(
             Command(
-                line="plan --model phi-3-mini --gpu rtx-4090 --gpus 1,2,4 --details",
+                line=f"plan --model phi-3-mini --gpu {CARD} --gpus 1,2,4 --details",
                 has=(
                     "(?m)^fastest of those with a known speed: 1 GPU",
                     "(?m)^cheapest of those with a known speed: 1 GPU",
@@ -948,7 +948,7 @@ STUDIES = (
                 lacks=("with a known speed",),
             ),
             Command(
-                line="plan --model llama-3.1-8b --gpu rtx-4090 --gpus 1,2,4 --examples 100000"
+                line=f"plan --model llama-3.1-8b --gpu {CARD} --gpus 1,2,4 --examples 100000"
                 " --within 3h --details",
                 code=4,
                 has=("cheapest within 3 h of those with a known speed: none is known",),
