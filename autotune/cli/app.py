@@ -1,9 +1,10 @@
 """The command line: lists the commands, and imports the file of a command that the user runs.
 
 This module prints the error of a command that fails, and exits the process. Only `cli.stop` also
-ends the process, at a second signal. Exit codes: 0 success, 1 unexpected error, 2 wrong usage or
-file, 3 problem of the environment, 4 nothing fits, 5 too many failures, 6 storage error, 7 budget
-too short, 75 preempted, 130 and 143 stopped by a signal, 141 the reader of a pipe ended.
+ends the process, at a second signal. The exit codes of errors are 1 unexpected error, 2 wrong usage
+or file, 3 problem of the environment, 4 nothing fits, 5 too many failures, 6 storage error and 7
+budget too short. A stopped process ends with 75 preempted, 130 or 143 stopped by a signal, or 141
+the reader of a pipe ended.
 """
 
 import atexit

@@ -65,9 +65,9 @@ PROFILED = 0.03
 # These factors convert the rates that a calibration measured to the rates of the step time formula.
 # IN_TRAINING is the speed of matrix products in training, divided by their speed if they run alone.
 # COPIED is the share of the data sheet's bandwidth that a copy reaches. Both factors were computed
-# for an H200, with the assumption that products that run alone reach 0.72 of the peak, and that
-# copies reach 0.88 of the bandwidth. 0.72 is the middle of the range that cards reach under their
-# power limit. Later, calibrations of an H100 and an H200 measured 0.67 and 0.66 of the peak with
+# for an H200. They assume that products that run alone reach 0.72 of the peak, and copies 0.88 of
+# the bandwidth. The value 0.72 is the middle of the range that cards reach under their power
+# limit. Later, calibrations of an H100 and an H200 measured 0.67 and 0.66 of the peak with
 # the largest products, and 0.89 and 0.88 of the bandwidth. The training in a calibration corrects
 # the combined error of both factors.
 IN_TRAINING = REACHED / 0.72
