@@ -13,8 +13,8 @@ NO_LINK = "none"
 
 # GB/s in one direction of a lane (PCIe) or of a link (NVLink) in the tables of NCCL, which it uses
 # to choose algorithms (src/graph/topo.h and topo.cc). The numbers contain the overhead of the
-# protocol: a link of NVLink 4 transfers 25 GB/s, of which 20.6 GB/s are data. An Infinity Fabric
-# link of an MI300X transfers 64 GB/s, of which AMD calls 48 GB/s usable.
+# protocol: a link of NVLink 4 transfers 25 GB/s, and 20.6 GB/s of them are data. An Infinity Fabric
+# link of an MI300X transfers 64 GB/s, and AMD calls 48 GB/s of them usable.
 LANE_GB_S = {
     "PCIe 3.0": 0.75,
     "PCIe 4.0": 1.5,

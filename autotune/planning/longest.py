@@ -490,7 +490,6 @@ def find_longest(
         model=model,
         device=device,
         limit_gib=device_limit_gib(device, HEADROOM, memory_gib),
-        shape=shape_of(model),
         host_limit_gib=None if host_memory_gib is None else HOST_SHARE * host_memory_gib,
         most_tokens=most_tokens,
         rank=rank,
@@ -501,6 +500,13 @@ def find_longest(
         raise UsageError(
             f"--set {name} is not possible", remedy=f"use {PINNED_APART[name]} instead"
         )
+    for method in methods:
+        _require_known_names(query, method)
+
+    # This takes seconds, so misspelt names are refused before.
+    if obstacle() is None:
+        say(f"building {model.short} without the GPU")
+        query = replace(query, shape=shape_of(model))
     for method in methods:
         _require_possible(query, method, say)
 
@@ -534,24 +540,31 @@ def find_longest(
         return query, [verify(query, row, run, cap, timed_on=timed_on, say=say) for row in rows]
 
 
-def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -> None:
-    """Raise UsageError for an unknown method or knob, or for an impossible value of a knob.
-
-    `say` gets a warning for each knob that has no effect.
-    """
+def _require_known_names(query: Longest, method: str) -> None:
+    """Raise UsageError for an unknown method or an unknown knob."""
     if method not in METHODS:
         raise UsageError(
             f"unknown method {method!r}{did_you_mean(method, METHODS)}", remedy=", ".join(METHODS)
         )
-    values = f"{document('knobs.md')} lists the settings and their values"
     for name in query.knobs:
         if name not in KNOBS:
             hint = did_you_mean(name, KNOBS)
-            raise UsageError(f"--set: there is no setting {name!r}{hint}", remedy=values)
+            raise UsageError(f"--set: there is no setting {name!r}{hint}", remedy=_knob_values())
+
+
+def _knob_values() -> str:
+    return f"{document('knobs.md')} lists the settings and their values"
+
+
+def _require_possible(query: Longest, method: str, say: Callable[[str], None]) -> None:
+    """Raise UsageError for an impossible value of a knob.
+
+    `say` gets a warning for each knob that has no effect.
+    """
     try:
         config = query.config(method, STEP)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"--set: {error}", remedy=values) from None
+        raise UsageError(f"--set: {error}", remedy=_knob_values()) from None
     if config.tiling != query.knobs_of(method)["tiling"]:
         raise UsageError(
             f"--set: layers of {method} with these settings are not computed in tiles of tokens",
