@@ -65,12 +65,12 @@ class TrainConfig:
     num_gpus: int = KNOBS["num_gpus"].default
     tiling: str = KNOBS["tiling"].default
     cuda_graphs: str = KNOBS["cuda_graphs"].default
-    lora_kernels: str = KNOBS["lora_kernels"].default
     quantize_experts: bool = KNOBS["quantize_experts"].default
     sharding: str = KNOBS["sharding"].default
     copies: int = KNOBS["copies"].default
     sync_each_batch: bool = KNOBS["sync_each_batch"].default
     offload: bool = KNOBS["offload"].default
+    lora_kernels: str = KNOBS["lora_kernels"].default
 
     def __post_init__(self) -> None:
         # In KNOBS, a knob comes after the knobs that decide whether it has an effect, so one pass

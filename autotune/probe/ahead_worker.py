@@ -133,18 +133,21 @@ class AheadCompiler:
         meter = self._meter = self._meter or open_meter(self._device)
         self._note_others()
 
-        resident = build_resident(request, meter.torch_device)
-        self._turns.offer()
         rank = Rank(request, meter.torch_device)
-        probe = Probe(
-            request, resident, meter, lambda phase: self._turns.offer(), self._scratch, rank
-        )
-
+        probe: Probe | None = None
         try:
+            rank.join()
+            resident = build_resident(request, meter.torch_device)
+            self._turns.offer()
+            probe = Probe(
+                request, resident, meter, lambda phase: self._turns.offer(), self._scratch, rank
+            )
             probe.run_once()
         finally:
             meter.uncap()
-            probe.close()
+            if probe is not None:
+                probe.close()
+            rank.leave()
 
     # --- the device memory of this process, which changes only during its turns
 

@@ -36,7 +36,7 @@ class CompileAhead:
     """The processes that compile code for later probes. The caller must call `close`."""
 
     def __init__(self, device: str, logs: Path, number: int, cores: float) -> None:
-        """Prepare the shared folder; `compile_next` starts the processes.
+        """Prepare the shared folder; `launch` or `compile_next` starts the processes.
 
         `device` is "cuda" or "cpu". `logs` is the directory of ahead-0.log, ahead-1.log and so on.
         `number` processes compile kernels, each on at most a quarter of the `cores`.
@@ -75,12 +75,22 @@ class CompileAhead:
             self.close()
             return
         self.reap()
+        if wanted:
+            self.launch()
 
-        if wanted and not self._processes and self._starts < MAX_STARTS:
-            self._starts += 1
-            with suppress(OSError):  # the host cannot start another process
-                for number in range(self._number):
-                    self._processes.append(self._start(number))
+    def launch(self) -> None:
+        """Start the processes, unless they run. They import torch, and then wait for requests."""
+        if self._processes or self._starts >= MAX_STARTS:
+            return
+        self._starts += 1
+        with suppress(OSError):  # the host cannot start another process
+            for number in range(self._number):
+                self._processes.append(self._start(number))
+
+    def drop_requests(self) -> None:
+        """Drop the requests that no process has begun."""
+        with suppress(OSError):
+            (self.folder / WANTED).unlink(missing_ok=True)
 
     def reap(self) -> None:
         """Remove the processes that have ended, and the record of their device memory."""

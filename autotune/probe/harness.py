@@ -316,15 +316,7 @@ class Probe:
             prefix="autotune-", dir=self.scratch, ignore_cleanup_errors=True
         ) as scratch:
             self.trainer = self._make_trainer(scratch)
-            if self.request.parallelism.strategy in FSDP2 and is_outline(self.model):
-                # Losses with random weights mean nothing, and must not be compared with losses with
-                # real weights.
-                self._has_random_weights = self.request.weights is not None
-                in_host = self.request.config.offload
-                shard_outline(
-                    self.trainer, torch.device("cpu") if in_host else self.meter.torch_device
-                )
-
+            self._shard_outline()
             self.meter.reset_peak()
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
@@ -401,9 +393,20 @@ class Probe:
         ) as scratch:
             num_steps = len(schedule.lead) + (len(schedule.round) if schedule.uneven else 0)
             self.trainer = self._make_trainer(scratch, num_steps)
+            self._shard_outline()
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
             self.meter.synchronize()
+
+    def _shard_outline(self) -> None:
+        """Shard a model that was built without memory, and give its shards random weights."""
+        if self.request.parallelism.strategy not in FSDP2 or not is_outline(self.model):
+            return
+        # Losses with random weights mean nothing, and must not be compared with losses with real
+        # weights.
+        self._has_random_weights = self.request.weights is not None
+        in_host = self.request.config.offload
+        shard_outline(self.trainer, torch.device("cpu") if in_host else self.meter.torch_device)
 
     def _prepare(self) -> None:
         """Limit the memory, and prepare checkpointing, adapters, loss and compilation."""

@@ -28,6 +28,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
+from autotune.probe.compile_ahead import CompileAhead
 from autotune.probe.monitor import Monitor
 from autotune.probe.supervisor import DUMP_S, WorkerProber, failed_result, host_oom_kills
 from autotune.probe.worker_process import WorkerProcess, receive_first
@@ -105,6 +106,24 @@ class RankPool:
         self._ready_workers()
         return max(rank.context_gib for rank in self._ranks)
 
+    @property
+    def knows_memory_of_others(self) -> bool:
+        """Whether the driver shows other processes' memory on the first device."""
+        return self._ranks[0].knows_memory_of_others
+
+    @property
+    def ahead(self) -> CompileAhead | None:
+        """The processes that compile code for later probes, which the caller closes.
+
+        All of them use the first device. The other ranks find the compiled code in the same disk
+        caches.
+        """
+        return self._ranks[0].ahead
+
+    @ahead.setter
+    def ahead(self, ahead: CompileAhead | None) -> None:
+        self._ranks[0].ahead = ahead
+
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """Describe a model like `WorkerProber.describe`."""
         return self._ranks[0].describe(model)
@@ -135,7 +154,9 @@ class RankPool:
         """Run one try of a probe on all ranks, and read the sensors of the first device."""
         begin = time.monotonic()
         oom_kills = host_oom_kills()
-        monitor = self._ranks[0].monitor(log)
+        first = self._ranks[0]
+        first.begin_try()
+        monitor = first.monitor(log)
         workers = self._ready_workers()
 
         try:
@@ -158,6 +179,8 @@ class RankPool:
             return failed_result(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
 
         *_, (number, last) = answers.items()
+        if message := answers.get(0):
+            first.note_others(message)
         if _has_failed(last):
             return self._failure(request, number, last, begin, log, oom_kills)
         if not all(message["reusable"] for message in answers.values() if message):
@@ -179,9 +202,11 @@ class RankPool:
         for number, worker in enumerate(workers):
             address = RankAddress(number=number, meeting=str(meeting))
             own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
+            shared = self._ranks[0].turns() if number == 0 else {}
             with suppress(OSError):
                 worker.send(
                     {"request": to_data(request), "log": str(own_log), "seat": to_data(address)}
+                    | shared
                 )
 
     def _answers(

@@ -88,6 +88,8 @@ class WorkerProber:
         self._start_s: float | None = None
         # True if a compile-ahead process did not give up the device in the last try of a probe.
         self._missed_turn = False
+        # True if compile-ahead processes held memory that the last try of a probe needed.
+        self._lacked_room = False
         # True if heat or hardware slowed the last probe whose sensors were read.
         self._was_slowed = False
         self._crashed = set[TrainConfig]()
@@ -184,7 +186,7 @@ class WorkerProber:
         configuration that has already crashed in two tries is not tried again after another crash.
         A probe on a slowed card is not repeated if the card was already slowed in the last probe.
         """
-        if self._lacked_room(result):
+        if self._lacked_room:
             return (
                 "tried twice, because the first time processes that compile code for later probes "
                 "held memory that the probe needed"
@@ -211,13 +213,36 @@ class WorkerProber:
             return f"measured twice, because the first time the GPU was slowed down: {reasons}"
         return None
 
-    def _lacked_room(self, result: ProbeResult) -> bool:
+    def _lacks_room(self, result: ProbeResult) -> bool:
         """Whether memory ran out below the limit because compile-ahead processes held too much."""
         oom = result.oom if result.outcome is Outcome.OOM else None
         if oom is None or self.ahead is None or not self.ahead.is_running:
             return False
         spare_gib = self._memory_gib - self._context_gib - oom.limit_gib
         return oom.need_gib <= oom.limit_gib and self.ahead.held_gib() > max(spare_gib, 0.0)
+
+    # --- sharing the device with processes that compile ahead
+
+    def begin_try(self) -> None:
+        """Forget what `note_others` noted about the last try of a probe."""
+        self._missed_turn = False
+        self._lacked_room = False
+
+    def turns(self) -> dict[str, str]:
+        """The part of a request that names the folder through which processes take turns."""
+        if self.ahead is None:
+            return {}
+        # Each compile-ahead process writes the size of its memory to a file, and the worker adds up
+        # these sizes. So the files of ended processes are removed.
+        self.ahead.reap()
+        return {"turns": str(self.ahead.folder)} if self.ahead.is_running else {}
+
+    def note_others(self, message: dict[str, Any]) -> None:
+        """Note if compile-ahead processes disturbed the try that this worker's answer reports."""
+        self._lacked_room = self._lacks_room(from_data(ProbeResult, message["result"]))
+        if message.get("others_are_stuck") and self.ahead is not None:
+            self._missed_turn = True
+            self.ahead.close()
 
     def _check_memory(self) -> None:
         """Raise TooManyFailures if the card has counted memory errors since this prober began."""
@@ -260,21 +285,14 @@ class WorkerProber:
         Return the result, and the worker's message, which is an empty dict if no message came.
         """
         oom_kills = host_oom_kills()
-        self._missed_turn = False
+        self.begin_try()
         begin = time.monotonic()
         monitor = self.monitor(log)
         monitor.patience_s = request.patience_s
 
         try:
             process = self.ready_process()
-            if self.ahead is not None:
-                # Each compile-ahead process writes the size of its memory to a file, and the worker
-                # adds up these sizes. So the files of ended processes are removed.
-                self.ahead.reap()
-            shared: dict[str, str] = {}
-            if self.ahead is not None and self.ahead.is_running:
-                shared = {"turns": str(self.ahead.folder)}
-            process.send({"request": to_data(request), "log": str(log)} | shared | more)
+            process.send({"request": to_data(request), "log": str(log)} | self.turns() | more)
             message = self._receive(process, monitor)
         except END_ERRORS:
             reason = self.end_of_worker(host_oom_kills() > oom_kills)
@@ -288,11 +306,9 @@ class WorkerProber:
             reason = f"no progress in phase {monitor.phase} for {waited}; the stack is in the log"
             return failed_result(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log), {}
 
+        self.note_others(message)
         if not message["reusable"]:
             self.close()
-        if message.get("others_are_stuck") and self.ahead is not None:
-            self._missed_turn = True
-            self.ahead.close()
 
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:
@@ -432,6 +448,9 @@ class WorkerProber:
         return self._process
 
     def _await_ready(self, process: WorkerProcess) -> None:
+        if self.ahead is not None:
+            # A starting worker measures its CUDA context, so no other process may use the device.
+            self.ahead.drop_requests()
         try:
             message = self._receive(process, Monitor(None))
         except END_ERRORS:

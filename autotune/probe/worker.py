@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 Rates = TypeVar("Rates")
 CHANCE_GIB = 24 / 1024  # the random variation of a process's memory on a CPU, in GiB
+JOIN = "join"  # the key of the seconds in which a rank joins the others
 LEAST_WAIT_S = 0.01  # seconds; a shorter wait for the device is not recorded
 # The most host memory, in GiB, that a worker may use to build a model without weights and describe
 # it. A model with 100,000 linear layers and adapters takes 3 GiB.
@@ -316,7 +317,10 @@ class Worker:
 
         try:
             emit(Phase.LOAD)
-            rank.join()
+            if rank.size > 1:
+                entered.append((JOIN, time.perf_counter()))
+                rank.join()
+                entered.append((Phase.LOAD.value, time.perf_counter()))
             probe = Probe(
                 request,
                 self._resident_for(request),

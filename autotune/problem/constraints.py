@@ -673,7 +673,7 @@ def _narrow_to_experts(narrowing: Narrowing, model: ModelSpec, shape: ModelShape
         )
         narrowing.remove("compile", {"per_layer"}, reason)
         narrow_checkpointing(narrowing)
-    elif kernels != ("grouped",) or narrowing.space.choices("num_gpus") != (1,):
+    elif kernels != ("grouped",):
         narrowing.only_with("compile", "lora_kernels", ("grouped",))
         narrow_checkpointing(narrowing)
 

@@ -19,7 +19,7 @@ from autotune.core.knobs import KNOBS, Kind, check_value
 from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
-_DEFAULT_VALUES = _DEFAULTS.as_dict()
+_DEFAULT_VALUES = {name: getattr(_DEFAULTS, name) for name in KNOBS}
 SHORT = 256  # with rows of at most this number of tokens, shorter rows would save little memory
 
 

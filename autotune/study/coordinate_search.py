@@ -131,7 +131,7 @@ class CoordinateSearch:
         trials = self.trials
         self._try_seeds(compile="none")
         best = self._best()
-        if best is None or self._try_compiled_ahead():
+        if best is None or best.config.compile == COMPILED or self._try_compiled_ahead():
             return
 
         self._pass_over_knobs(best, leave_out="compile")
@@ -181,13 +181,16 @@ class CoordinateSearch:
         """Try the configurations that formulas predict to be the fastest (seeds).
 
         `changes` replaces values of their knobs. If `changes` is given, only truncated models are
-        measured.
+        measured, and the seeds end as soon as the best configuration is one that was compiled in
+        advance.
         """
         best = self._best()
         task = self.trials.task
         if best:
             self._seeds = list(formula_seeds(task, best.config, best.limit_gib or 0.0))
         for config in self._seeds:
+            if changes and self._try_compiled_ahead():
+                return
             self._try_changed(config, **changes)
         if best and not self._seeds:
             self._seeds = self._try_grouped(**changes)

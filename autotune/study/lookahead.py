@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from autotune.core.knobs import KNOBS
-from autotune.core.probe_types import Outcome, ProbeRequest
+from autotune.core.probe_types import Outcome, ProbeRequest, World
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.probe.compile_ahead import CompileAhead
 from autotune.study.coordinate_search import ORDER, next_move
@@ -22,10 +22,7 @@ NOT_IN_LAYERS = ("loss", "loader_workers", "group_by_length", "optimizer_in_back
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """Requests compilation of likely next configurations whenever a trial begins.
-
-    Only code for configurations on one GPU is compiled in advance.
-    """
+    """Requests compilation of likely next configurations whenever a trial begins."""
 
     trials: SharedTrials
     ahead: CompileAhead
@@ -44,17 +41,17 @@ def shallow_requests(
 ) -> dict[str, ProbeRequest]:
     """Return requests that compile the code of these configurations, as {key of the code: request}.
 
-    At most MOST requests are returned. Configurations for several GPUs are left out. Configurations
-    whose code has a key in `known` are left out, too.
+    At most MOST requests are returned. Configurations whose code has a key in `known` are left out.
+    For several GPUs, one process simulates a rank, whose layers have the code of a real rank.
     """
     requests: dict[str, ProbeRequest] = {}
     for config in configs:
         key = code_key(config)
-        if key in known or key in requests or config.num_gpus > 1:
+        if key in known or key in requests:
             continue
 
         if (request := evaluator.shallowest(config)) is not None:
-            requests[key] = request
+            requests[key] = replace(request, world=World.FAKE)
         if len(requests) == MOST:
             break
     return requests

@@ -51,6 +51,9 @@ class ProbeTimes:
     # For each number of layers, the longest time to load the model. The longest time is kept,
     # because loading is faster if the same model was loaded before.
     _loads_s: dict[int, float] = field(default_factory=dict)
+    # The longest time in which the ranks of several GPUs joined each other. It does not depend on
+    # the number of layers.
+    _join_s: float = 0.0
 
     def learn(self, result: ProbeResult, measurement: Measurement) -> None:
         """Learn the times of a successful probe."""
@@ -73,6 +76,7 @@ class ProbeTimes:
         )
         self._times_of.setdefault(result.config, {})[depth] = probed
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
+        self._join_s = max(self._join_s, seconds.get("join", 0.0))
 
     def whole_s(self, request: ProbeRequest) -> float | None:
         """The predicted seconds of a probe of the whole model.
@@ -114,7 +118,7 @@ class ProbeTimes:
         if plans_s:
             each_s = micro_s + plans_s[-1]
             new_lengths_s = min(NEW_LENGTHS * each_s, NEW_LENGTHS_S + each_s)
-        return load_s + first_s + timed_s + new_lengths_s + evaluated_s
+        return self._join_s + load_s + first_s + timed_s + new_lengths_s + evaluated_s
 
     def _extrapolate(self, by_depth: dict[int, float]) -> float:
         """Extrapolate a time linearly from two numbers of layers to the whole model.

@@ -55,7 +55,7 @@ from autotune.study.formula_seeds import formula_seeds
 from autotune.study.history import Project, restore, summarize
 from autotune.study.lookahead import Lookahead, code_key, shallow_requests
 from autotune.study.loop import Study
-from autotune.study.neighbours import compiled_variants
+from autotune.study.neighbours import COMPILED, compiled_variants
 from autotune.study.node_health import NodeMonitor
 from autotune.study.nodes import Node, nodes_of
 from autotune.study.optimizer import Optimizer
@@ -148,16 +148,17 @@ class Session:
     def compile_ahead(self, number: int) -> CompileAhead | None:
         """Start `number` processes that compile code in advance, and return their handle.
 
-        The processes end with this session. Returns None if `number` is 0 or a probe uses several
-        GPUs. Also returns None if the memory that other processes hold is unknown, because the
+        The processes import torch at once, and end with this session. Returns None if `number` is
+        0. Also returns None if the memory that other processes hold is unknown, because the
         worker's own memory would then be unknown, too.
         """
         prober = self.prober
-        if number == 0 or not isinstance(prober, WorkerProber) or not prober.knows_memory_of_others:
+        if number == 0 or not prober.knows_memory_of_others:
             return None
-        prober.ahead = CompileAhead(prober.device, self.logs, number, num_cores())
-        self._opened.callback(prober.ahead.close)
-        return prober.ahead
+        ahead = prober.ahead = CompileAhead(prober.device, self.logs, number, num_cores())
+        self._opened.callback(ahead.close)
+        ahead.launch()
+        return ahead
 
     def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
         """Return the optimizer of a study, and create the study if necessary.
@@ -239,7 +240,8 @@ class Leader:
         self.on_resumed = on_resumed
         self.on_trial = on_trial
         self.failure: AutotuneError | None = None
-        self._ahead: CompileAhead | None = None
+        # These processes and the worker import their libraries at the same time.
+        self._ahead = session.compile_ahead(self._num_ahead())
         self._before = read_record(plan.url, plan.study)  # the record of earlier sessions
         self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
         session.until = plan.started + plan.budget_s
@@ -443,19 +445,20 @@ class Leader:
                 self._optimizer.close_queue()
                 self.update()
 
-    def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:
-        """Begin to compile the code of the search's first configurations, if that saves time."""
+    def _num_ahead(self) -> int:
+        """The number of processes that compile code in advance."""
         spec = self.plan.spec
+        if COMPILED not in self.plan.setup.task.space.choices("compile"):
+            return 0
         single_worker = spec.workers == 1 and spec.ray is None
-        number = (
-            num_helpers(num_cores())
-            if single_worker and self.session.prober.device == "cuda"
-            else 0
-        )
-        wanted = {"auto": number, "always": max(number, 1), "never": 0}[spec.compile_ahead]
-        self._ahead = self.session.compile_ahead(wanted)
+        on_gpu = self.session.prober.device == "cuda"
+        number = num_helpers(num_cores()) if single_worker and on_gpu else 0
+        return {"auto": number, "always": max(number, 1), "never": 0}[spec.compile_ahead]
+
+    def _begin_lookahead(self, task: Task, evaluator: Evaluator) -> None:
+        """Begin to compile the code of the search's first configurations."""
         if self._ahead is not None:
-            limit_gib = memory_limit_gib(self.memory_gib, spec.headroom)
+            limit_gib = memory_limit_gib(self.memory_gib, self.plan.spec.headroom)
             seeds = formula_seeds(task, task.baselines[0], limit_gib)
             likely = compiled_variants(task.space, [*seeds, *task.baselines])
             self._ahead.compile_next(shallow_requests(evaluator, likely))

@@ -342,6 +342,10 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
     # everything that these functions compute, so their code may be cached on disk. This setting is
     # part of the cache's key, so it must be the same for all layers.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # By default, Dynamo splits the graph of a layer under DDP, so that gradients can be sent before
+    # the layer's backward pass ends. The backward passes of other layers hide this communication
+    # too, and a layer in parts takes longer to compile.
+    torch._dynamo.config.optimize_ddp = False
     backend = "inductor" if activation_budget == 1.0 else _budgeted_inductor(activation_budget)
     for layer in layers:
         layer.compile(dynamic=False, backend=backend)

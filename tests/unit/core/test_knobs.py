@@ -81,7 +81,7 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
 
 def test_effects_select_knobs():
     of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
-    of_rank = ("num_gpus", "lora_kernels", "quantize_experts", "sharding", "copies", "offload")
+    of_rank = ("num_gpus", "quantize_experts", "sharding", "copies", "offload", "lora_kernels")
     assert knobs_affecting("weights") == (
         "method",
         "lora_targets",

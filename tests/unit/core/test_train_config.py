@@ -343,7 +343,7 @@ def test_grouped_adapters_are_on_experts_of_any_base_compiled_or_not() -> None:
         {"method": "full"},
         {"lora_dropout": 0.05},
         {"dora": True},
-        {"num_gpus": 2, "sharding": "ddp"},
+        {"num_gpus": 2, "sharding": "zero2"},
     ):
         assert replace(grouped, **other).lora_kernels == "peft", other
     for other in (
@@ -352,6 +352,8 @@ def test_grouped_adapters_are_on_experts_of_any_base_compiled_or_not() -> None:
         {"compile": "per_layer", "padding": "bucket"},
         {"quantization": "nf4"},
         {"precision": "fp32"},
+        {"num_gpus": 2, "sharding": "ddp"},
+        {"num_gpus": 2, "sharding": "fsdp2"},
     ):
         assert replace(grouped, **other).lora_kernels == "grouped", other
 
@@ -377,6 +379,7 @@ def test_joined_adapters_are_of_compiled_layers_on_a_base_of_16_bits() -> None:
         {"rslora": True},
         {"lora_targets": "q_v"},
         {"packing": True},
+        {"num_gpus": 2, "sharding": "ddp"},
     ):
         assert replace(joined, **other).lora_kernels == "joined", other
 

@@ -71,6 +71,8 @@ def test_what_is_wanted_is_there_for_processes_that_start_when_there_is_somethin
     ahead.compile_next({"a": asked})
     ahead.compile_next({"b": asked})
     assert ahead.is_running and [one.log.name for one in made] == ["ahead-0.log", "ahead-1.log"]
+    ahead.launch()  # they run already
+    assert len(made) == 2
     assert made[0].variables == {"TORCHINDUCTOR_COMPILE_THREADS": "4"} and made[0].more == [
         str(ahead.folder)
     ]
@@ -99,6 +101,20 @@ def test_one_that_ended_is_gone_with_what_it_held_and_the_other_goes_on(
     ahead.make_room()
     assert not ahead.is_running and ahead.held_gib() == 0.0
     assert ahead.claimed_keys() == {"b"}  # nobody will finish the other
+    ahead.close()
+
+
+def test_processes_may_start_before_there_is_something_to_compile(
+    made: list[Process], tmp_path: Path
+) -> None:
+    ahead = CompileAhead("cuda", tmp_path / "logs", 2, 16.0)
+    ahead.launch()
+    assert len(made) == 2 and not (ahead.folder / WANTED).exists()
+    ahead.compile_next({"a": request()})
+    assert len(made) == 2 and (ahead.folder / WANTED).exists()
+    ahead.drop_requests()  # as before a worker measures its memory
+    ahead.drop_requests()
+    assert not (ahead.folder / WANTED).exists() and ahead.is_running
     ahead.close()
 
 

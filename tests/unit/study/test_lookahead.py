@@ -109,6 +109,12 @@ def test_what_is_known_or_claimed_or_has_equal_code_is_not_wanted_again(session:
     assert len(one) == 1  # the loss is outside the layers
 
 
+def test_the_code_of_several_gpus_is_compiled_by_one_process(session: Session) -> None:
+    shared = replace(START, compile="per_layer", num_gpus=2, sharding="ddp")
+    (wanted,) = shallow_requests(session.evaluator, [shared]).values()
+    assert wanted.config == shared and wanted.simulates_rank
+
+
 @pytest.mark.parametrize(
     ("knobs", "equal"),
     [
