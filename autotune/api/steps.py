@@ -268,10 +268,11 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
 
 def resume_command(plan: SessionPlan) -> str:
     """Return the command line that continues a study."""
-    from autotune.study.storage.database import public_url
+    from autotune.study.storage.location import printed_options
 
-    storage = ["--storage", public_url(plan.spec.storage)] if plan.spec.storage else []
-    return shlex.join(["autotune", "resume", *storage, *operands(plan.study)])
+    storage, set_variable = printed_options(plan.spec.storage)
+    command = shlex.join(["autotune", "resume", *storage, *operands(plan.study)])
+    return " && ".join(filter(None, (set_variable, command)))
 
 
 def _budget_too_short(plan: SessionPlan, missing: str) -> BudgetTooShort:

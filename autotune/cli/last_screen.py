@@ -98,21 +98,24 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
 def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) -> dict[str, str]:
     """Return {purpose: command line} for the next steps: train, verify and explain, if possible.
 
-    The user can run the commands without a change. `storage` is the value of `--storage`.
+    The user can run the commands without a change. `storage` is the value of `--storage`. If it has
+    a password, the first command sets an environment variable for the others, and the user has to
+    insert the password.
     """
-    from autotune.study.storage.database import public_url
+    from autotune.study.storage.location import printed_options
 
-    database = ["--storage", public_url(storage)] if storage else []
+    database, set_variable = printed_options(storage)
+    first = {"first, with your password for PASSWORD": set_variable} if set_variable else {}
 
     def command(verb: str, *options: str) -> str:
         return shlex.join(["autotune", verb, *options, *database, *operands(summary.study)])
 
     recipe = summary.recipe
     if recipe is None:
-        return {"see which configurations did not fit, and what to change": command("oom")}
+        return first | {"see which configurations did not fit, and what to change": command("oom")}
 
     place = _place(recipe)
-    steps: dict[str, str] = {}
+    steps = first
     if recipe.trainer != "transformers":
         steps |= describe.training_commands(summary, recipe, out_dir)
     elif summary.dataset and has_published_weights(recipe):

@@ -28,9 +28,9 @@ from autotune.export.header import (
     yaml_sections,
 )
 from autotune.export.script import runtime_files
+from autotune.study.storage.location import VARIABLE
 from autotune.study.summary import Recipe
 
-URL = "AUTOTUNE_STORAGE"
 # The hours that a training run may need in addition to its projected time, for start-up, downloads
 # and saves
 UNPROJECTED_H = 0.5
@@ -91,7 +91,7 @@ class JobSpec:
     def head(self, system: str) -> list[str]:
         """Return the lines of the comment at the top of the file."""
         steps = load_data("autotune.export", "clusters")[self.use][system]["steps"]
-        filled = steps.format(name=self.name, count=self.count, version=__version__, url=URL)
+        filled = steps.format(name=self.name, count=self.count, version=__version__, url=VARIABLE)
         about = () if system == "slurm" else (*self.about, "")
         return [*about, *filled.splitlines(), *self.notes]
 
@@ -198,10 +198,10 @@ def workers_job(
         annotations={"autotune-study": study},
         # Kubernetes replaces $(NAME) in this list by the value of the variable NAME, and $$ by a $.
         command=["autotune", "worker", argument.replace("$", "$$"), "--out=/tmp/worker"],
-        env=[{"name": URL, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
-        task={"secrets": {URL: None}},
+        env=[{"name": VARIABLE, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
+        task={"secrets": {VARIABLE: None}},
         packages=[f"autotune-llm[postgres]=={__version__}", *_packages(fingerprint)],
-        before=f': "${{{URL}:?the database of the study}}"',
+        before=f': "${{{VARIABLE}:?the database of the study}}"',
         run=f"autotune worker {shlex.quote(argument)}",
         srun=f'autotune worker {shlex.quote(argument)} --out="workers/${{SLURM_ARRAY_TASK_ID:?}}"',
         count=count,

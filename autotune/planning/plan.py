@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -38,6 +39,7 @@ from autotune.report.values.plan import (
     ONLY_GROUPED,
     ONLY_LEANEST,
     Cell,
+    FittingChange,
     Plan,
 )
 from autotune.study.neighbours import grouped_variants, leaner_optimizer
@@ -68,7 +70,8 @@ def plan(
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
     If no configuration of the space fits, the plan is for the reserve space, which has more values
-    (`setup.open_reserve`). `say` gets warnings and progress. If no formula covers the model and
+    (`setup.open_reserve`). If none of these fits either, other options are tried (`_changes`).
+    `say` gets warnings and progress. If no formula covers the model and
     `counted` is true, a dry probe computes the baseline's memory on the meta device.
 
     Raises UsageError if the spec has an unknown name or an invalid value, or if the memory of the
@@ -76,10 +79,53 @@ def plan(
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
-    result = plan_setup(setup, limit_of(spec, device), observations, counted=counted)
+    limit_gib = limit_of(spec, device)
+    result = plan_setup(setup, limit_gib, observations, counted=counted)
+    change = None
+    if result.best is None and result.reason not in LITTLE_KNOWN:
+        change = _first_change(spec, result.leanest, device, limit_gib, observations, counted)
     return replace(
-        result, what_fits=memory_tables(result), left_out=tuple(map(str, setup.removals))
+        result,
+        change=change,
+        what_fits=memory_tables(result),
+        left_out=tuple(map(str, setup.removals)),
     )
+
+
+def _first_change(
+    spec: StudySpec,
+    leanest: TrainConfig,
+    device: DeviceSpec,
+    limit_gib: float,
+    observations: Sequence[Observation],
+    counted: bool,
+) -> FittingChange | None:
+    """Return the first change of the options with which a plan finds a configuration that fits."""
+    for options, changed in _changes(spec, leanest):
+        with suppress(UsageError):  # another option excludes this change
+            setup = planned_setup(changed, device)
+            result = plan_setup(setup, limit_gib, observations, counted=counted)
+            if result.best is not None:
+                return FittingChange(options=options, estimate=result.best)
+    return None
+
+
+def _changes(spec: StudySpec, leanest: TrainConfig) -> Iterator[tuple[str, StudySpec]]:
+    """Yield changes of the options, as text and applied to `spec`, which save memory.
+
+    A change that alters the training's result less comes first. `leanest` is the configuration of
+    the space that needs the least memory.
+    """
+    options = ""
+    is_full = leanest.method == "full"
+    for space, saves in (("lora", is_full), ("qlora", is_full or leanest.quantization != "nf4")):
+        if saves:
+            options = f"--space {space}"
+            spec = replace(spec, space=space)
+            yield options, spec
+    if "lora_targets" not in spec.pins:  # also allows the experts of a mixture in 4 bits
+        pins = spec.pins | {"lora_targets": "attention"}
+        yield f"{options} --set lora_targets=attention".strip(), replace(spec, pins=pins)
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = ignore_message) -> Setup:

@@ -31,7 +31,8 @@ class Answer:
     """The answer of a command in words, in the order of a reader's questions.
 
     `answer` is a verdict, or a name with its most important numbers. `needs` describes memory.
-    `details` is the complete value that the command returns.
+    `change` is the first change to make if nothing fits. `details` is the complete value that the
+    command returns.
     """
 
     answer: str
@@ -40,11 +41,13 @@ class Answer:
     certainty: str
     reason: str
     details: Any
+    change: str = ""
 
     def lines(self) -> dict[str, str]:
         """Return {label: text} for the texts after `answer`."""
         return {
             "needs": self.needs,
+            "change": self.change,
             "cost": self.cost,
             "certainty": self.certainty,
             "why": self.reason,
@@ -131,6 +134,7 @@ def plan_answer(plan: Plan) -> Answer:
         cost=cost_text(chosen, plan.task) if plan.best else "",
         certainty=certainty(chosen),
         reason=reason,
+        change=str(plan.change or ""),
         details=plan,
     )
 

@@ -256,7 +256,7 @@ def oom_report(summary: StudySummary) -> OomReport:
     fits = {row.config: row for row in reversed(summary.trials) if row.outcome is Outcome.OK}
     rows = [row for row in summary.trials if row.outcome in (Outcome.OOM, Outcome.REFUSED)]
     nearest = {config: _nearest(config, fits) for config in {row.config for row in rows}}
-    entries = tuple(_entry(row, nearest[row.config]) for row in rows)
+    entries = tuple(_entry(row, nearest[row.config], has_sdpa=summary.has_sdpa) for row in rows)
     return OomReport(study=summary.study, num_trials=len(summary.trials), entries=entries)
 
 
@@ -276,10 +276,13 @@ def distance(one: TrainConfig, other: TrainConfig) -> float:
     return total
 
 
-def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
+def advise(
+    config: TrainConfig, terms: tuple[Term, ...], *, has_sdpa: bool = True
+) -> tuple[Change, ...]:
     """Return remedies, the remedies for the largest term of memory first.
 
-    If no term is known, the remedies are for activations, optimizer and weights.
+    If no term is known, the remedies are for activations, optimizer and weights. `has_sdpa` says
+    whether the model can use SDPA attention.
     """
     ranked = sorted(terms, key=lambda term: -term.gib)
     names = [term.name for term in ranked if term is ranked[0] or term.share >= WORTH_ADVICE]
@@ -288,7 +291,8 @@ def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
     for name in names or ["activations", "optimizer", "weights"]:
         for knob, suggested, why in _ADVICE.get(name, _activations)(config):
             change = Change(knob=knob, current=getattr(config, knob), suggested=suggested, why=why)
-            if change not in changes:
+            possible = has_sdpa or (knob, suggested) != ("attention", "sdpa")
+            if possible and change not in changes:
                 changes.append(change)
 
     if not changes:
@@ -310,7 +314,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
+def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...], *, has_sdpa: bool) -> OomEntry:
     """Return the entry of a trial that did not fit. A refusal has no details of memory."""
     detail = row.oom
     limit = detail.limit_gib if detail else row.limit_gib
@@ -335,7 +339,7 @@ def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
         missed_gib=None if margin is None or limit is None else margin * limit,
         terms=terms,
         nearest=nearest,
-        changes=advise(row.config, terms),
+        changes=advise(row.config, terms, has_sdpa=has_sdpa),
         reason=row.reason,
         log=row.log,
     )

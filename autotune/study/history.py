@@ -162,6 +162,7 @@ def summarize(
         if recipe and _is_of(record.decomposition, recipe)
         else None,
         notes=tuple(notes),
+        has_sdpa=not selection.task.model.lacks("sdpa"),
         dataset=record.spec.dataset,
         split=record.spec.split,
     )

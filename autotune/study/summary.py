@@ -432,7 +432,8 @@ class StudySummary:
 
     `recipe` is None if no trial succeeded. `wall_seconds` is the time of all sessions. `probes` has
     all stored results in order. A result that was computed without a probe has no seconds. `cards`
-    and `scaling` predict the winner's run on other cards and on other numbers of GPUs.
+    and `scaling` predict the winner's run on other cards and on other numbers of GPUs. `has_sdpa`
+    says whether transformers has SDPA attention for the model.
     """
 
     JSON: ClassVar = keys(
@@ -476,6 +477,7 @@ class StudySummary:
     explanation: Ablation | None = None
     decomposition: Decomposition | None = None
     notes: tuple[str, ...] = ()
+    has_sdpa: bool = True
     dataset: str | None = None  # the path or name of the dataset, as the user gave it
     split: str | None = None
 

@@ -20,7 +20,7 @@ from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.process import module_command
 from autotune.study.progress import Progress
-from autotune.study.storage.location import make_writable
+from autotune.study.storage.location import VARIABLE, make_writable
 
 LEAVE_S = 20.0  # after the search, workers have this time to finish their probes
 RAY_START_S = 60.0
@@ -29,9 +29,6 @@ RAY_RESOURCE = "autotune"
 # Ray sets this variable to 1 in its processes, but a worker on a CPU must use as many threads as
 # the leader.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-# Workers get the database's URL in this variable. The URL may hold a password, which other users
-# could read on a command line.
-STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 WAITING = "waiting for the other workers to finish their probes"
 
 
@@ -119,7 +116,8 @@ def local_workers(
 
 def _start(study: str, url: str, folder: Path, card: int | str | None) -> subprocess.Popen[bytes]:
     make_writable(folder)
-    environment = os.environ | {STORAGE_VARIABLE: url}
+    # The URL may hold a password, which other users could read on a command line.
+    environment = os.environ | {VARIABLE: url}
     if card is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(card)
     with (folder / "logs" / "tuner.log").open("ab") as log:
@@ -303,7 +301,7 @@ class _WorkerActor:
         environment = {
             name: value for name, value in os.environ.items() if name != THREADS_VARIABLE
         }
-        environment[STORAGE_VARIABLE] = url
+        environment[VARIABLE] = url
         if threads:
             environment[THREADS_VARIABLE] = threads
 

@@ -79,10 +79,17 @@ def test_the_readme_has_the_numbers_of_the_stored_studies() -> None:
     rows = [
         re.findall(r"[\d,.]+", row) for row in re.findall(r"\| [\d*,]+ \| .*(?= \|$)", text, re.M)
     ]
+    studies = [
+        json.loads((ROOT / "studies" / name / "summary.json").read_text(encoding="utf-8"))
+        for name in ("h200-mistral-7b", "h200-mistral-7b-qlora", "h200-mistral-7b-full")
+    ]
+    prices = [study["winner"]["cost"]["usd_per_hour"] for study in studies]
+    words = " ".join(text.split())
+    assert f"for a price of ${prices[0]} an hour" in words
+    assert f"an earlier price, ${prices[1]}." in words and prices[1] == prices[2]
+
     stored = []
-    for name in ("", "-qlora", "-full"):
-        path = ROOT / "studies" / f"h200-mistral-7b{name}" / "summary.json"
-        study = json.loads(path.read_text(encoding="utf-8"))
+    for study in studies:
         for key in ("baseline", "winner"):
             one = study[key]
             minutes = 60 * one["cost"]["full_run_hours"]
@@ -91,7 +98,7 @@ def test_the_readme_has_the_numbers_of_the_stored_studies() -> None:
                     f"{one['performance']['tokens_per_second']:,.0f}",
                     f"{one['memory']['peak_reserved_gib']:.1f}",
                     f"{minutes:.1f}",
-                    f"{one['cost']['full_run_usd']:.2f}",
+                    f"{prices[0] * one['cost']['full_run_hours']:.2f}",
                 ]
             )
     assert [row for row in rows if len(row) == 4] == stored

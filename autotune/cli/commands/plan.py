@@ -128,9 +128,12 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
             print_plan(result, details=details)
 
     if result.best is None and result.reason not in LITTLE_KNOWN:
+        ways = ways_to_fit(result.leanest)
+        if result.change:
+            ways = f"give {result.change.options}, or take a larger GPU or a smaller model"
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
-            remedy=f"{ways_to_fit(result.leanest)}; `autotune compare` finds a GPU for it",
+            remedy=f"{ways}; `autotune compare` finds a GPU for it",
         )
 
 

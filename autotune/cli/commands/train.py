@@ -102,7 +102,7 @@ def train(
     """
     from autotune.api import load_study
     from autotune.export.run.train import Run
-    from autotune.study.storage.database import public_url
+    from autotune.study.storage.location import printed_options
 
     result = load_study(study, storage)
     recipe = result.recipe
@@ -145,11 +145,11 @@ def train(
         options = _script_options(dataset, split, model, max_steps, ask)
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
         options += ["--other-device"] * other_device
-        options += ["--storage", public_url(storage)] if storage else []
-        resume_command = _command([*options, "--resume"], recipe.study)
+        database, set_variable = printed_options(storage)
+        command = _command([*options, *database, "--resume"], recipe.study)
         raise interruption(
             output,
-            resume_command,
+            " && ".join(filter(None, (set_variable, command))),
             128 + signal.SIGINT if stop.signal == signal.SIGINT else PREEMPTED,
         )
 

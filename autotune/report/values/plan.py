@@ -6,6 +6,7 @@ from typing import ClassVar
 from autotune.core.json_view import keys
 from autotune.core.notebook import ShownAsTable
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib
 from autotune.prediction.estimate import Estimate
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
@@ -58,6 +59,18 @@ class Cell:
         return self.plain if self.plain.state == FITS else self.recomputed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingChange:
+    """Options that make a run fit, such as `--space qlora`, and the run's estimate with them."""
+
+    options: str
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        """Return '--space qlora makes it fit in 17.1 GiB'."""
+        return f"{self.options} makes it fit in {fmt_gib(self.estimate.need_gib)}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan(ShownAsTable):
     """The plan for one model on one card.
@@ -68,10 +81,11 @@ class Plan(ShownAsTable):
     of other users on this card, which corrected the speeds. `from_reserve` says that no
     configuration of the search space fits, and that the plan is for the reserve: values to try only
     if all others do not fit (`setup.open_reserve`). `leanest` needs the least memory of all
-    configurations that may win. `how_sure` says how the numbers were estimated.
-    `calibrated` says which of the numbers rest on a calibration, and when it was made. `what_fits`
-    maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the values that
-    are not in the search space, with reasons.
+    configurations that may win. `change` is the first change of the options that makes the run fit,
+    or None if the run fits, or if no such change is known. `how_sure` says how the numbers were
+    estimated. `calibrated` says which of the numbers rest on a calibration, and when it was made.
+    `what_fits` maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the
+    values that are not in the search space, with reasons.
     """
 
     JSON: ClassVar = keys(
@@ -81,7 +95,8 @@ class Plan(ShownAsTable):
         workload="task.workload",
         price="task.price",
     ) | keys(
-        *("limit_gib", "best", "baseline", "reason", "seen", "how_sure", "calibrated", "what_fits"),
+        *("limit_gib", "best", "baseline", "reason", "change"),
+        *("seen", "how_sure", "calibrated", "what_fits"),
         configurations=keys(looked_at="num_estimated", of="space_size"),
     )
 
@@ -94,6 +109,7 @@ class Plan(ShownAsTable):
     space_size: int
     leanest: TrainConfig
     how_sure: str
+    change: FittingChange | None = None
     calibrated: str | None = None
     seen: tuple[str, ...] = ()
     from_reserve: bool = False

@@ -361,6 +361,15 @@ def public_url(url: str) -> str:
         return "the storage URL"
 
 
+def has_password(url: str) -> bool:
+    """Return whether the URL contains a password, or cannot be parsed and may contain one."""
+    try:
+        parsed = _parsed(url)
+    except ArgumentError:
+        return True
+    return parsed.password is not None or bool(_secrets(parsed))
+
+
 def _hide_secrets(url: URL) -> str:
     return url.difference_update_query(_secrets(url)).render_as_string(hide_password=True)
 

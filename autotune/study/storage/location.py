@@ -1,12 +1,14 @@
 """The URL of a study's database, and the study's directory."""
 
 import os
+import shlex
 from pathlib import Path
 
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.files import write_errors
 from autotune.core.text import slug
 
+VARIABLE = "AUTOTUNE_STORAGE"
 DEFAULT_ROOT = Path("runs")
 DEFAULT_URL = f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
 # `autotune import` stores submitted measurements in this folder of the current directory.
@@ -41,7 +43,25 @@ def existing_url(storage: str | None) -> str:
 
 def named_url(storage: str | None) -> str | None:
     """Return the URL that the user named: `storage`, else $AUTOTUNE_STORAGE, else None."""
-    return os.environ.get("AUTOTUNE_STORAGE") if storage is None else storage
+    return os.environ.get(VARIABLE) if storage is None else storage
+
+
+def printed_options(storage: str | None) -> tuple[list[str], str]:
+    """Return the options of a printed command that name the database, and a command to run first.
+
+    `storage` is the value of `--storage`. A password never becomes an option, because other users
+    of the machine can read the options of a running command. With a password, the first command
+    sets AUTOTUNE_STORAGE to the URL, with the word PASSWORD instead of the password. Otherwise the
+    first command is empty.
+    """
+    from autotune.study.storage.database import has_password, public_url
+
+    if storage is None:
+        return [], ""
+    if not has_password(storage):
+        return ["--storage", storage], ""
+    url = public_url(storage).replace(":***@", ":PASSWORD@")
+    return [], f"export {VARIABLE}={shlex.quote(url)}"
 
 
 def shared_url(storage: str | None) -> str:

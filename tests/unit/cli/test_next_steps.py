@@ -92,6 +92,18 @@ def test_each_printed_command_is_one_that_the_program_knows(
         assert train["random_weights"] and train["max_steps"] == 5
 
 
+def test_a_password_is_kept_off_the_printed_commands() -> None:
+    url = "postgresql+psycopg://me:secret@host/db"
+    variable = "export AUTOTUNE_STORAGE=postgresql+psycopg://me:PASSWORD@host/db"
+    for study in STUDIES.values():
+        first, *others = next_steps(study, OUT, url).items()
+        assert first == ("first, with your password for PASSWORD", variable)
+        assert [command for _, command in others] == list(next_steps(study, OUT).values())
+
+    plan: Any = SimpleNamespace(spec=SimpleNamespace(storage=url), study="one")
+    assert steps.resume_command(plan) == f"{variable} && autotune resume one"
+
+
 def test_a_stopped_study_names_the_command_that_continues_it(tmp_path: Path) -> None:
     stop = StopToken()
     stop.signal = 2

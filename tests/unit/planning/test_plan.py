@@ -19,6 +19,7 @@ from autotune.core.json_view import json_data
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib
 from autotune.planning import plan as plan_module
 from autotune.planning.device_estimate import (
     corrected_by_observations,
@@ -645,6 +646,42 @@ def test_a_model_that_does_not_fit_has_its_own_exit_code(
     printed = capsys.readouterr().out
     assert printed.startswith("Llama-3.1-70B does not fit a10: it needs at least 41")
     assert "tokens/s" not in printed and "$" not in printed
+
+
+@pytest.mark.parametrize(
+    ("gpu", "limits", "change"),
+    [
+        ("rtx-4090", {"space": "full"}, "--space lora"),
+        ("a10", {"space": "full", "memory_gib": 12.0}, "--space qlora"),
+        ("a10", {"space": "qlora", "memory_gib": 6.0}, "--set lora_targets=attention"),
+        ("a10", {"space": "full", "memory_gib": 6.0}, "--space qlora --set lora_targets=attention"),
+        ("a10", {"space": "qlora", "memory_gib": 4.0}, None),
+        (
+            "a10",
+            {"space": "qlora", "memory_gib": 6.0, "pins": {"lora_targets": "all-linear"}},
+            None,
+        ),
+    ],
+)
+def test_the_first_change_that_makes_a_model_fit_is_named(
+    gpu: str, limits: dict[str, Any], change: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = StudySpec(model="mistral-7b", gpu=gpu, **limits)
+    with pytest.raises(NothingFits) as caught:
+        command.plan(spec, evidence=HERE)
+    printed = capsys.readouterr().out
+    if change is None:
+        assert "makes it fit" not in printed
+        return
+
+    assert f"give {change}, or take a larger GPU" in str(caught.value.remedy)
+    (need,) = re.findall(rf"   change  {change} makes it fit in ([\d.]+) GiB\n", printed)
+    words = change.split()
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    pins = dict(one.split("=") for one in [options["--set"]]) if "--set" in options else {}
+    space = options.get("--space", spec.space)
+    fits = plan(replace(spec, space=space, pins=spec.pins | pins)).best
+    assert fits is not None and fmt_gib(fits.need_gib) == f"{need} GiB"
 
 
 def test_on_a_machine_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,13 @@ def test_nearest_are_fitting_distinct_and_sorted() -> None:
     assert nearest[0].differs == {"micro_batch_size": [8, 4]}
 
 
+def test_sdpa_is_advised_only_if_the_model_has_it() -> None:
+    eager = row(0, Outcome.OOM, config=TrainConfig(attention="eager"))
+    for has_sdpa in (True, False):
+        made = oom_report(replace(study(eager), has_sdpa=has_sdpa)).entries[0].changes
+        assert ("attention" in [change.knob for change in made]) == has_sdpa
+
+
 FULL = TrainConfig(method="full", optimizer="adamw_torch")
 
 

@@ -18,6 +18,7 @@ from autotune.study.storage import database
 from autotune.study.storage.database import (
     Outages,
     engine_options,
+    has_password,
     network_drive,
     public_url,
     read_only,
@@ -157,6 +158,10 @@ def test_passwords_are_not_shown() -> None:
         == "mysql://me@host/db?charset=utf8"
     )
     assert public_url("postgresql://me:secret@host:port/db") == "the storage URL"
+
+    without = ["sqlite:///a.db", "postgresql+psycopg://me@host/db"]
+    with_one = [SERVER, "mysql://me@host/db?passwd=secret", "postgresql://me:secret@host:port/db"]
+    assert [has_password(url) for url in (*without, *with_one)] == [False] * 2 + [True] * 3
 
 
 @pytest.mark.parametrize("kind", ["nfs", "cifs", "fuse.sshfs", "lustre", "fuse.s3fs"])
