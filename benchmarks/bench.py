@@ -25,12 +25,15 @@ from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRe
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths, extrapolate
+from autotune.prediction.projection import run_tokens_per_s
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import performance
+from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study.evaluator import truncate_request
+from autotune.study.storage.probe_store import StoredProbe
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
@@ -218,6 +221,34 @@ def run_study(folder: Path, *options: str) -> dict[str, Any]:
         run_python(["-m", "autotune", "run", *options, "--json"], folder)
     )
     return summary
+
+
+def timed_trials(stored: list[StoredProbe], task: Task, began: float) -> list[dict[str, Any]]:
+    """Return the second at which each trial of a study ended, its configuration and its speed.
+
+    `began` is the time.time() at which the command began.
+    """
+    ends: dict[int | None, float] = {}
+    trials: list[dict[str, Any]] = []
+    for row in stored:
+        result = row.result
+        if result.started_at is not None and result.seconds:
+            start = datetime.fromisoformat(result.started_at).timestamp() - began
+            ends[row.trial] = start + result.seconds["total"]
+        if row.trial is None or result.depth is not None or result.outcome is Outcome.REFUSED:
+            continue
+        # The first trial may be probed before the search begins.
+        end = ends.get(row.trial, ends.get(None) if row.trial == 0 else None)
+        has_speed = result.outcome in (Outcome.OK, Outcome.SLOW)
+        trials.append(
+            {
+                "end_s": end,
+                "config": result.config.label(),
+                "tokens_per_s": run_tokens_per_s(task, result) if has_speed else None,
+                "outcome": result.outcome,
+            }
+        )
+    return [trial for trial in trials if trial["end_s"] is not None]
 
 
 def fingerprint_of(study: dict[str, Any]) -> dict[str, Any]:

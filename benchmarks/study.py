@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from bench import (
     save,
     scratch,
     table,
+    timed_trials,
     use_empty_compile_cache,
     worker,
 )
@@ -44,7 +44,6 @@ from autotune.core.probe_types import (
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import parse_duration
-from autotune.prediction.projection import run_tokens_per_s
 from autotune.probe.compile_ahead import CompileAhead, num_helpers
 from autotune.probe.supervisor import WorkerProber
 from autotune.study.storage.probe_store import ProbeStore
@@ -230,36 +229,13 @@ def cold_study(args: argparse.Namespace, stage: str, budget: str) -> dict[str, A
             log.read_text(errors="replace")
             for log in Path(folder, "cold", "logs").glob("ahead-*.log")
         ]
-    ends: dict[int | None, float] = {}
-    trials: list[dict[str, Any]] = []
-    for row in stored:
-        result = row.result
-        if result.started_at is not None and result.seconds:
-            start = datetime.fromisoformat(result.started_at).timestamp() - began
-            ends[row.trial] = start + result.seconds["total"]
-        if row.trial is not None and result.depth is None and result.outcome is not Outcome.REFUSED:
-            # the first may be tried before
-            end = ends.get(row.trial, ends.get(None) if row.trial == 0 else None)
-            speed = (
-                run_tokens_per_s(task, result)
-                if result.outcome in (Outcome.OK, Outcome.SLOW)
-                else None
-            )
-            trials.append(
-                {
-                    "end_s": end,
-                    "config": result.config.label(),
-                    "tokens_per_s": speed,
-                    "outcome": result.outcome,
-                }
-            )
     probes = [
         row.result for row in stored if row.result.seconds and row.result.rung is not Rung.CONFIRM
     ]
     return {
         "budget_s": parse_duration(budget),
         "wall_s": wall_s,
-        "trials": [trial for trial in trials if trial["end_s"] is not None],
+        "trials": timed_trials(stored, task, began),
         "compile_s": sum(probe.seconds.get("compile", 0.0) for probe in probes),
         "turn_s": sum(probe.seconds.get("turn", 0.0) for probe in probes),
         "probe_s": sum(probe.seconds["total"] for probe in probes),

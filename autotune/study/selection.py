@@ -532,6 +532,10 @@ class Selection:
         others = [
             one for one in self._known_contenders() if one.config.num_gpus != winner.config.num_gpus
         ]
+        # A number of GPUs is represented by a confirmed configuration, if it has one.
+        confirmed = [one for one in others if self.record(one.config).confirmed]
+        with_confirmed = {one.config.num_gpus for one in confirmed}
+        others = confirmed + [one for one in others if one.config.num_gpus not in with_confirmed]
         of_numbers = sorted(
             [winner, *self._best_of_numbers(others)], key=lambda scored: scored.config.num_gpus
         )

@@ -712,6 +712,7 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "light_install",
+    "two_gpus",
 }  # results whose first measurement is still to be made
 
 
@@ -1355,3 +1356,15 @@ def test_the_longest_row_counts_under_the_memory_of_its_mark(
     found = module.summarize(rows)
     assert (found["tokens_24gb"], found["tokens_80gb"]) == (100, 400)
     assert module.summarize(rows[1:3])["tokens_24gb"] is None
+
+
+def test_two_gpus_are_compared_with_one_if_both_were_studied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    summarize = program("two_gpus", monkeypatch).summarize_studies
+    two = {"study": "two", "tokens_per_s": 34e3, "confirmed": True, "first_compiled_s": 40.0}
+    one = {"study": "one", "tokens_per_s": 17e3, "confirmed": False}
+    assert summarize([two])["scaling"] is None and summarize([two])["first_compiled_s"] == 40.0
+    both = summarize([two, one])
+    assert both["scaling"] == 2.0 and both["confirmed"] is False
+    assert both["full8b_tokens_per_s"] is None

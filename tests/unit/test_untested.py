@@ -99,7 +99,9 @@ def test_a_message_is_a_plain_sentence() -> None:
     )
     assert untested("cuda_graphs", "micro_batch", "objective", "sft") is None
     assert untested("cuda_graphs", "none", "objective", "dpo") is None
-    assert untested("trainer", "trl", "several_gpus") == "--trainer trl is untested on several GPUs"
+    assert untested("trainer", "trl", "several_gpus") == (
+        "--trainer trl is untested on several GPUs: TRL's trainers are probed in one process"
+    )
     assert (
         untested("packing", True, "trainer", "trl")
         == "packing is untested with trl: TRL joins packed sequences into one"

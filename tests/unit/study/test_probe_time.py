@@ -50,6 +50,15 @@ def test_loads_and_micro_batches_are_lines_over_depth() -> None:
     assert times.whole_s(longer) == pytest.approx(7.0 + 25.6 + 8 * 3.2)
 
 
+def test_joining_other_ranks_takes_as_long_with_any_number_of_layers() -> None:
+    """The longest of all times counts, as a rank may wait for another one to start."""
+    parts = {"load": 1.0, "first_step": 0.8}
+    times = learned((2, 0.2, parts | {"join": 0.5}), (8, 0.8, parts | {"join": 3.0}))
+    alone = learned((2, 0.2, parts), (8, 0.8, parts))
+    expected = alone.whole_s(REQUEST)
+    assert expected is not None and times.whole_s(REQUEST) == pytest.approx(expected + 3.0)
+
+
 def test_the_deepest_model_tells_what_the_first_steps_take_beside_its_micro_batches() -> None:
     """Two layers waited half of their time for kernels to load, eight did not."""
     times = learned((2, 0.2, {"first_step": 1.6}), (8, 0.8, {"first_step": 3.2}))
