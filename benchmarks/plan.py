@@ -51,7 +51,7 @@ from autotune.prediction.memory_formula import (
     memory_breakdown,
     moving_bytes,
 )
-from autotune.prediction.sharded_memory import DeepSpeedBuffers, rank_breakdown
+from autotune.prediction.sharded_memory import ShardingSettings, rank_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 from autotune.probe.supervisor import WorkerProber
@@ -455,7 +455,7 @@ def world_memory(
 
     The allocator keeps its reserved memory until the GPU is full, and then returns free blocks.
     """
-    buffers = DeepSpeedBuffers(**row.get("buffers", {}))
+    buffers = ShardingSettings(**row.get("buffers", {}))
     found = rank_breakdown(model, config, parallelism, row["accumulation"], buffers)
     assert found is not None
     beside = found.nccl + CONTEXT_GIB

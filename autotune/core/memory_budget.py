@@ -7,6 +7,9 @@ from autotune.core.parallelism import Parallelism
 # Other projects report 0.7 GiB on four A100s and 1.06 GB on eight H100s.
 NCCL_OF_4_GIB = 0.76
 NCCL_GIB = 1.0
+# torch's allocator of pinned memory rounds each block up to a power of two: to at most this many
+# times its size.
+PINNED = 2
 
 
 def memory_limit_gib(cap_gib: float, reserve_fraction: float, *, taken_gib: float = 0.0) -> float:

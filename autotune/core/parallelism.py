@@ -48,10 +48,11 @@ class Parallelism:
             raise ValueError(f"num_gpus is a positive integer, not {self.num_gpus!r}")
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
-        if (self.num_gpus == 1) is not (self.strategy == "none"):
+        one_gpu = self.strategy == "none" or (self.num_gpus == 1 and self.strategy in ZERO)
+        if (self.num_gpus == 1) is not one_gpu:
             raise ValueError(
-                f"strategy {self.strategy} does not match num_gpus {self.num_gpus}:"
-                " the strategy none is for one GPU, and the other strategies are for several"
+                f"strategy {self.strategy} does not match num_gpus {self.num_gpus}: the strategy"
+                " none is for one GPU, DeepSpeed's are for any number, and the others for several"
             )
 
         if self.strategy not in FSDP2 and (self.sync_each_batch or self.offload or self.copies > 1):
@@ -79,7 +80,8 @@ class Parallelism:
     @property
     def name(self) -> str:
         """The name of the strategy in tables."""
-        return self.strategy.replace("fsdp2", "hsdp") if self.copies > 1 else self.strategy
+        name = self.strategy.replace("fsdp2", "hsdp") if self.copies > 1 else self.strategy
+        return f"{name}, offloaded" if self.offload else name
 
     @property
     def num_shards(self) -> int:
@@ -131,11 +133,8 @@ def _fsdp2_refusal(config: TrainConfig) -> str | None:
     The failures are known from bitsandbytes issues 1945 and 1633, and from runs of transformers'
     Trainer on two ranks.
     """
-    if config.quantization == "nf4":
-        return (
-            "FSDP2 loses the quantisation state of nf4 weights, which FSDP 1 keeps with"
-            " bnb_4bit_quant_storage, but no formula covers FSDP 1"
-        )
+    if config.quantize_experts:
+        return "FSDP2 loses the scales of 4-bit experts"
     if config.quantization == "int8":
         return "FSDP2 loses the quantisation state of int8 weights"
     if config.optimizer in BITSANDBYTES:

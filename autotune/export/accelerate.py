@@ -3,7 +3,7 @@
 import json
 
 from autotune.core.files import load_data
-from autotune.core.parallelism import ZERO, Parallelism
+from autotune.core.parallelism import FSDP2, ZERO, Parallelism
 from autotune.export import tool_file
 from autotune.export.header import environment, on_cpu, summary_lines, yaml_sections
 from autotune.prediction.sharded_memory import Shares
@@ -32,6 +32,8 @@ def export(recipe: Recipe) -> dict[str, str]:
         shards = Parallelism.of(config).num_shards
         sizes = {f"{SIZES}dp_replicate_size": config.copies, f"{SIZES}dp_shard_size": shards}
         values |= {"parallelism_config": sizes}
+    if config.quantization == "nf4" and config.sharding in FSDP2:
+        values["fsdp_config"] = values["fsdp_config"] | data["fsdp_1"][config.sharding]
     if config.offload:
         values["fsdp_config"] = values["fsdp_config"] | {"fsdp_offload_params": True}
     if config.compile == "per_layer":

@@ -21,6 +21,7 @@ from autotune.export.header import (
     summary_lines,
     warmup_steps,
 )
+from autotune.prediction.memory_formula import NF4_STATISTICS
 from autotune.probe.model_settings import model_settings
 from autotune.problem.images import images_of
 from autotune.problem.run_options import KEPT_CHECKPOINTS
@@ -173,7 +174,9 @@ def _is_larger_than_gpu(recipe: Recipe) -> bool:
     """
     config = recipe.config
     measured = recipe.winner.measurement
-    element_bytes = 2 if config.method == "lora" and config.base_dtype != "float32" else 4
+    element_bytes = 2.0 if config.method == "lora" and config.base_dtype != "float32" else 4.0
+    if config.quantization == "nf4":
+        element_bytes = 0.5 + NF4_STATISTICS[config.double_quant]
     whole_gib = element_bytes * measured.total_params / 2**30
     return config.sharding in FSDP2 and whole_gib > UNSHARDED_SHARE * measured.limit_gib
 

@@ -40,6 +40,7 @@ OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
 FUSED_LOSS = "the fused loss"
 # The notes about Axolotl's experts in 4 bits, and about Liger's kernels beside them
 PACKED_EXPERTS, WITHOUT_LIGER = "packed_experts", "without_liger"
+EXPERTS_BY_VERSION = "experts_by_version"  # the note about adapters on LLaMA-Factory's experts
 EXPERT_KEY = "lora_target_parameters"  # TRL's and Axolotl's key for parameters with adapters
 USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so they get no note
 
@@ -69,6 +70,13 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
         kernels = "liger" if of_experts[1] in notes else config.kernels
         config = replace(config, quantize_experts=False, kernels=kernels)
         notes = tuple(one for one in notes if one not in of_experts)
+    if (
+        run.format == "llamafactory"
+        and model.has_experts
+        and config.method == "lora"
+        and targets == ALL_LINEAR
+    ):
+        notes = tuple(dict.fromkeys((*notes, table("notes")[EXPERTS_BY_VERSION])))
     undropped = without_dropout(config, kind)
     if undropped != config:
         config = undropped

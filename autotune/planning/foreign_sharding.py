@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import PureWindowsPath
 from typing import Any
 
@@ -10,9 +11,11 @@ from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
-from autotune.core.parallelism import Parallelism
+from autotune.core.parallelism import BITSANDBYTES, FSDP2, ZERO, Parallelism
+from autotune.core.train_config import TrainConfig
+from autotune.planning.counted_memory import count
 from autotune.prediction.estimate import memory_of
-from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers
+from autotune.prediction.sharded_memory import BUCKET, MAX_LIVE, ShardingSettings
 from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 
 # The ZeRO stage in the name of a file, such as zero3_bf16.json or ds_z2_config.json
@@ -30,6 +33,10 @@ _SHARED = {
     "fsdp2_keep": ("gradients", "optimizer"),
 }
 _NAMES = {"zero": " by DeepSpeed's ZeRO", "fsdp": " by FSDP"}
+# The dtypes in which accelerate shards 4-bit weights. It leaves integers whole on each GPU.
+_FLOATS = ("bfloat16", "float16", "float32")
+# Axolotl and LLaMA-Factory store 4-bit weights in the dtype of the computation, TRL in uint8.
+_STORAGE = {"axolotl": "bfloat16", "llamafactory": "bfloat16", "trl": "uint8"}
 _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 
 
@@ -84,23 +91,35 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
     if run.objective is not Objective.SFT and number > 1:
         note = notes["one_gpu"].format(objective=run.objective)
         return _with_uncounted(replace(run, notes=(*run.notes, note)), number)
-    if number == 1 or strategy is None:
+    # On one GPU, only DeepSpeed makes a difference: it offloads to the host.
+    alone = (
+        number == 1
+        and strategy in ZERO
+        and run.objective is Objective.SFT
+        and bool(_offloaded_terms(run.values))
+    )
+    if strategy is None or (number == 1 and not alone):
         return _with_uncounted(run, number)
     if number not in KNOBS["num_gpus"].choices:
         return _with_uncounted(run, number, f"no formula covers {number} GPUs")
 
     replicas = run.values.get("dp_replicate_size")
     copies = next((number for number in KNOBS["copies"].choices if number == replicas), 1)
-    config = replace(run.config, num_gpus=number, sharding=strategy, copies=copies)
-    parallelism = Parallelism.of(config)
+    offloads = strategy in FSDP2 and bool(_offloaded_terms(run.values))
+    config = replace(
+        run.config, num_gpus=number, sharding=strategy, copies=copies, offload=offloads
+    )
+    parallelism = Parallelism(strategy=strategy) if alone else Parallelism.of(config)
     if parallelism.shards and config.precision == "bf16_pure" and run.values.get("bf16") != "full":
         # FSDP2 and DeepSpeed keep the trained parameters in fp32.
         config = replace(config, precision="bf16_mixed")
 
-    reason = parallelism.refusal(config)
+    reason = _refusal(parallelism, config, run.values)
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
         reason = "no formula covers a sharded float32 base"
-    if reason is None and memory_of(model, config) is None:
+    settings = settings_of(run)
+    known = partial(memory_of, parallelism=parallelism, settings=settings, count=count)
+    if reason is None and known(model, config) is None:
         reason = "no formula covers the memory of a rank of this run"
     if reason is not None:
         return _with_uncounted(run, number, reason)
@@ -108,13 +127,42 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
     kept_notes = [note for note in run.notes if file_strategy is None or note != notes["sharded"]]
     if strategy.startswith("fsdp2") and _is_fsdp_1(run.values):
         kept_notes.append(notes["fsdp_1"])
-    return _with_uncounted(replace(run, config=config, notes=tuple(kept_notes)), number)
+    if config.quantization == "nf4" and strategy in (*FSDP2, "zero3"):
+        kept_notes.append(
+            notes["sharded_4_bits" if settings.shards_packed else "whole_4_bits"].format(
+                key="bnb_4bit_quant_storage"
+            )
+        )
+    shared = replace(
+        run, config=config, notes=tuple(kept_notes), on_one_gpu=strategy if alone else None
+    )
+    return _with_uncounted(shared, number, is_counted=True)
 
 
-def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) -> ForeignConfig:
+def _refusal(
+    parallelism: Parallelism, config: TrainConfig, values: Mapping[str, Any]
+) -> str | None:
+    """Return the reason why a tool cannot shard the run, or None if it can.
+
+    The tools train some configurations that autotune's own trainer refuses, and formulas cover
+    them: 4-bit bases, fused losses under ZeRO, and 8-bit optimizers on FSDP 1's plain tensors or on
+    DeepSpeed's.
+    """
+    plain = replace(config, quantization="none") if config.quantization == "nf4" else config
+    if parallelism.strategy in ZERO:
+        plain = replace(plain, loss="full", compile="none")
+    if config.optimizer in BITSANDBYTES and (parallelism.strategy in ZERO or _is_fsdp_1(values)):
+        plain = replace(plain, optimizer="adamw_torch")
+    return parallelism.refusal(plain)
+
+
+def _with_uncounted(
+    run: ForeignConfig, number: int, reason: str | None = None, *, is_counted: bool = False
+) -> ForeignConfig:
     """Return the run, with the memory savings that no formula covers in its field `uncounted`.
 
-    `number` is the number of GPUs. `reason` says why no formula covers the run's sharding.
+    `number` is the number of GPUs. `reason` says why no formula covers the run's sharding. With
+    `is_counted`, a formula covers the run's sharding and offloading.
     """
     table = load_data("autotune.planning", "foreign_keys")
     notes = table["notes"]
@@ -128,7 +176,8 @@ def _with_uncounted(run: ForeignConfig, number: int, reason: str | None = None) 
             causes.append(f"the memory that {key} saves")
             freed |= set(terms)
 
-    if terms := _offloaded_terms(run.values):
+    terms = _offloaded_terms(run.values)
+    if terms and (not is_counted or run.values.get("use_kt") not in _OFF):
         causes.append("the memory that is offloaded to the host")
         freed |= terms
         exchanges = True
@@ -171,17 +220,35 @@ def _splits(table: Mapping[str, Any]) -> list[str]:
     return [*table["parallel"], *table["split"]]
 
 
-def buffers_of(run: ForeignConfig) -> DeepSpeedBuffers:
-    """Return how many parameters DeepSpeed keeps gathered, and how many gradients it sends at once.
+def settings_of(run: ForeignConfig) -> ShardingSettings:
+    """Return the settings of the run's tool that determine how much memory a rank needs.
 
-    The numbers come from the DeepSpeed file that the run names, or from the defaults of DeepSpeed
-    and the Trainer.
+    DeepSpeed's settings come from the file that the run names, or from the defaults of DeepSpeed
+    and the Trainer. The scales of a 4-bit base stay whole on each GPU.
     """
     zero = _zero_settings(run.values)
-    live = _count(zero.get("stage3_max_live_parameters"))
+    # DeepSpeed reads both spellings of the key.
+    live = _count(zero.get("stage3_max_live_parameters", zero.get("max_live_parameters")))
     bucket = _count(zero.get("reduce_bucket_size"))
-    return DeepSpeedBuffers(
-        live=MAX_LIVE if live is None else live, bucket=bucket, builds_whole=False
+    # The Trainer only replaces "auto". Files for stage 3 that the tools ship say "auto".
+    below_3 = strategy_of(run.values) in ("zero1", "zero2")
+    if bucket is None and below_3 and zero.get("reduce_bucket_size") != "auto":
+        bucket = BUCKET
+    if bucket is not None and below_3 and zero.get("overlap_comm"):
+        bucket *= 2
+    offloaded = _offloaded_terms(run.values) if strategy_of(run.values) in ZERO else set()
+    quantisation = run.values.get("bnb_config_kwargs")
+    inside = quantisation if isinstance(quantisation, dict) else {}
+    key = "bnb_4bit_quant_storage"
+    storage = str(inside.get(key) or run.values.get(key) or _STORAGE[run.format])
+    return ShardingSettings(
+        live=MAX_LIVE if live is None else live,
+        bucket=bucket,
+        offloads_weights="weights" in offloaded,
+        offloads_state="optimizer" in offloaded,
+        fsdp_1=_is_fsdp_1(run.values) and strategy_of(run.values) in FSDP2,
+        shards_statistics=False,
+        shards_packed=storage.removeprefix("torch.") in _FLOATS,
     )
 
 

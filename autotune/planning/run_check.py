@@ -17,6 +17,7 @@ from autotune.core.errors import UsageError
 from autotune.core.fp16_overflow import fp16_warning
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
+from autotune.core.memory_budget import PINNED
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Phase
@@ -427,7 +428,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "everything possible is sharded and offloaded; at the upper end, each GPU keeps the "
             "whole model."
         )
-    elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
+    elif config.offloads and checked.bounds.most is not None:
         between = "between none and all of it"
         yield (
             f"No formula covers the offloaded memory: {between} stays on the GPU. The reported "
@@ -484,6 +485,12 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
     """Yield sentences about the number of GPUs that the estimate assumes."""
     run = checked.run
     config = run.config
+    host_gib = run.parallelism.num_gpus * checked.bounds.reported.host
+    if host_gib:
+        yield (
+            f"The offloaded tensors take {fmt_gib(host_gib)} of the host's memory or, if it is "
+            f"pinned, up to {fmt_gib(PINNED * host_gib)}."
+        )
     if config.num_gpus > 1:
         shared = KNOBS["sharding"].phrases[config.sharding]
         yield f"The estimate is for each of {run.num_gpus} GPUs of one host: {shared}."

@@ -7,6 +7,7 @@ bound, come from similar configurations with a formula.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.catalog.model_sizes import Sizes
@@ -14,7 +15,9 @@ from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import count
-from autotune.planning.foreign_sharding import buffers_of
+from autotune.planning.foreign_config import EXPERTS_BY_VERSION
+from autotune.planning.foreign_file import table
+from autotune.planning.foreign_sharding import settings_of
 from autotune.prediction.estimate import (
     MemoryBounds,
     device_step_time,
@@ -94,6 +97,8 @@ def check_run(
         task,
         config,
         context.limit_gib,
+        parallelism=run.parallelism,
+        settings=settings_of(run),
         shape=replace(shape, epochs=run.epochs or 1),
         num_steps=run.max_steps,
         memory=bounds,
@@ -137,9 +142,20 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
     sizes = Sizes.of(model)
     # DoRA needs more memory; the additional amount was not measured.
     covered = replace(_checkpoints_on_gpu(config), dora=False)
-    low = high = memory_of(
-        model, covered, steps, buffers=buffers_of(run), objective=run.objective, count=count
+    of_config = partial(
+        memory_of,
+        model,
+        micro_steps=steps,
+        settings=settings_of(run),
+        objective=run.objective,
+        parallelism=run.parallelism,
+        count=count,
     )
+    low = high = of_config(covered)
+    if low is not None and table("notes")[EXPERTS_BY_VERSION] in run.notes:
+        # If memory is short, the allocator gives unused memory back.
+        on_attention = replace(covered, lora_targets="attention")
+        low = replace(of_config(on_attention) or low, reserved=0.0)
     is_int8 = config.quantization == "int8"
     if is_int8 and low is None:
         in_4_bits = replace(covered, quantization="nf4")
@@ -148,7 +164,7 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
         return None
 
     if sizes is None or (is_int8 and low.counted):
-        bounds = _bounded_count(run, low)
+        bounds = _bounded_count(run, low, high)
         if run.uncounted is None:
             return bounds
         return replace(bounds, least=_least(model, run, steps, bounds.least))
@@ -190,14 +206,13 @@ def _least(
     return uncounted.least(memory)
 
 
-def _bounded_count(run: ForeignConfig, memory: MemoryBreakdown) -> MemoryBounds:
+def _bounded_count(run: ForeignConfig, low: MemoryBreakdown, high: MemoryBreakdown) -> MemoryBounds:
     """Return the memory bounds of a run whose memory a dry probe computed.
 
-    The dry probe that computed `memory` had no offloading and no float32 base. The bounds add the
-    effects of offloading and of a float32 base.
+    The dry probe that computed `low` and `high` had no offloaded checkpoints and no float32 base.
+    The bounds add their effects.
     """
     in_fp32 = FP32_BASE in run.notes
-    low = high = memory
     if in_fp32 and run.config.quantization == "none":
         # In float32, a weight takes 4 bytes instead of 2. The memory of its 16-bit copies is
         # unknown.

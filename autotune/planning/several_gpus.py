@@ -4,8 +4,9 @@ All results are projected by formula. Collectives between hosts are assumed to r
 of the network or of the GPUs' link, whichever is lower.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -143,13 +144,20 @@ def plan_gpus(
 
     configs = candidates(distinguishable(task.space, baseline))
     rows = [
-        replace(
-            _plan_rank(task, limit_gib, parallelism, configs, observations, network_gb_s),
-            hosts=number_of_hosts,
-        )
+        replace(row, hosts=number_of_hosts)
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
-        for parallelism in _parallelisms(number, number_of_hosts, sharding_pins)
+        for row in _plan_number(
+            partial(
+                _plan_rank,
+                task,
+                limit_gib,
+                configs=configs,
+                observations=observations,
+                network_gb_s=network_gb_s,
+            ),
+            list(_parallelisms(number, number_of_hosts, sharding_pins)),
+        )
     ]
 
     fitting = [row for row in rows if row.state == FITS and row.hours is not None]
@@ -164,6 +172,22 @@ def plan_gpus(
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
     )
+
+
+def _plan_number(
+    plan: Callable[[Parallelism], RankPlan], ways: Sequence[Parallelism]
+) -> Iterator[RankPlan]:
+    """Yield the plan of each way to use a number of GPUs.
+
+    If none surely fits, the model in the host's memory is planned, too.
+    """
+    rows = [plan(way) for way in ways]
+    yield from rows
+    if not any(row.state == FITS for row in rows):
+        for row in rows:
+            way = row.parallelism
+            if row.estimate and way.strategy == "fsdp2" and not way.offload:
+                yield plan(replace(way, offload=True))
 
 
 def _parallelisms(

@@ -87,9 +87,9 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
     """Return the bytes that a rank sends in a step.
 
     The result is None for one GPU, and if no formula covers the model or the modules to train. The
-    result is also None if the model is offloaded to the host, because offloading sends more bytes
-    than the formula has. On N GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N
-    bytes, and an all-reduce sends twice this number.
+    result is also None if the model is offloaded: `host_exchange` has the bytes that offloading
+    adds. On N GPUs, an all-gather or a reduce-scatter of B bytes sends B * (N-1)/N bytes, and an
+    all-reduce sends twice this number.
     """
     sizes = Sizes.of(model)
     if (
@@ -125,10 +125,12 @@ def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> T
     if strategy == "ddp":
         gradient_bytes = 2 if config.precision == "bf16_pure" else 4  # as the trained parameters
         return Traffic(last_backward=2 * gradient_bytes * sent * shares.trained)
-    sent *= 4 if config.precision == "fp32" else 2
-    weights = sent * (shares.base + shares.adapters)
+    width = 2 if config.precision == "fp32" else 1  # of parameters, compared with 16 bits
+    weights = sent * width * (shares.base_bytes + 2 * shares.adapters)
+    layer = sent * width * shares.layer_bytes
+    sent *= 2 * width
     gradients = sent * shares.trained
-    first = sent * (shares.embedding + shares.layer)
+    first = sent * shares.embedding + layer
     last = sent * (shares.embedding if config.method == "full" else shares.trained_layer)
 
     if strategy in FSDP2:

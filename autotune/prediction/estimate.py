@@ -31,6 +31,7 @@ from autotune.prediction.collectives import (
     slowest_of_catalogue,
     traffic,
 )
+from autotune.prediction.host_exchange import host_exchange
 from autotune.prediction.memory_formula import (
     ERROR,
     EVALUATES,
@@ -40,7 +41,14 @@ from autotune.prediction.memory_formula import (
     supported,
 )
 from autotune.prediction.observed_speed import Observation, observed_transfer
-from autotune.prediction.sharded_memory import EXPORTED, DeepSpeedBuffers, rank_breakdown
+from autotune.prediction.sharded_memory import (
+    EXPORTED,
+    ShardingSettings,
+    counted_rank_breakdown,
+    offloads,
+    rank_breakdown,
+    sharded_precision,
+)
 from autotune.prediction.step_time import (
     Host,
     StepTimeEstimate,
@@ -263,20 +271,31 @@ def memory_of(
     *,
     objective: Objective = Objective.SFT,
     parallelism: Parallelism | None = None,
-    buffers: DeepSpeedBuffers = EXPORTED,
+    settings: ShardingSettings = EXPORTED,
     count: Counter | None = None,
 ) -> MemoryBreakdown | None:
     """Return the memory of each GPU at the peak of a step, from a formula or a dry probe.
 
     If `micro_steps` is EVALUATES, the result is the peak of an evaluation. `count` runs the dry
     probe. The result is None if no formula covers the configuration and no dry probe can run it.
-    `parallelism` replaces the parallelism in the configuration. For several GPUs, only formulas are
-    used, and the result is also None if the GPUs cannot train the configuration.
+    `parallelism` replaces the parallelism in the configuration. `settings` are those of the tool
+    that shards the model. The result is also None if our trainer cannot train the configuration on
+    these GPUs; for another tool, the caller knows.
     """
     parallelism = parallelism or Parallelism.of(config)
-    if parallelism.num_gpus > 1:
-        refused = refusal(config, parallelism, objective)
-        return None if refused else rank_breakdown(model, config, parallelism, micro_steps, buffers)
+    if parallelism.strategy != "none":
+        refused = refusal(config, parallelism, objective) if settings == EXPORTED else None
+        if refused is not None:
+            return None
+        by_formula = rank_breakdown(model, config, parallelism, micro_steps, settings)
+        if by_formula is not None or count is None or not parallelism.shards:
+            return by_formula
+        counted_steps = min(micro_steps, 1) * 2  # two micro batches, or an evaluation
+        alone = replace(sharded_precision(config), num_gpus=1)
+        dry_count = count(model, alone, counted_steps, objective)
+        if dry_count is None:
+            return None
+        return counted_rank_breakdown(model, config, parallelism, micro_steps, dry_count, settings)
 
     by_formula = memory_breakdown(model, config, micro_steps, objective=objective)
     if by_formula is not None or count is None:
@@ -346,6 +365,7 @@ def estimate(
     num_steps: int | None = None,
     memory: MemoryBounds | None = None,
     clock: Clock | None = None,
+    settings: ShardingSettings = EXPORTED,
 ) -> Estimate | None:
     """Estimate the memory, the speed and the total cost of a task's run with one configuration.
 
@@ -365,6 +385,7 @@ def estimate(
         memory: the bounds of the memory, which replace the result of the formula.
         clock: returns the step time of one GPU of this device, which replaces the result of the
             formula.
+        settings: the settings of the tool that shards or offloads the model.
 
     Returns None if no formula covers the configuration and no dry probe can run it. Raises
     ValueError if the GPUs cannot train the configuration.
@@ -403,7 +424,9 @@ def estimate(
         num_observations=single.num_observations,
         calibration=task.calibration,
     )
-    return _with_speed(task, known, single, shape, parallelism, network_gb_s, num_steps)
+    return _with_speed(
+        task, known, single, shape, parallelism, network_gb_s, num_steps, settings=settings
+    )
 
 
 def _memory(
@@ -470,16 +493,30 @@ def _with_speed(
     parallelism: Parallelism,
     network_gb_s: float | None,
     num_steps: int | None,
+    *,
+    settings: ShardingSettings,
 ) -> Estimate:
     """Add the speed and the cost, unless the traffic or the link of several GPUs is unknown."""
+    exchange = None
+    if any(offloads(parallelism, settings)):
+        exchange = host_exchange(task.model, estimated.config, parallelism, settings)
+        if exchange is None:
+            return estimated
+
+    def complete(step: RankStepTime) -> Estimate:
+        """Return the estimate with this step time and the exchange with the host."""
+        whole = exchange.add_to(step, task.device, shape.accumulation) if exchange else step
+        return estimated if whole is None else _with_step(estimated, shape, whole, num_steps)
+
     config = estimated.config
     if parallelism.num_gpus == 1:
         step_s = shape.accumulation * single.micro_s + single.rest_s
         bounds = interval(step_s, single.error)
-        step = RankStepTime(step_s=step_s, interval_s=bounds, communication_s=0.0, exposed_s=0.0)
-        return _with_step(estimated, shape, step, num_steps)
+        return complete(
+            RankStepTime(step_s=step_s, interval_s=bounds, communication_s=0.0, exposed_s=0.0)
+        )
 
-    link = _link(task, config, parallelism, network_gb_s)
+    link = _link(task, config, replace(parallelism, offload=False), network_gb_s)
     if link is None:
         return estimated
     sent, link_gb_s, slowest = link
@@ -493,7 +530,7 @@ def _with_speed(
         link_gb_s=link_gb_s,
         slowest_link=slowest,
     )
-    return _with_step(estimated, shape, step, num_steps)
+    return complete(step)
 
 
 def _link(

@@ -24,7 +24,7 @@ from autotune.core.units import MIB, gib
 from autotune.trainer.settings import chunk_tokens
 
 # The fields of MemoryBreakdown that are not part of the peak
-NO_TERMS = ("phase", "counted", "own_error", "pools")
+NO_TERMS = ("phase", "counted", "own_error", "pools", "host")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 # Bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
 WORKSPACE = 64.2 * MIB
@@ -116,6 +116,7 @@ class MemoryBreakdown:
         nccl: NCCL's memory outside torch's allocator.
         pools: free memory that the allocator keeps for streams other than the main one, and
             releases if the GPU's memory is short.
+        host: the tensors of this GPU's process that are offloaded to the host's memory.
         counted: whether the memory comes from a dry probe instead of a formula.
         own_error: the relative error of the peak, or None for ERROR or COUNT_ERROR.
     """
@@ -134,6 +135,7 @@ class MemoryBreakdown:
     communication: float = 0.0
     nccl: float = 0.0
     pools: float = 0.0
+    host: float = 0.0
     counted: bool = False
     own_error: float | None = None
 
@@ -290,7 +292,7 @@ def _breakdown(
         weights=gib(weights + joined_bytes(sizes, config)),
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
-        optimizer=gib(_optimizer_state(sizes, config, trained, trained_bytes)),
+        optimizer=gib(optimizer_state(sizes, config, trained, trained_bytes)),
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE + side_workspace(config)),
@@ -562,9 +564,7 @@ def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
     return sizes.params * base_bytes
 
 
-def _optimizer_state(
-    sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
-) -> float:
+def optimizer_state(sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float) -> float:
     """Return the bytes of optimizer state.
 
     bitsandbytes keeps the state of embeddings in 32 bits.

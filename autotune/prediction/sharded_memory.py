@@ -5,7 +5,9 @@ accelerate's settings, FSDP2 gathers and shards parameters in units: one for eac
 embedding, and one for the final norm and the head. The unit of the head is not resharded after the
 forward pass. A training step with torch's `fully_shard` on the meta device showed which buffers
 exist at each moment. For DeepSpeed's stages, the formula follows the ZeRO paper. The caller passes
-DeepSpeed's settings, either from the exported script or from a file that the command `check` reads.
+the tool's settings, either of the exported script or from a file that the command `check` reads.
+Tensors in the host's memory take no memory of the GPU, except while they are gathered. Without a
+formula for the model, the activations of a dry probe replace those of the formula.
 """
 
 import functools
@@ -14,13 +16,14 @@ from dataclasses import dataclass, replace
 from autotune.catalog import ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.memory_budget import nccl_of
-from autotune.core.parallelism import FSDP2, Parallelism
-from autotune.core.probe_types import Measurement, Phase
+from autotune.core.parallelism import FSDP2, ZERO, Parallelism
+from autotune.core.probe_types import DryCount, Measurement, Phase
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import gib
+from autotune.core.units import GIB, gib
 from autotune.prediction.memory_formula import (
     EVALUATES,
     KEPT_ANSWERS,
+    NF4_STATISTICS,
     WORKSPACE,
     MemoryBreakdown,
     allocator_overhead_gib,
@@ -29,6 +32,7 @@ from autotune.prediction.memory_formula import (
     kept_gib,
     live_logits,
     memory_breakdown,
+    optimizer_state,
     step_moments,
     supported,
 )
@@ -39,7 +43,11 @@ from autotune.prediction.memory_formula import (
 # rank reserved was 20 to 55 % above the memory that the rank had allocated.
 RANK_ERROR = 0.08
 MAX_LIVE = 10**9  # DeepSpeed's default for the number of parameters that stage 3 may keep gathered
-IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
+BUCKET = 5 * 10**8  # DeepSpeed's default for the number of gradients in a bucket
+IN_FORWARD = ("gathering", "gathering the head", "forward", "unpacking")  # moments of a step
+# Moments at which FSDP2 has freed either the embedding or the head
+WITH_ROOT = ("gathering", "forward", "unpacking", "head", "layers", "second", "first")
+EVALUATE_SEGMENT = str(Phase.EVALUATE)
 EVALUATED = ("layer evaluated", "head evaluated")  # moments of an evaluation
 # Moments of a step after gradients were scattered, so that each rank holds only its shard of them
 AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")
@@ -49,21 +57,30 @@ Moment = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedBuffers:
-    """The settings that determine how much memory DeepSpeed needs for its buffers.
+class ShardingSettings:
+    """The settings of a tool that determine how much memory a rank needs.
 
-    `bucket` is the number of gradients in a bucket, or None for the Trainer's value `auto`. `live`
-    is the number of parameters that stage 3 may keep gathered, or None for the parameters of two
-    layers, as in the exported script. If `builds_whole` is true, each GPU holds the whole model
-    before DeepSpeed shards the model.
+    `bucket` is the number of gradients in DeepSpeed's buckets, or None for the Trainer's value
+    `auto`. `live` is the number of parameters that stage 3 may keep gathered, or None for the
+    parameters of two layers, as in the exported script. If `builds_whole` is true, each GPU holds
+    the whole model before DeepSpeed shards the model. `offloads_weights` and `offloads_state` keep
+    the weights, and the gradients with the optimizer's state, in the host's memory. FSDP2 can only
+    offload both (`Parallelism.offload`). With `fsdp_1`, the embedding and the head stay gathered.
+    Without `shards_statistics`, each GPU holds all scales of a 4-bit base, and without
+    `shards_packed` also all of its 4-bit weights.
     """
 
     bucket: int | None = None
     live: int | None = None
-    builds_whole: bool = True
+    builds_whole: bool = False
+    offloads_weights: bool = False
+    offloads_state: bool = False
+    fsdp_1: bool = False
+    shards_statistics: bool = True
+    shards_packed: bool = True
 
 
-EXPORTED = DeepSpeedBuffers()
+EXPORTED = ShardingSettings(builds_whole=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +88,9 @@ class Shares:
     """The numbers of a model's parameters that several GPUs shard and exchange.
 
     `base` is the number of parameters in the base model, `adapters` the number in all adapters, and
-    `layer` the number in one layer with its adapters.
+    `layer` the number in one layer with its adapters. Of a 4-bit base, `in_4_bits` parameters in
+    all layers are packed. `packed` are the bytes of these parameters that are sharded, and `whole`
+    are the bytes that each GPU holds.
     """
 
     base: int
@@ -80,26 +99,34 @@ class Shares:
     embedding: int
     trained: int
     trained_layer: float
+    num_layers: int
+    in_4_bits: int = 0
+    packed: float = 0.0
+    whole: float = 0.0
 
     @classmethod
-    def of(cls, sizes: Sizes, config: TrainConfig) -> "Shares":
+    def of(
+        cls, sizes: Sizes, config: TrainConfig, settings: ShardingSettings = EXPORTED
+    ) -> "Shares":
         """Return the numbers of parameters for this configuration's method and adapters."""
         full = config.method == "full"
         adapters = sizes.adapter_params(config)
         ends = sizes.embedding * (1 if sizes.tied else 2)
         layer = (sizes.params - ends + adapters) / sizes.layers
-        return cls(
+        shares = cls(
             base=sizes.params,
             adapters=adapters,
             layer=layer,
             embedding=sizes.embedding,
             trained=sizes.params if full else adapters,
             trained_layer=layer if full else adapters / sizes.layers,
+            num_layers=sizes.layers,
         )
+        return shares._quantised(config, sizes.linear_params, settings)
 
     @classmethod
     def from_measurement(
-        cls, model: ModelSpec, config: TrainConfig, measured: Measurement
+        cls, model: ModelSpec, config: TrainConfig, measured: Measurement | DryCount
     ) -> "Shares":
         """Return the numbers of parameters of any model, from the totals that a probe counted.
 
@@ -112,14 +139,41 @@ class Shares:
         embedding = model.vocab_size * model.hidden_size
         ends = embedding * (1 if model.config.get("tie_word_embeddings") else 2)
         layer = max(measured.total_params - ends, 0) / model.num_layers
-        return cls(
+        shares = cls(
             base=measured.total_params - adapters,
             adapters=adapters,
             layer=layer,
             embedding=embedding,
             trained=trained,
             trained_layer=layer if full else trained / model.num_layers,
+            num_layers=model.num_layers,
         )
+        in_layers = max(measured.total_params - adapters - ends, 0)
+        return shares._quantised(config, in_layers, EXPORTED)
+
+    def _quantised(
+        self, config: TrainConfig, in_4_bits: int, settings: ShardingSettings
+    ) -> "Shares":
+        """Return the shares with the bytes of a 4-bit base; other bases stay as they are."""
+        if config.quantization != "nf4":
+            return self
+        statistics = NF4_STATISTICS[config.double_quant] * in_4_bits
+        packed = 0.5 * in_4_bits
+        sharded = packed + (statistics if settings.shards_statistics else 0.0)
+        if not settings.shards_packed:
+            sharded = 0.0
+        whole = packed + statistics - sharded
+        return replace(self, in_4_bits=in_4_bits, packed=sharded, whole=whole)
+
+    @property
+    def base_bytes(self) -> float:
+        """The bytes of the base's weights that are sharded, in 16 bits or packed."""
+        return 2.0 * (self.base - self.in_4_bits) + self.packed
+
+    @property
+    def layer_bytes(self) -> float:
+        """The bytes of a gathered layer with its adapters, in 16 bits or packed."""
+        return 2.0 * self.layer + (self.packed - 2.0 * self.in_4_bits) / self.num_layers
 
 
 def rank_breakdown(
@@ -127,14 +181,15 @@ def rank_breakdown(
     config: TrainConfig,
     parallelism: Parallelism,
     micro_steps: int = 2,
-    buffers: DeepSpeedBuffers = EXPORTED,
+    settings: ShardingSettings = EXPORTED,
 ) -> MemoryBreakdown | None:
     """Return the GiB that one rank needs at the peak of a step, or None if no formula covers it.
 
     `micro_steps` is the number of micro batches in a step of each GPU. With 1, no gradients are
     kept for a later micro batch. Raises ValueError if the strategy cannot train the configuration.
+    If the settings are of another tool, the caller knows that the tool can train it.
     """
-    reason = parallelism.refusal(config)
+    reason = parallelism.refusal(config) if settings == EXPORTED else None
     if reason is not None:
         raise ValueError(reason)
     sizes = supported(model, config)
@@ -142,11 +197,81 @@ def rank_breakdown(
         return None
 
     if parallelism.shards:
-        return _sharded_breakdown(sizes, config, parallelism, min(micro_steps, 2), buffers)
+        return _sharded_breakdown(sizes, config, parallelism, min(micro_steps, 2), settings)
     memory = memory_breakdown(model, config, micro_steps, ddp=parallelism.num_gpus > 1)
     if memory is None or parallelism.num_gpus == 1:
         return memory
     return replace(memory, nccl=nccl_of(parallelism), own_error=RANK_ERROR)
+
+
+def counted_rank_breakdown(
+    model: ModelSpec,
+    config: TrainConfig,
+    parallelism: Parallelism,
+    micro_steps: int,
+    count: DryCount,
+    settings: ShardingSettings = EXPORTED,
+) -> MemoryBreakdown | None:
+    """Return the memory of a rank from a dry probe of one GPU, for a model without a formula.
+
+    `count` is of a step of two micro batches, or of an evaluation, in the precision of
+    `sharded_precision`. Only adapters on a base in 16 bits are covered: of these, gradients hardly
+    count.
+    """
+    if config.method == "full" or config.quantization != "none" or not parallelism.shards:
+        return None
+    tied = bool(model.config.get("tie_word_embeddings"))
+    sizes = Sizes(
+        family=model.config["model_type"],
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        intermediate=0,
+        heads=1,
+        key_heads=1,
+        head_dim=1,
+        vocab=model.vocab_size,
+        tied=tied,
+        capped=False,
+        params=count.total_params,
+    )
+    shares = Shares.from_measurement(model, config, count)
+    moments = _counted_moments(count)
+    found = _breakdown(sizes, config, parallelism, micro_steps, settings, shares, moments, 0.0)
+    return replace(found, counted=True)
+
+
+def sharded_precision(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the precision in which a sharded model computes."""
+    return replace(config, precision="bf16_pure")
+
+
+def _counted_moments(count: DryCount) -> dict[str, tuple[float, float, float]]:
+    """Return the bytes of gradients, activations and logits at each moment of a dry probe.
+
+    The dry probe does not separate the logits from the activations.
+    """
+    static = count.model_gib + count.adapters_gib + count.optimizer_gib + gib(WORKSPACE)
+    segments = count.segment_peak_gib
+    if EVALUATE_SEGMENT in segments:
+        layer, head = (
+            (segments.get(name, 0.0) - static) * GIB
+            for name in (EVALUATE_SEGMENT, f"{EVALUATE_SEGMENT}_head")
+        )
+        return {"layer evaluated": (0.0, layer, 0.0), "head evaluated": (0.0, head, 0.0)}
+
+    kept = {
+        name: max(peak - static - count.gradients_gib, 0.0) * GIB for name, peak in segments.items()
+    }
+    body = kept.get("forward", 0.0)
+    layers = kept.get("backward_layers", 0.0)
+    return {
+        "forward": (0.0, body, max(kept.get("forward_head", 0.0) - body, 0.0)),
+        "head": (0.0, kept.get("backward", 0.0), 0.0),
+        "layers": (0.0, layers, 0.0),
+        "first": (0.0, min(layers, body), 0.0),
+        "inputs": (0.0, kept.get("backward_inputs", 0.0), 0.0),
+        "optimizer": (0.0, 0.0, 0.0),
+    }
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
@@ -155,29 +280,53 @@ def _sharded_breakdown(
     config: TrainConfig,
     parallelism: Parallelism,
     micro_steps: int,
-    buffers: DeepSpeedBuffers,
+    settings: ShardingSettings,
 ) -> MemoryBreakdown:
+    shares = Shares.of(sizes, config, settings)
+    # In ZeRO's third stage, gradients are always added to a rank's shard.
+    accumulates = parallelism.strategy == "zero3" or (
+        micro_steps > 1 and parallelism.strategy in ZERO
+    )
+    plain = _replicated_moments(sizes, config, shares, accumulates)
+    layer = kept_gib(sizes, config)
+    return _breakdown(sizes, config, parallelism, micro_steps, settings, shares, plain, layer)
+
+
+def _breakdown(
+    sizes: Sizes,
+    config: TrainConfig,
+    parallelism: Parallelism,
+    micro_steps: int,
+    settings: ShardingSettings,
+    shares: Shares,
+    plain: dict[str, tuple[float, float, float]],
+    layer_gib: float,
+) -> MemoryBreakdown:
+    """Return a rank's memory at the peak of a step, given the `plain` moments of one GPU.
+
+    `layer_gib` is the memory that one layer keeps for its backward pass.
+    """
     accumulates = micro_steps > 1
     fsdp = parallelism.strategy in FSDP2
-    shares = Shares.of(sizes, config)
-    if fsdp:
-        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates)
+    if micro_steps == EVALUATES and "layer evaluated" in plain:
+        moments = _counted_evaluation(parallelism, shares, settings, plain)
+    elif fsdp:
+        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates, settings, plain)
     else:
-        moments = _zero_moments(sizes, config, shares, parallelism, accumulates, buffers)
+        moments = _zero_moments(sizes, config, shares, parallelism, accumulates, settings, plain)
 
-    weights, adapters, state = _lasting_bytes(config, shares, parallelism)
-    if not fsdp and buffers.builds_whole:
+    weights, adapters, state = _lasting_bytes(sizes, config, shares, parallelism, settings)
+    if settings.builds_whole and parallelism.strategy in ZERO:
         built_bytes = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
         moments["building"] = (0.0, 0.0, 0.0, max(built_bytes - weights - adapters - state, 0.0))
-    if micro_steps == EVALUATES:
+    if micro_steps == EVALUATES and "layer evaluated" not in plain:
         moments = _evaluation(sizes, config, shares, moments)
 
     totals = {name: sum(parts) for name, parts in moments.items()}
     moment = max(totals, key=lambda name: totals[name])
     gradients, activations, logits, communication = moments[moment]
     live = live_logits(config, sizes.vocab)
-    layer = kept_gib(sizes, config)
-    reserved = allocator_overhead_gib(config, live, gib(activations + logits), layer)
+    reserved = allocator_overhead_gib(config, live, gib(activations + logits), layer_gib)
     if micro_steps == EVALUATES:
         reserved = evaluation_overhead_gib(gib(activations), gib(logits))
     phases = {"optimizer": Phase.OPTIMIZER, "building": Phase.LOAD}
@@ -205,8 +354,25 @@ def _sharded_breakdown(
         communication=gib(communication),
         nccl=nccl_of(parallelism),
         pools=gib(max(pooled - totals[moment], 0.0)) if fsdp else 0.0,
+        host=gib(_host_bytes(sizes, config, shares, parallelism, settings)),
         own_error=RANK_ERROR,
     )
+
+
+def _counted_evaluation(
+    parallelism: Parallelism,
+    shares: Shares,
+    settings: ShardingSettings,
+    plain: dict[str, tuple[float, float, float]],
+) -> dict[str, Moment]:
+    """Return the moments of an evaluation that a dry probe counted, with the gathered layers."""
+    if parallelism.strategy == "zero3":
+        gathered = _live_bytes(shares, settings)
+    elif parallelism.strategy in FSDP2:
+        gathered = 2 * shares.layer_bytes + 2.0 * shares.embedding
+    else:
+        gathered = 0.0
+    return {name: (*parts, gathered) for name, parts in plain.items()}
 
 
 def _evaluation(
@@ -219,9 +385,8 @@ def _evaluation(
     """
     gathered = max(step[name][3] for name in IN_FORWARD if name in step)
     gradients = step["forward"][0]
-    pure = replace(config, precision="bf16_pure")
     logits = live_logits(config, sizes.vocab)
-    whole = evaluation_moments(sizes, pure, shares.trained, 2, logits)
+    whole = evaluation_moments(sizes, sharded_precision(config), shares.trained, 2, logits)
     return {name: (gradients, body, head, gathered) for name, (_, body, head) in whole.items()}
 
 
@@ -234,29 +399,62 @@ def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Paral
     trained_bytes = max(2.0 * shares.trained_layer, trained_end)
     ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
     scattered = _scattered_bytes(config, shares, parallelism)
-    return 4.0 * shares.layer + ends + scattered + trained_bytes / parallelism.num_shards
+    return 2 * shares.layer_bytes + ends + scattered + trained_bytes / parallelism.num_shards
 
 
-def _lasting_bytes(
-    config: TrainConfig, shares: Shares, parallelism: Parallelism
+def offloads(parallelism: Parallelism, settings: ShardingSettings) -> tuple[bool, bool]:
+    """Return whether the weights, and the gradients and optimizer state, are on the host."""
+    whole = parallelism.offload
+    weights = settings.offloads_weights and parallelism.strategy == "zero3"
+    return whole or weights, whole or settings.offloads_state
+
+
+def _sharded_bytes(
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism
 ) -> tuple[float, float, float]:
-    """Return the bytes of a rank's weights, adapters and optimizer state.
+    """Return the bytes of a rank's weights, adapters and optimizer state, wherever they are.
 
     DeepSpeed's optimizer state includes the fp32 master weights.
     """
     gpus = parallelism.num_shards
     if parallelism.strategy not in FSDP2:
         num_holders = gpus if parallelism.strategy == "zero3" else 1
-        return (
-            2 * shares.base / num_holders,
-            2 * shares.adapters / num_holders,
-            12 * shares.trained / gpus,
-        )
-    if parallelism.offload:
-        return 0.0, 0.0, 0.0
+        masters = 4.0 * shares.trained
+        state = masters + optimizer_state(sizes, config, shares.trained, masters)
+        return shares.base_bytes / num_holders, 2 * shares.adapters / num_holders, state / gpus
     trained = 2 if config.precision == "bf16_pure" else 4
-    weights = (trained if config.method == "full" else 2) * float(shares.base)
-    return weights / gpus, trained * shares.adapters / gpus, 2 * trained * shares.trained / gpus
+    weights = trained * float(shares.base) if config.method == "full" else shares.base_bytes
+    state = optimizer_state(sizes, config, shares.trained, float(trained * shares.trained))
+    return weights / gpus, trained * shares.adapters / gpus, state / gpus
+
+
+def _lasting_bytes(
+    sizes: Sizes,
+    config: TrainConfig,
+    shares: Shares,
+    parallelism: Parallelism,
+    settings: ShardingSettings,
+) -> tuple[float, float, float]:
+    """Return the bytes of a rank's weights, adapters and optimizer state on the GPU."""
+    weights, adapters, state = _sharded_bytes(sizes, config, shares, parallelism)
+    without_weights, without_state = offloads(parallelism, settings)
+    if without_weights:
+        weights = adapters = 0.0
+    return weights + shares.whole, adapters, 0.0 if without_state else state
+
+
+def _host_bytes(
+    sizes: Sizes,
+    config: TrainConfig,
+    shares: Shares,
+    parallelism: Parallelism,
+    settings: ShardingSettings,
+) -> float:
+    """Return the bytes of a rank's tensors in the host's memory, with the gradients in fp32."""
+    weights, adapters, state = _sharded_bytes(sizes, config, shares, parallelism)
+    has_weights, has_state = offloads(parallelism, settings)
+    gradients = 4.0 * shares.trained / parallelism.num_shards
+    return (weights + adapters) * has_weights + (state + gradients) * has_state
 
 
 def _scattered_bytes(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> float:
@@ -284,7 +482,10 @@ def _held_gradients(
     end = 2.0 * shares.embedding if config.method == "full" else 0.0
     scattered = _scattered_bytes(config, shares, parallelism)
     waiting = 2.0 * shares.trained if whole else scattered * accumulates
-    of_layer, of_end = (0.0 if parallelism.offload else 2 * each / gpus for each in (layer, end))
+    widened = 1 if config.precision == "bf16_pure" else 2  # shards are in fp32
+    of_layer, of_end = (
+        0.0 if parallelism.offload else widened * each / gpus for each in (layer, end)
+    )
     # The bytes of the gradient shards that do not exist yet. If an earlier micro batch made shards,
     # new gradients are added to these shards in place, so no shard is missing.
     missing_layer, missing_end = (
@@ -308,7 +509,13 @@ def _held_gradients(
 
 
 def _fsdp2_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
+    sizes: Sizes,
+    config: TrainConfig,
+    shares: Shares,
+    parallelism: Parallelism,
+    accumulates: bool,
+    settings: ShardingSettings,
+    plain: dict[str, tuple[float, float, float]],
 ) -> dict[str, Moment]:
     """Return the memory at each moment of an FSDP2 step that may be the peak.
 
@@ -318,8 +525,7 @@ def _fsdp2_moments(
     full = config.method == "full"
     tied = sizes.tied
     gpus = parallelism.num_shards
-    plain = _replicated_moments(sizes, config, shares)
-    layer = 2 * shares.layer
+    layer = shares.layer_bytes
     embedding = 2.0 * shares.embedding
     trained_layer = 2 * shares.trained_layer
     trained_end = embedding if full else 0.0
@@ -338,8 +544,10 @@ def _fsdp2_moments(
     growth = max(trained_layer - of_layer, of_mlp)
     body = plain["forward"][1]
     before_last = plain["forward"][1] * (sizes.layers - 1) / sizes.layers
+    # FSDP 1 keeps the embedding and the head together.
+    root = embedding if settings.fsdp_1 and not tied else 0.0
 
-    return {
+    moments = {
         # A unit's receive buffer is held until the next unit has been copied into its parameters.
         "gathering": (waiting, before_last, 0.0, max(kept, layer) + 2 * layer + embedding * tied),
         "gathering the head": (waiting, body, 0.0, kept + layer + (1 if tied else 2) * embedding),
@@ -383,18 +591,38 @@ def _fsdp2_moments(
             0.0,
         ),
     }
+    if "unpacking" in plain:
+        ends = embedding * (2 if keeps and not tied else 1)
+        moments["unpacking"] = (*plain["unpacking"], max(kept - untied, layer) + layer + ends)
+    return {
+        name: (gradients, activations, logits, communication + root * (name in WITH_ROOT))
+        for name, (gradients, activations, logits, communication) in moments.items()
+    }
 
 
 def _replicated_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares
+    sizes: Sizes, config: TrainConfig, shares: Shares, accumulates: bool
 ) -> dict[str, tuple[float, float, float]]:
     """Return the bytes of gradients, activations and logits at each moment of a step in bf16.
 
     Every GPU holds all activations and logits of its rows, because no strategy shards them.
     """
-    pure = replace(config, precision="bf16_pure")
     logits = live_logits(config, sizes.vocab)
-    return step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False)
+    moments = step_moments(
+        sizes, sharded_precision(config), shares.trained, 0.0, 2, logits, accumulates=accumulates
+    )
+    if config.quantization != "nf4":
+        return moments
+
+    # A product with a 4-bit matrix first unpacks the matrix. In the backward pass of the MLP, four
+    # bytes for each value of the MLP are freed before the largest matrix is unpacked.
+    largest = 2.0 * max(fan_in * fan_out for fan_in, fan_out in sizes.matrices.values())
+    inner = 4.0 * sizes.intermediate * config.tokens
+    for name in ("layers", "first"):
+        gradients, activations, head = moments[name]
+        moments[name] = (gradients, activations + max(largest - inner, 0.0), head)
+    in_layer = largest + config.tokens * (4 * sizes.intermediate + 6 * sizes.hidden)
+    return moments | {"unpacking": (0.0, moments["forward"][1] + in_layer, 0.0)}
 
 
 def _zero_moments(
@@ -403,40 +631,50 @@ def _zero_moments(
     shares: Shares,
     parallelism: Parallelism,
     accumulates: bool,
-    buffers: DeepSpeedBuffers,
+    settings: ShardingSettings,
+    plain: dict[str, tuple[float, float, float]],
 ) -> dict[str, Moment]:
     """Return the memory at the moments of a step under DeepSpeed.
 
     Gradients are in bf16, and stages 2 and 3 shard the gradients. For the optimizer step, each rank
     also has its shard of the gradients in fp32. In stage 3, each rank's shard of the gradients
-    stays allocated during the whole step.
+    stays allocated during the whole step. If the optimizer is offloaded, stages 2 and 3 send each
+    gradient to the host as soon as it is reduced.
     """
     gpus = parallelism.num_gpus
     stage = parallelism.strategy
-    pure = replace(config, precision="bf16_pure")
+    _, on_host = offloads(parallelism, settings)
     gradients = 2 * shares.trained / (1 if stage == "zero1" else gpus)
-    plain = step_moments(
-        sizes,
-        pure,
-        shares.trained,
-        gradients,
-        2,
-        live_logits(config, sizes.vocab),
-        accumulates=accumulates or stage == "zero3",
-    )
+    bucket = 2.0 * (settings.bucket or sizes.hidden**2)
+    live = _live_bytes(shares, settings) if stage == "zero3" else 0.0
 
-    bucket = 2.0 * (buffers.bucket or sizes.hidden**2)
-    live = 0.0
-    if stage == "zero3":
-        most_live = 2 * shares.layer if buffers.live is None else buffers.live
-        live = 2.0 * min(shares.base + shares.adapters, most_live)
-
+    if on_host and stage != "zero1":
+        gradients = 0.0
+        # Stage 2 copies each gradient to the host through a buffer for the largest one.
+        largest = shares.embedding if config.method == "full" else shares.trained_layer
+        bucket += 2.0 * largest * (stage == "zero2")
+    embedding = 2.0 * shares.embedding if config.method == "full" else 0.0
+    held = {"first": max(gradients - embedding, 0.0), "inputs": gradients}
+    waiting = gradients if accumulates or stage == "zero3" else 0.0
     moments = {
-        name: (max(held, 0.0), activations, logits, bucket + live)
-        for name, (held, activations, logits) in plain.items()
+        name: (held.get(name, waiting), activations, logits, bucket + live)
+        for name, (_, activations, logits) in plain.items()
     }
+    if on_host:
+        return moments | {"optimizer": (gradients, 0.0, 0.0, bucket)}
     whole = gradients + 4 * shares.trained / gpus
     return moments | {"optimizer": (whole, _square_roots(config, shares, gpus), 0.0, bucket)}
+
+
+def _live_bytes(shares: Shares, settings: ShardingSettings) -> float:
+    """Return the bytes of the parameters that ZeRO's third stage keeps gathered.
+
+    A layer is gathered even if it exceeds the limit.
+    """
+    whole = shares.base_bytes + 2.0 * shares.adapters
+    if settings.live is None:
+        return min(whole, 2 * shares.layer_bytes)
+    return min(whole, max(2.0 * settings.live, shares.layer_bytes))
 
 
 def _square_roots(config: TrainConfig, shares: Shares, gpus: int) -> float:

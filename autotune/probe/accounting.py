@@ -12,6 +12,7 @@ from torch import nn
 
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.units import gib
+from autotune.trainer.sharded_nf4 import unpacked_difference
 
 UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
@@ -111,7 +112,8 @@ def free_paged_state() -> None:
 
 def logical_params(model: nn.Module) -> int:
     """The number of elements of all parameters, before packing or sharding."""
-    return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
+    stored = sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
+    return stored + unpacked_difference(model)
 
 
 # --- out of memory

@@ -81,6 +81,7 @@ from autotune.trainer.model_builder import (
 )
 from autotune.trainer.patches import choose_attention
 from autotune.trainer.settings import chunk_tokens
+from autotune.trainer.sharded_nf4 import shard_4_bit_layers
 
 RECORDED_LOSSES = 8
 LOADER_S = 0.3
@@ -424,6 +425,8 @@ class Probe:
         how = request.seed, request.objective, request.vision
         self.model = attach(self.resident, config, meter.torch_device, *how)
 
+        if request.parallelism.strategy in FSDP2 and config.quantization == "nf4":
+            shard_4_bit_layers(self.model, meter.torch_device)
         if settings.tiled:
             compute_in_tiles(self.base)
         self.resident.joined = set_lora_kernels(self.base, settings)

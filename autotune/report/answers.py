@@ -9,6 +9,7 @@ from datetime import date
 from typing import Any
 
 from autotune.catalog import NO_PRICE, DeviceSpec, describe_price
+from autotune.core.memory_budget import PINNED
 from autotune.core.probe_types import Evidence, Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
@@ -223,7 +224,7 @@ def gpu_answer(plan: GpuPlan) -> Answer:
 
     return Answer(
         answer=_gpus_verdict(plan, chosen, shown),
-        needs=f"{memory_text(estimated, task.device)}, on each GPU" if estimated else "",
+        needs=_gpus_needs(estimated, task, num_gpus) if estimated else "",
         cost=cost_text(estimated, task, "each GPU at" if num_gpus > 1 else "at")
         if estimated and chosen
         else "",
@@ -231,6 +232,16 @@ def gpu_answer(plan: GpuPlan) -> Answer:
         reason=_gpus_reason(plan, chosen),
         details=plan,
     )
+
+
+def _gpus_needs(estimated: Estimate, task: Task, num_gpus: int) -> str:
+    """Return the memory of each GPU, and the memory of the host if tensors are offloaded to it."""
+    needs = f"{memory_text(estimated, task.device)}, on each GPU"
+    if estimated.memory is None or not estimated.memory.host:
+        return needs
+    host_gib = num_gpus * estimated.memory.host
+    pinned = fmt_gib(PINNED * host_gib)
+    return f"{needs}; {fmt_gib(host_gib)} of the host's memory, or up to {pinned} if it is pinned"
 
 
 def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -51,6 +50,7 @@ from .patches import (
     separate_examples,
 )
 from .settings import DEQUANTISED, ModelSettings, quantization_of
+from .sharded_nf4 import fill, fill_shard, is_sharded_4_bit, local_part
 from .tiles import tile_layers
 
 QuantizedLinear = Callable[[tuple[int, int, bool], ModelSettings], nn.Module]
@@ -151,21 +151,48 @@ def outline(
     The caller shards the base, then calls `materialize`. Returns None if the unsharded base fits
     into `room_gib` of the device (in fp32 if the base itself is trained). Returns None if the head
     and the embedding share one weight, because sharding would make two separate weights of it.
-    Returns None if bitsandbytes quantises the base.
+    Returns None for an 8-bit base.
     """
-    if settings.bitsandbytes_arguments() is not None:
+    if settings.quantization == "int8" or settings.quantize_experts:
         return None
     register_attentions()
     with torch.device(device), no_init_weights(), _matrices_on_meta():
         model = from_config(config, settings)
 
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if settings.quantization == "nf4":
+        _quantize(model, settings, torch.device("meta"), _outlined_linear)
     element_bytes = base_dtype(settings).itemsize if settings.lora_rank is not None else 4
-    size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
+    size = sum(
+        parameter.numel() * (0.5 if is_packed_shape(parameter) else element_bytes)
+        for parameter in model.parameters()
+    )
     if is_tied or size <= room_gib * 2**30:
         return None
     _fill(model)
     return _finish(model, settings)
+
+
+def is_packed_shape(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter will be packed in 4 bits, but still has its unpacked shape."""
+    return type(parameter).__name__ == "Params4bit"
+
+
+def _outlined_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
+    """Return a 4-bit layer whose weight has no memory."""
+    import bitsandbytes as bnb
+
+    fan_in, fan_out, bias = shape
+    layer: nn.Module = bnb.nn.Linear4bit(
+        fan_in,
+        fan_out,
+        bias,
+        compute_dtype=base_dtype(settings),
+        compress_statistics=settings.double_quant,
+        quant_type="nf4",
+        device="meta",
+    )
+    return layer
 
 
 def is_outline(model: nn.Module) -> bool:
@@ -184,13 +211,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             if name in known:
                 tensor.copy_(known[name])
                 continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local, start = local_part(tensor)
+            layer = model.get_submodule(name.rpartition(".")[0])
             # LoRA's matrix B is zero in new adapters, so that new adapters do not change the
             # model's output.
             if ".lora_B." in name or name.endswith("bias"):
                 local.zero_()
+            elif is_sharded_4_bit(layer):
+                fill_shard(layer, local, start)
             else:
-                local.normal_(0.0, 0.02)
+                fill(local)
 
 
 def build(

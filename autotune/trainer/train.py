@@ -51,6 +51,7 @@ from .origin import Origin, describe, find_difference
 from .patches import choose_attention, load_attention
 from .reading import BadDataset, read_rows
 from .settings import Options, RunSettings
+from .sharded_nf4 import shard_4_bit_layers
 from .token_cache import CannotKeep, tokenise
 from .varlen import VARLEN
 
@@ -192,6 +193,8 @@ def train(
     is_loaded_in_first_rank = loads_in_first_rank(settings, options)
     adapter_device = torch.device("cpu") if is_loaded_in_first_rank else device
     model = add_adapters(base, settings, adapter_device)
+    if settings.sharding.startswith("fsdp2") and settings.model_settings.quantization == "nf4":
+        shard_4_bit_layers(model, device)
     if settings.model_settings.tiled:
         model_builder.compute_in_tiles(base)
     joined = model_builder.set_lora_kernels(base, settings.model_settings)

@@ -293,6 +293,40 @@ def test_two_ranks_learn_what_one_process_does(
     assert found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
 
 
+def test_shards_without_masters_take_half_of_the_memory(pool: RankPool) -> None:
+    """Weights, gradients and state in bf16 instead of fp32, and the losses of one process."""
+    log, knobs = pool.logs / "pure.log", {"method": "full", "precision": "bf16_pure"}
+    alone = measured(pool.probe(shared(1, "none", micro_steps=2, **knobs), log))
+    both = measured(pool.probe(shared(2, "fsdp2", World.REAL, 1, **knobs), log))
+    assert step_losses(both)[:2] == pytest.approx(step_losses(alone)[:2], rel=5e-3)
+    masters = measured(pool.probe(shared(2, "fsdp2", World.FAKE, 1, method="full"), log))
+    for name in ("model_gib", "optimizer_gib"):
+        assert getattr(both, name) == pytest.approx(getattr(masters, name) / 2, rel=0.05), name
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_two_ranks_learn_with_a_sharded_4_bit_base_what_one_process_does(
+    pool: RankPool, double_quant: bool
+) -> None:
+    """Each rank holds half of the packed weights and of their scales, and half of all else."""
+    knobs = {"quantization": "nf4", "double_quant": double_quant}
+    log = pool.logs / "nf4.log"
+    alone = measured(pool.probe(shared(1, "none", micro_steps=2, **knobs), log))
+    both = measured(pool.probe(shared(2, "fsdp2", World.REAL, 1, **knobs), log))
+    expected, found = step_losses(alone), step_losses(both)
+    steps = min(len(expected), len(found))
+    assert steps >= 2
+    assert found[:steps] == pytest.approx(expected[:steps], rel=1e-5)
+    # A process alone also holds the tables of both codes for each of the 14 layers.
+    codes = 14 * 4 * (16 + 256) / 2**30
+    halves = (alone.model_gib - codes) / 2, alone.model_gib / 2
+    assert 0.95 * halves[0] < both.model_gib < 1.05 * halves[1]
+    assert (alone.total_params, alone.trainable_params) == (
+        both.total_params,
+        both.trainable_params,
+    )
+
+
 @pytest.mark.extra
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_two_ranks_learn_by_deepspeed_what_one_process_does(pool: RankPool, method: str) -> None:

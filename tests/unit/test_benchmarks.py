@@ -712,6 +712,9 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "light_install",
+    "offload",
+    "sharded_nf4_70b",
+    "sharded_nf4_learning",
     "two_gpus",
 }  # results whose first measurement is still to be made
 

@@ -8,6 +8,7 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.core.json_view import add_prefix, keys
 from autotune.core.notebook import ShownAsTable
 from autotune.core.objective import Objective
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate, Evaluation, MemoryBounds
@@ -64,8 +65,9 @@ class ForeignConfig:
     together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
     speed and that `config` lacks. If `needs_more` is true, one of these settings needs memory that
     the estimate leaves out. `evaluation` is None if the run does not evaluate between its steps.
-    `uncounted` has the memory savings that no formula covers. `ignored` is a sentence that names
-    the keys that the tool ignores because it does not know them, or "".
+    `uncounted` has the memory savings that no formula covers. `on_one_gpu` is the strategy of a run
+    of DeepSpeed on one GPU, which the knob `sharding` cannot express. `ignored` is a sentence that
+    names the keys that the tool ignores because it does not know them, or "".
     """
 
     format: str
@@ -82,8 +84,16 @@ class ForeignConfig:
     needs_more: bool = False
     evaluation: Evaluation | None = None
     uncounted: Uncounted | None = None
+    on_one_gpu: str | None = None
     ignored: str = ""
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """The number of GPUs, and the strategy that shards or offloads the run."""
+        if self.on_one_gpu is not None:
+            return Parallelism(strategy=self.on_one_gpu)
+        return Parallelism.of(self.config)
 
 
 CHECKED = keys(

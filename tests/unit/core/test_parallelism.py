@@ -38,7 +38,7 @@ def test_an_unknown_strategy_is_refused() -> None:
         Parallelism(num_gpus=2, strategy="x")
 
 
-@pytest.mark.parametrize(("num_gpus", "strategy"), [(2, "none"), (1, "ddp"), (1, "zero2")])
+@pytest.mark.parametrize(("num_gpus", "strategy"), [(2, "none"), (1, "ddp"), (1, "fsdp2")])
 def test_several_gpus_have_a_strategy_and_one_has_none(num_gpus: int, strategy: str) -> None:
     with pytest.raises(ValueError, match=f"strategy {strategy} does not match num_gpus {num_gpus}"):
         Parallelism(num_gpus=num_gpus, strategy=strategy)
@@ -63,14 +63,15 @@ def test_sharded_training_has_a_precision_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("knobs", "words", "refused_by"),
     [
-        ({"quantization": "nf4"}, "nf4 weights", (*FSDP2, *ZERO)),
+        ({"quantization": "nf4"}, "nf4 weights", ZERO),
+        ({"quantization": "nf4", "quantize_experts": True}, "nf4|4-bit experts", (*FSDP2, *ZERO)),
         ({"quantization": "int8"}, "int8 weights", (*FSDP2, *ZERO)),
         ({"quantization": "fp8"}, "fp8 base", (*FSDP2, *ZERO)),
         ({"optimizer": "adamw_8bit"}, "adamw_8bit", (*FSDP2, *ZERO)),
         ({"optimizer": "paged_adamw_8bit"}, "paged_adamw_8bit", (*FSDP2, *ZERO)),
         ({"optimizer": "lion_8bit"}, "lion_8bit", (*FSDP2, *ZERO)),
         ({"optimizer": "adafactor"}, "(?i)adafactor", (*FSDP2, *ZERO)),
-        ({"precision": "bf16_pure"}, "bf16_pure is untested", (*FSDP2, *ZERO)),
+        ({"precision": "bf16_pure"}, "bf16_pure is untested", ZERO),
         ({"precision": "fp32"}, "fp32 is untested", ZERO),
         ({"precision": "fp16_mixed"}, "fp16_mixed is untested", (*FSDP2, *ZERO)),
         ({"dora": True}, "DoRA", (*FSDP2, *ZERO)),
@@ -127,7 +128,7 @@ def test_a_configuration_says_how_its_gpus_share() -> None:
     assert found == Parallelism(
         num_gpus=8, strategy="fsdp2_keep", sync_each_batch=True, offload=True
     )
-    assert (found.name, found.num_shards) == ("fsdp2_keep", 8)
+    assert (found.name, found.num_shards) == ("fsdp2_keep, offloaded", 8)
     hosts = Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
     assert (hosts.name, hosts.num_shards) == ("hsdp", 8)
     assert Parallelism.of(TrainConfig(sync_each_batch=True, offload=True)) == Parallelism()

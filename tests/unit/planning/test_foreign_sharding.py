@@ -10,14 +10,16 @@ import pytest
 import yaml
 
 from autotune.catalog import resolve_model
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import read_file
-from autotune.planning.foreign_sharding import buffers_of, shard_run, strategy_of
+from autotune.planning.foreign_sharding import settings_of, shard_run, strategy_of
 from autotune.planning.run_check import check
 from autotune.planning.run_estimate import memory_bounds
-from autotune.prediction.sharded_memory import MAX_LIVE, DeepSpeedBuffers, rank_breakdown
-from autotune.problem.run_cost import TIGHT
-from autotune.report.values.check import ForeignConfig, Uncounted
+from autotune.prediction.memory_formula import NF4_STATISTICS
+from autotune.prediction.sharded_memory import MAX_LIVE, ShardingSettings, rank_breakdown
+from autotune.problem.run_cost import FITS, TIGHT
+from autotune.report.values.check import ForeignConfig
 
 FULL = {
     "base_model": "meta-llama/Llama-3.1-8B",
@@ -32,7 +34,6 @@ FULL = {
 }
 LORA = FULL | {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
-OFFLOADED = "the memory that is offloaded to the host"
 LASTING = ("weights", "adapters", "gradients", "optimizer")
 SHARDED = (
     "Sharding and offloading of the model are not counted: each GPU is assumed to hold the whole"
@@ -95,35 +96,35 @@ def test_shards_of_a_file_are_those_of_its_gpus(tmp_path: Path) -> None:
         FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}},
     )
     assert "the estimate is for FSDP2, which needs a little less" in older
-    assert run.uncounted == Uncounted(
-        causes=(OFFLOADED,), num_gpus=8, freed=frozenset(LASTING), exchanges=True
-    )
+    assert run.uncounted is None and run.config.offload and settings_of(run).fsdp_1
 
 
 def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     """Its stage, and what it gathers and sends at once: numbers that people also write as 5e8."""
-    zero = {"stage": 3, "stage3_max_live_parameters": "2e8", "reduce_bucket_size": 5e8}
+    zero = {"stage": 3, "stage3_max_live_parameters": "4e8", "reduce_bucket_size": 5e8}
     (tmp_path / "ds").mkdir()
     (tmp_path / "ds" / "own.json").write_text(
         json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}})
     )
     run, notes = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert run.config.sharding == "zero3" and SHARDED not in notes
-    assert buffers_of(run) == DeepSpeedBuffers(live=2 * 10**8, bucket=5 * 10**8, builds_whole=False)
+    assert settings_of(run) == ShardingSettings(
+        shards_statistics=False, live=4 * 10**8, bucket=5 * 10**8
+    )
     by_default, _ = notes_of(tmp_path, LORA | {"deepspeed": "elsewhere/zero3.json"})
     assert by_default.config.sharding == "zero3"
-    assert buffers_of(by_default) == DeepSpeedBuffers(live=MAX_LIVE, builds_whole=False)
+    assert settings_of(by_default) == ShardingSettings(shards_statistics=False, live=MAX_LIVE)
     needs = [memory_bounds(resolve_model("llama-3.1-8b"), one) for one in (run, by_default)]
     least = [bounds.least.peak_gib for bounds in needs if bounds is not None]
     assert least[1] - least[0] == pytest.approx(
-        (2 * (10**9 - 2 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6
+        (2 * (10**9 - 4 * 10**8) - 2 * (5e8 - 4096**2)) / 2**30, rel=1e-6
     )
     for strange in (
         {"stage": 3, "stage3_max_live_parameters": "auto"},
         {"stage": 3, "reduce_bucket_size": [1]},
     ):
         (tmp_path / "ds" / "own.json").write_text(json.dumps({"zero_optimization": strange}))
-        assert buffers_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})).live == MAX_LIVE
+        assert settings_of(read(tmp_path, LORA | {"deepspeed": "ds/own.json"})).live == MAX_LIVE
     stage = json.dumps({"zero_optimization": {"stage": 2}}, indent="\t")
     (tmp_path / "ds" / "own.json").write_text(stage)
     assert read(tmp_path, LORA | {"deepspeed": "ds/own.json"}).values["deepspeed"] == json.loads(
@@ -135,21 +136,45 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "terms"),
+    ("zero", "offloaded"),
     [
-        ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, set()),
-        ({"offload_optimizer": {"device": "cpu"}}, {"gradients", "optimizer"}),
-        ({"offload_param": {"device": "nvme"}}, {"weights", "adapters"}),
-        ({"cpu_offload": True}, {"gradients", "optimizer"}),
-        ({}, set()),
+        ({"offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}, ""),
+        ({"offload_optimizer": {"device": "cpu"}}, "state"),
+        ({"offload_param": {"device": "nvme"}}, "weights"),
+        ({"cpu_offload": True}, "state"),
+        ({}, ""),
     ],
 )
 def test_offloading_is_what_deepspeeds_file_says(
-    tmp_path: Path, zero: dict[str, Any], terms: set[str]
+    tmp_path: Path, zero: dict[str, Any], offloaded: str
 ) -> None:
-    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | zero}))
-    run, _ = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
-    assert (run.uncounted.freed if run.uncounted else set()) == terms
+    """What is offloaded takes no memory of the GPU, and the rest as much as without."""
+    model = resolve_model("llama-3.1-8b")
+    held = []
+    for settings in ({}, zero):
+        (tmp_path / "own.json").write_text(
+            json.dumps({"zero_optimization": {"stage": 3} | settings})
+        )
+        run, _ = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
+        assert run.uncounted is None
+        bounds = memory_bounds(model, run)
+        assert bounds is not None and bounds.most == bounds.least
+        held.append(bounds.least)
+    whole, found = held
+    assert (found.weights == 0) is (offloaded == "weights") and whole.weights > 1
+    assert (found.optimizer == 0) is (offloaded == "state") and whole.optimizer > 0
+    assert (found.host > 0) is bool(offloaded)
+
+
+def test_stage_2_holds_buckets_of_deepspeeds_default_size(tmp_path: Path) -> None:
+    """Two of them if they are sent while others are filled."""
+    for overlap, buckets in ((False, 1), (True, 2)):
+        zero = {"stage": 2, "overlap_comm": overlap}
+        (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": zero}))
+        run, _ = notes_of(tmp_path, LORA | {"deepspeed": "own.json"})
+        assert settings_of(run).bucket == buckets * 5 * 10**8
+    shipped, _ = notes_of(tmp_path, LORA | {"deepspeed": "deepspeed_configs/zero2.json"})
+    assert settings_of(shipped).bucket == 5 * 10**8
 
 
 def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
@@ -168,14 +193,10 @@ def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (
-            LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP,
-            "FSDP2 loses the quantisation state of nf4 weights",
-        ),
         (FULL | {"optimizer": "adamw_bnb_8bit"} | FSDP, "has no code for sharded tensors"),
-        (FULL | {"bf16": "full"} | FSDP, "bf16_pure is untested under fsdp2"),
+        (LORA | {"fp16": True, "bf16": False} | FSDP, "fp16_mixed is untested under fsdp2"),
     ],
-    ids=["nf4", "8bit", "pure"],
+    ids=["8bit", "fp16"],
 )
 def test_what_no_formula_shares_out_stays_whole(
     tmp_path: Path, values: dict[str, Any], reason: str
@@ -252,10 +273,10 @@ def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> 
     """Only a lower end that does not fit means out of memory;
     the upper end keeps all on each GPU.
     """
-    values = LORA | {"adapter": "qlora", "load_in_4bit": True, "micro_batch_size": 1} | FSDP
+    values = LORA | {"optimizer": "adamw_bnb_8bit", "micro_batch_size": 1} | FSDP
     path = tmp_path / "run.yml"
     path.write_text(yaml.safe_dump(values))
-    alone, shared = (check(path, {"gpu": "rtx-3060-12gb", "gpus": gpus}) for gpus in (1, 8))
+    alone, shared = (check(path, {"gpu": "rtx-4090", "gpus": gpus}) for gpus in (1, 8))
     least, most = shared.checked.bounds.least, shared.checked.bounds.most
     assert most is not None and most.peak_reserved_gib == alone.checked.estimate.need_gib
     assert least.weights == most.weights / 8 and least.optimizer == most.optimizer / 8
@@ -268,20 +289,81 @@ def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> 
     assert not any("each GPU holds the whole model" in note for note in shared.notes)
 
 
-def test_offloaded_weights_and_state_leave_the_gpu_at_best(tmp_path: Path) -> None:
-    """Full fine-tuning of an 8B in 24 GB: DeepSpeed keeps
-    weights, gradients and state on the host.
+def test_offloaded_weights_and_state_leave_the_gpu(tmp_path: Path) -> None:
+    """Full fine-tuning of an 8B in 24 GB: DeepSpeed keeps weights, gradients and state on the host,
+    18 bytes of each parameter.
     """
     devices = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | devices}))
     path = tmp_path / "run.yml"
     for gpus in (1, 2):
         path.write_text(yaml.safe_dump(FULL | {"deepspeed": "own.json"}))
-        report = check(path, {"gpu": "rtx-4090", "gpus": gpus})
-        least, most = report.checked.bounds.bounds_gib
-        assert report.checked.state == TIGHT
-        assert most is not None and least < 10 < 60 < most
-        assert report.checked.bounds.least.weights == 0
+        checked = check(path, {"gpu": "rtx-4090", "gpus": gpus}).checked
+        memory = checked.bounds.least
+        assert checked.state == FITS and checked.bounds.most == memory
+        assert memory.weights == memory.optimizer == memory.gradients == 0
+        assert memory.peak_reserved_gib < 8
+        assert gpus * memory.host * 2**30 == pytest.approx(18 * 8.03e9, rel=0.01)
+        low, high = checked.estimate.interval or (0.0, 0.0)
+        assert 0 < 4 * low < high  # PCIe and the host are not known
+
+
+QLORA = LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP
+
+
+@pytest.mark.parametrize(
+    ("storage", "shards"), [(None, True), ("bfloat16", True), ("uint8", False)]
+)
+def test_4_bit_weights_are_sharded_if_they_are_stored_as_floats(
+    tmp_path: Path, storage: str | None, shards: bool
+) -> None:
+    """Axolotl stores them in bf16 by default; the scales stay whole on each GPU."""
+    kwargs = {} if storage is None else {"bnb_config_kwargs": {"bnb_4bit_quant_storage": storage}}
+    run, notes = notes_of(tmp_path, QLORA | kwargs)
+    bounds = memory_bounds(resolve_model("llama-3.1-8b"), run)
+    assert bounds is not None and bounds.least == bounds.most
+    sizes = Sizes.of(resolve_model("llama-3.1-8b"))
+    assert sizes is not None
+    packed, scales = 0.5 * sizes.linear_params, NF4_STATISTICS[True] * sizes.linear_params
+    ends = 2 * (sizes.params - sizes.linear_params)
+    held = scales + packed / (8 if shards else 1) + ends / 8
+    assert bounds.least.weights * 2**30 == pytest.approx(held, rel=1e-3)
+    assert ("Their scales stay whole" in notes) is shards
+    assert ("Each GPU holds all 4-bit weights" in notes) is not shards
+
+
+def test_fsdp_1_shards_what_bitsandbytes_optimizes(tmp_path: Path) -> None:
+    """Its parameters are plain tensors."""
+    fsdp_1 = {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {"offload_params": False}}
+    run, _ = notes_of(tmp_path, LORA | {"optimizer": "adamw_bnb_8bit"} | fsdp_1)
+    assert run.uncounted is None and run.config.sharding == "fsdp2"
+
+
+MIXTURE = {
+    "model_name_or_path": "Qwen/Qwen3-30B-A3B",
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "template": "qwen3",
+    "cutoff_len": 3000,
+    "per_device_train_batch_size": 1,
+    "bf16": True,
+    "deepspeed": "ds_z3_config.json",
+}
+
+
+def test_a_mixture_is_sharded_by_what_a_dry_probe_counts(tmp_path: Path) -> None:
+    """57 GiB of weights on four GPUs. Versions of transformers differ in which layers
+    LLaMA-Factory adapts, so the need is a range, but a narrow one.
+    """
+    path = tmp_path / "run.yml"
+    path.write_text(yaml.safe_dump(MIXTURE))
+    checked = check(path, {"gpu": "rtx-4090", "gpus": 4}).checked
+    least, most = checked.bounds.bounds_gib
+    assert checked.state == TIGHT and most is not None
+    assert 20 < least < most < 27
+    assert checked.bounds.least.weights == pytest.approx(56.9 / 4, rel=0.01)
 
 
 def test_what_a_key_saves_at_best_is_the_lower_end(tmp_path: Path) -> None:

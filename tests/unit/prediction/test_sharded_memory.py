@@ -19,7 +19,7 @@ from autotune.prediction.sharded_memory import (
     EXPORTED,
     MAX_LIVE,
     RANK_ERROR,
-    DeepSpeedBuffers,
+    ShardingSettings,
     Shares,
     rank_breakdown,
 )
@@ -59,14 +59,14 @@ def rank(
     strategy: str = "fsdp2",
     num_gpus: int = 2,
     micro_steps: int = 1,
-    buffers: DeepSpeedBuffers = EXPORTED,
+    settings: ShardingSettings = EXPORTED,
     shared: dict[str, Any] | None = None,
     **knobs: Any,
 ) -> MemoryBreakdown:
     knobs = {"micro_batch_size": 4, "checkpointing": "none", "loss": "full"} | knobs
     parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy, **shared or {})
     found = rank_breakdown(
-        truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, buffers
+        truncated(model, layers), TrainConfig(**knobs), parallelism, micro_steps, settings
     )
     assert found is not None
     return found
@@ -267,7 +267,9 @@ def test_stage_3_keeps_two_layers_gathered_or_as_far_as_its_default_goes() -> No
         (MAX_LIVE, MAX_LIVE),
         (10**11, shares.base + shares.adapters),
     ):
-        found = rank(strategy="zero3", layers=32, buffers=DeepSpeedBuffers(live=live)).communication
+        found = rank(
+            strategy="zero3", layers=32, settings=ShardingSettings(live=live)
+        ).communication
         assert (found - bucket) * GIB == pytest.approx(2 * kept)
 
 
@@ -369,8 +371,8 @@ def test_torchs_own_adamw_needs_the_roots_of_its_shard() -> None:
 
 def test_what_cannot_be_trained_or_has_no_formula() -> None:
     fsdp2 = Parallelism(num_gpus=2, strategy="fsdp2")
-    with pytest.raises(ValueError, match="nf4 weights"):
-        rank_breakdown(resolve_model("mistral-7b"), TrainConfig(quantization="nf4"), fsdp2)
+    with pytest.raises(ValueError, match="int8 weights"):
+        rank_breakdown(resolve_model("mistral-7b"), TrainConfig(quantization="int8"), fsdp2)
     assert rank_breakdown(resolve_model("pythia-1b"), TrainConfig(), fsdp2) is None
 
 
@@ -428,14 +430,14 @@ def test_under_deepspeed_each_gpu_holds_the_whole_model_first() -> None:
         assert sizes is not None and built.phase is Phase.LOAD
         assert built.peak_gib * GIB == pytest.approx(each * sizes.params, rel=0.02)
         assert (
-            rank(strategy="zero3", buffers=DeepSpeedBuffers(builds_whole=False), **knobs).peak_gib
+            rank(strategy="zero3", settings=ShardingSettings(builds_whole=False), **knobs).peak_gib
             < built.peak_gib / 2
         )
 
 
 def test_a_bucket_of_deepspeed_has_the_size_that_it_is_given() -> None:
     small, large = (
-        rank(strategy="zero3", buffers=DeepSpeedBuffers(bucket=bucket))
+        rank(strategy="zero3", settings=ShardingSettings(bucket=bucket))
         for bucket in (10**6, 5 * 10**8)
     )
     assert (large.communication - small.communication) * GIB == pytest.approx(
