@@ -397,5 +397,5 @@ def test_ktransformers_keeps_the_experts_on_the_host_at_best(tmp_path: Path) -> 
     assert checked.state == TIGHT and checked.estimate.tokens_per_s is None
     assert most is not None and least < 5 < 57 < most
     path.write_text(yaml.safe_dump({key: KTRANSFORMERS[key] for key in list(KTRANSFORMERS)[:-3]}))
-    whole, _ = check(path, {"gpu": "rtx-4090"}).checked.bounds.bounds_gib
+    _, whole = check(path, {"gpu": "rtx-4090"}).checked.bounds.bounds_gib
     assert whole == pytest.approx(most)
