@@ -89,7 +89,7 @@ MORE_TESTS = {
     "probe/micro_profiler": "probe/test_micro_profile.py",
     "probe/model": "probe/test_lora_targets.py probe/test_mixture_levers.py",
     "probe/": "probe/test_truncation.py",
-    "dry/prober": "probe/test_dry.py",
+    "dry/prober": "probe/test_dry_prober.py probe/test_dry.py",
     "dry/worker": "probe/test_dry_prober.py",
     "dry/preference": "probe/test_dry_objectives.py",
     "dry/flex": "probe/test_kept_activations.py",

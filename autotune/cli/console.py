@@ -132,7 +132,7 @@ class Display(AbstractContextManager["Display"]):
         self._event("note", text=text)
         self._print(text, style)
 
-    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int) -> None:
         """Print the study's plan before any GPU time is spent."""
         self._task = task = setup.task
         workload = task.workload

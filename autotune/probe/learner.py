@@ -77,7 +77,7 @@ class Learner:
     def __init__(self, settings: RunSettings, options: Options) -> None:
         """Read the examples and load the weights."""
         self._settings = settings
-        self._options = replace(options, saves=False, checkpoint=None)
+        self._options = options
         device = initialize_device(settings)
         trained, self._held_out = rows.split(
             read(settings, options), settings.seq_len, options.held_out, options.held_out_tokens

@@ -23,7 +23,7 @@ class Progress(Protocol):
     def note(self, text: str, style: str | None = None) -> None:
         """The study has a message for the user; `style` is its colour in a terminal."""
 
-    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int) -> None:
         """The search is about to begin; a configuration may use at most `fits_gib` GiB."""
 
     def resumed(self, rows: list[TrialRecord]) -> None:
@@ -56,7 +56,7 @@ class TextProgress:
         """Write the text as one line."""
         self._write(text)
 
-    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int) -> None:
         """Write one line for each warning of the setup."""
         for warning in setup.warnings:
             self._write(f"warning: {warning}")

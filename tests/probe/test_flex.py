@@ -77,6 +77,18 @@ def test_long_rows_are_sampled() -> None:
     assert mean_keys(window, 131_072, 131_072) == 256
 
 
+def test_a_block_is_visible_if_only_its_first_or_its_last_query_sees_a_key_of_it() -> None:
+    """Of 8 x 8 blocks, 36 are on or below the diagonal, and 36 on or above it."""
+
+    def far_before(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key <= query - 127
+
+    def far_after(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return key >= query + 127
+
+    assert mean_keys(far_before, 1024, 1024) == mean_keys(far_after, 1024, 1024) == 36 * 128 // 8
+
+
 @pytest.mark.parametrize("compiled", ["none", "per_layer"])
 def test_no_scores_are_counted(compiled: str) -> None:
     """Twice the tokens need twice the memory above the weights, and eager attention needs more."""

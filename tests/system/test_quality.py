@@ -1,6 +1,7 @@
 """Finalists, and rates, train on the user's examples: which of them learns less shows."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -396,6 +397,58 @@ def test_trainings_do_not_depend_on_those_before(
         [loss for _, loss in again.curve], rel=1e-6
     )
     assert len({first.loss, lost.loss, other.loss}) == 3
+
+
+# PEFT asks with a name from before transformers 5.23
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.probe
+def test_layers_are_compiled_during_a_training_for_as_many_lengths_as_in_a_full_run(
+    weights: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's compiler is off, because it takes long and changes no number."""
+    import torch
+
+    from autotune.probe import learner as module
+    from autotune.trainer.command_line import parse_options
+    from autotune.trainer.settings import RunSettings
+    from autotune.trainer.train import RECOMPILE_LIMIT
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    recipe = to_learn(weights, config=replace(GOOD, compile="per_layer", padding="bucket"))
+    write_files(tmp_path, {"examples.jsonl": dataset.read_text()} | script.export(recipe))
+    settings = RunSettings.read(tmp_path / "train_config.json")
+    arguments = ["--dataset", str(tmp_path / "examples.jsonl"), "--output-dir", ""]
+    arguments += ["--report-to", "none", "--held-out", "40", "32"]
+    files = sorted(tmp_path.iterdir())
+
+    learner = module.Learner(settings, parse_options(settings, arguments))
+    asked = module.Training(learning_rate=1e-3, warmup_steps=1, steps=3, seed=0)
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+        answer = learner.train(asked)
+        assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
+        assert not torch._dynamo.config.optimize_ddp  # the layers were compiled
+    assert answer["loss"] > 0 and [step for step, _ in answer["curve"]] == [1, 2, 3]
+    assert {layer._compiled_call_impl for layer in learner._layers} == {None}
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_a_training_diverges_if_its_loss_is_no_number_or_half_above_the_first() -> None:
+    from transformers import TrainerControl, TrainerState
+
+    from autotune.probe.learner import _Curve
+
+    for losses, diverges in (
+        ((2.0, 3.0, 1.0), False),
+        ((2.0, 1.0, 3.1), True),
+        ((2.0, math.nan), True),
+        ((math.inf,), True),
+    ):
+        curve, control = _Curve(), TrainerControl()
+        curve.on_log(None, TrainerState(), control, {"eval_loss": 9.0})
+        for step, loss in enumerate(losses):
+            curve.on_log(None, TrainerState(global_step=step), control, {"loss": loss})
+        assert curve.diverged is control.should_training_stop is diverges
+        assert [step for step, _ in curve.points] == [*range(len(losses))]
 
 
 @pytest.mark.probe

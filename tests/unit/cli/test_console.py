@@ -33,7 +33,7 @@ def shown(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[str, str
     study = summary()
     with Display(budget_s=600.0, **options) as one:
         one.say("starting")
-        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.plan(SETUP, fits_gib=100.0, trials=None, workers=1)
         one.trial(study.trials[0])
         one.note("a note")
         one.result(study, "runs/one")
@@ -111,7 +111,7 @@ def test_without_a_terminal_a_status_line_is_printed_now_and_then(
 ) -> None:
     monkeypatch.setattr(console, "STATUS_EVERY_S", 0.01)
     with Display(budget_s=600.0) as one:
-        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.plan(SETUP, fits_gib=100.0, trials=None, workers=1)
         one.trial(replace(summary().trials[0], tokens_per_second=12_345.0))
         end = time.monotonic() + 20
         err = ""
@@ -270,7 +270,7 @@ def test_each_moment_says_what_happens_what_it_costs_and_when_it_ends(
     terminal(monkeypatch)
     trial = replace(summary().trials[0], tokens_per_second=10_000.0)
     with Display(budget_s=600.0) as one:
-        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.plan(SETUP, fits_gib=100.0, trials=None, workers=1)
         one.trial(trial)
         one.trying(7, trial.config)
         one._started -= 60.0
@@ -317,7 +317,7 @@ def shown_on(terminal: Terminal, out: str, *, name: str = "one") -> list[str]:
     """The lines of a run."""
     study = summary(study=name)
     with Display(budget_s=600.0) as one:
-        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.plan(SETUP, fits_gib=100.0, trials=None, workers=1)
         for row in study.trials[:5]:
             one.trial(row)
         one.result(study, out)

@@ -41,7 +41,7 @@ from autotune.planning.plan import (
 )
 from autotune.prediction import memory_formula, step_time
 from autotune.prediction.estimate import estimate
-from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
 from autotune.prediction.observed_speed import Observation, measured_ratios, observed_transfer
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -339,7 +339,12 @@ def test_configurations_that_are_named_are_estimated_one_by_one() -> None:
         Outcome.OOM,
         Outcome.REFUSED,
     )
-    assert one.interval and one.interval[0] < one.tokens_per_s < one.interval[1] and not one.tight
+    assert one.interval and one.tokens_per_s and not one.tight
+    low, high = (end / one.tokens_per_s for end in one.interval)
+    assert 0.5 < low < 1 < high < 2
+    need_gib = one.peak_reserved_gib
+    assert need_gib and one.peak_allocated_gib and one.peak_allocated_gib < need_gib
+    assert one.interval_gib == pytest.approx((need_gib * (1 - ERROR), need_gib * (1 + ERROR)))
     # what cannot run has no speed
     assert large.tokens_per_s is large.step_time_s is large.interval is None
     assert large.peak_reserved_gib and large.peak_reserved_gib > 22

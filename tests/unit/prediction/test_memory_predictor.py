@@ -584,6 +584,10 @@ def test_the_reserve_and_the_context_of_those_that_are_alike_by_hand() -> None:
     found = reported(model, ONE)
     assert (found.low_gib, found.gib, found.high_gib) == pytest.approx((12.0, 15.0, 18.0))
     assert (found.limit_gib, found.basis, found.bounded) == (OFFERED - 0.5, 3, True)
+    pair, ranks = MemoryPredictor(), replace(ONE, num_gpus=2, sharding="fsdp2")
+    pair.learn(ranks, peaks(12.0, peak_reserved_gib=18.0))
+    found = reported(pair, ranks)  # the pools of side streams may be empty
+    assert (found.low_gib, found.gib, found.high_gib) == pytest.approx((12.0, 18.0, 18.0))
     hidden = MemoryPredictor()
     hidden.learn(ONE, peaks(12.0, context_gib=None))
     assert reported(hidden, ONE).limit_gib == OFFERED

@@ -183,13 +183,22 @@ def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
         added = together.step_time_s - alone.step_time_s
         assert 0.5 * communication_s < added - TOGETHER < communication_s * micro_steps_that_send
         low, high = together.spread
-        assert 1 + low <= (1.0 / together.step_time_s) * 1.001 and -low >= TOGETHER
-        assert 1 + high >= (1.0 + SLOWEST_LINK * communication_s) / together.step_time_s * 0.999
+        # The step takes from 1 s, if nothing is added, to what the slowest link adds to it.
+        slowest_s = 1.0 + slowest_link(played, Parallelism.of(config)) * communication_s
+        ends = [at / together.step_time_s - 1 for at in (1.0, slowest_s)]
+        assert (-low, high) == pytest.approx(
+            tuple(
+                math.hypot(own, end, TOGETHER) for own, end in zip(alone.spread, ends, strict=True)
+            ),
+            rel=1e-3,
+        )
         assert run_tokens_per_s(played, result(config, measurement=found)) == pytest.approx(
             together.tokens_per_second
         )
     quick = replace(played, device=replace(device, link_gb_s=1e9))
-    assert run_performance(quick, config, [found]).step_time_s == pytest.approx(1 + TOGETHER)
+    at_once = run_performance(quick, config, [found])
+    assert at_once.step_time_s == pytest.approx(1 + TOGETHER)
+    assert at_once.spread[1] == pytest.approx(math.hypot(alone.spread[1], TOGETHER), rel=1e-3)
 
 
 def test_a_calibrated_link_counts_for_its_card_and_number() -> None:

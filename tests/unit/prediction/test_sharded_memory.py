@@ -189,6 +189,14 @@ def test_what_copies_add_up_is_held_until_the_backward_pass_is_over() -> None:
         and copied.peak_gib - alone.peak_gib > 0.7
     )
     assert copied.nccl == 2 * alone.nccl
+    # The last gradient of a large embedding is scattered at the peak: twice whole, once divided;
+    # with copies, the sums of all gradients are divided beside it.
+    sizes = Sizes.of(truncated("gemma-2b", 6))
+    assert sizes is not None
+    knobs |= {"model": "gemma-2b", "layers": 6, "micro_batch_size": 1, "seq_len": 128}
+    for shared, num_gpus, added in (({}, 2, sizes.embedding), ({"copies": 2}, 4, sizes.params)):
+        found = rank(num_gpus=num_gpus, shared=shared, **knobs)
+        assert found.communication * GIB == pytest.approx(2 * sizes.embedding + 2 * added / 2)
 
 
 def test_gradients_that_are_divided_at_once_are_shards_while_they_wait() -> None:

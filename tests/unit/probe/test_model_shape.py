@@ -115,20 +115,31 @@ def test_why_peft_refuses_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch)
     assert found.untrained == found.unquantized > 0
 
 
+FALCON = {
+    "model_type": "falcon",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 64,
+}
+
+
 class Router(nn.Linear):
     def forward(self, hidden: Any) -> Any:
         return super().forward(hidden), hidden
 
 
-def test_adapters_need_a_layer_that_returns_one_tensor() -> None:
+def test_adapters_need_a_layer_that_returns_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Falcon's linear layers have a forward of their own, and PEFT adapts them."""
-    falcon = describe(
-        {"model_type": "falcon", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "ffn_hidden_size": 64}
-    )  # fmt: skip
+    falcon = describe(FALCON)
     assert not falcon.no_adapters and falcon.linear_layers
     assert not module._returns_its_product(Router(4, 2, device="meta"))
     assert module._returns_its_product(nn.Linear(4, 2, device="meta"))
+    monkeypatch.setattr(module, "_returns_its_product", lambda layer: False)
+    assert describe(FALCON).no_adapters == (
+        "PEFT cannot add adapters to FalconLinear, which is not a plain linear layer"
+    )
 
 
 def all_options(  # type: ignore[no-untyped-def]

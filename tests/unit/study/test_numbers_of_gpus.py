@@ -101,10 +101,10 @@ def test_each_number_of_gpus_starts_with_each_way_to_share_until_one_fits(start:
     best = {one.config.num_gpus: one.config.sharding for one in recipe_of(session).by_gpus}
     assert best == {1: "none", 2: "fsdp2", 4: "fsdp2"}
     asked = [request.config for request in session.prober.requests if request.config.num_gpus == 2]
-    assert [(one.sharding, one.micro_batch_size) for one in asked[:3]] == [
-        ("ddp", 16),
-        ("ddp", 8),  # which leaves more memory free
-        ("fsdp2", 16),
+    assert [(one.sharding, one.micro_batch_size, one.checkpointing) for one in asked[:3]] == [
+        ("ddp", 16, "none"),
+        ("ddp", 8, "none"),  # which leaves more memory free
+        ("fsdp2", 16, "none"),
     ]
 
 

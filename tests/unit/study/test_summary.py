@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import find_price, resolve_device
+from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.json_view import json_data
+from autotune.core.learning_rate import OF_DEMO
+from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
+from autotune.study.learning import Attempt, Learning
 from autotune.study.summary import (
     Learned,
     Quality,
@@ -66,6 +69,45 @@ def test_speedup_and_accumulation():
     )
     bare = replace(recipe, baseline=None)
     assert (bare.speedup, bare.speedup_interval, bare.differs) == (None, None, False)
+
+
+def test_the_learning_rate_is_the_one_that_was_found_or_the_usual_one():
+    """An older version's rate, which has no default beside it, holds at rank 16 and in full
+    fine-tuning.
+    """
+    recipe = summary().recipe
+    assert recipe.learning_rate == recipe.default_learning_rate == 2e-4
+    full = replace(recipe.winner, config=replace(recipe.config, method="full", lora_rank=None))
+    assert replace(recipe, winner=full).learning_rate == 1e-5
+    demo = replace(resolve_model("demo-3m"), weights="a folder")
+    assert replace(recipe, model=demo).learning_rate == OF_DEMO["lora"]
+    dpo = replace(recipe.workload, objective=Objective.DPO)
+    assert replace(recipe, model=demo, workload=dpo).learning_rate == 5e-6
+    attempts = (Attempt(learning_rate=1e-3, seed=0, steps=5, loss=1.0, seconds=1.0),)
+    for rank, default, is_learned in (
+        (16, None, True),
+        (64, None, False),
+        (64, 2e-4, True),
+        (None, None, True),
+    ):
+        winner = full if rank is None else recipe.winner
+        winner = replace(winner, config=replace(winner.config, lora_rank=rank))
+        found = Learning(
+            config=winner.config, attempts=attempts, run_steps=100, held_out=8, default=default
+        )
+        made = replace(recipe, winner=winner, learning=found)
+        assert made.is_rate_learned is is_learned
+        assert made.learning_rate == (1e-3 if is_learned else 2e-4)
+
+
+def test_an_uncertain_speedup_is_none():
+    recipe = summary().recipe
+    for unknown in (replace(recipe, unsteady="it varies"), replace(recipe, alone=True)):
+        assert (unknown.speedup, unknown.speedup_interval, unknown.differs) == (None, None, False)
+    assert recipe.differs and recipe.speedup_evidence is Evidence.MEASURED
+    assert replace(recipe, unsteady="it varies").speedup_evidence is Evidence.DISTURBED
+    projected = replace(recipe.baseline, evidence=Evidence.PROJECTED)
+    assert replace(recipe, baseline=projected).speedup_evidence is Evidence.PROJECTED
 
 
 def test_candidate_data():

@@ -95,6 +95,7 @@ def test_the_loss_in_chunks_is_the_same_without_reading_how_many_tokens_are_pred
         loss.backward()
         found.append((loss.detach(), leaf.grad))
     assert len(chunks._target_positions(targets)) == 20
+    assert chunks._target_positions(targets.to("meta")).is_meta  # on the device of the tokens
     expected = cross_entropy(head(hidden), targets, reduction="sum").detach()
     for loss, gradient in found:
         assert torch.allclose(loss, expected) and torch.allclose(gradient, found[0][1], atol=1e-6)
