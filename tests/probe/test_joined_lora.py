@@ -335,6 +335,19 @@ def test_a_count_adds_what_the_formula_adds(model: str, knobs: dict[str, Any]) -
     assert counted[1][1] < counted[0][1] and by_formula[1][1] < by_formula[0][1]
 
 
+def test_adapters_are_copied_before_the_micro_batch_that_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step copies them once, in its first micro batch; a count is of any micro batch."""
+    spec = resolve_model("mistral-7b")
+    knobs = COMPILED | {"micro_batch_size": 1, "seq_len": 256, "loss": "full"}
+    config = TrainConfig(lora_kernels="joined", **knobs)
+    request = ProbeRequest(config=config, model=spec.config, memory_gib=80.0, depth=1)
+    counted = dry_probe(request)
+    monkeypatch.setattr(JoinedLayers, "_refresh", lambda _: None)
+    assert dry_probe(request) == counted
+
+
 def test_what_is_computed_again_is_chosen_by_its_operations() -> None:
     """The partitioner knows nothing of operations that are not torch's own, unless a setting has it
     look at them.
