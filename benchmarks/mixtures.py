@@ -34,7 +34,7 @@ from autotune.planning.counted_memory import shape_of
 from autotune.planning.longest import HEADROOM, Longest, verify
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
-from autotune.trainer.grouped_lora import TRITON
+from autotune.trainer.grouped_lora import FUSED, TRITON
 from autotune.trainer.settings import PRODUCT_VARIABLE
 
 QWEN, GPT_OSS = "qwen3-30b-a3b", "gpt-oss-20b"
@@ -112,7 +112,7 @@ class Case:
             "group": self.group,
             "model": self.model,
             "config": config.label(),
-            "product": self.product or "fused",
+            "product": self.product or TRITON,
         }
 
 
@@ -121,7 +121,7 @@ CASES = [
     Case("qwen", QWEN, ON_EXPERTS | FAST | {"micro_batch_size": 16}),
     Case("qwen nf4", QWEN, ON_EXPERTS | FAST | FOUR_BITS),
     Case("qwen nf4", QWEN, ON_EXPERTS | FAST | FOUR_BITS | {"micro_batch_size": 16}),
-    Case("qwen", QWEN, ON_EXPERTS | FAST, product=TRITON),
+    Case("qwen", QWEN, ON_EXPERTS | FAST, product=FUSED),
     Case.within(19.0, "qwen attention", QWEN, SMALL | {"seq_len": 4096}),
     Case.within(
         21.0,
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
         return
 
     until = time.monotonic() + args.seconds
-    for product in ("", TRITON):
+    for product in ("", FUSED):
         cases = [case for case in CASES if case.product == product and not rows.has(**case.key)]
         os.environ.pop(PRODUCT_VARIABLE, None)
         if product:
@@ -259,12 +259,12 @@ def study(budget: str) -> dict[str, Any]:
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the best speeds, the ratios of speeds, and the errors of memory."""
 
-    def best(group: str, product: str = "fused") -> float | None:
+    def best(group: str, product: str = TRITON) -> float | None:
         speeds = [
             row["tokens_per_s"]
             for row in rows
             if row["group"] == group
-            and row.get("product", "fused") == product
+            and row.get("product", TRITON) == product
             and row.get("tokens_per_s")
         ]
         return max(speeds, default=None)
@@ -272,11 +272,11 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def ratio(one: float | None, other: float | None) -> float | None:
         return one / other if one and other else None
 
-    forced = next((row for row in rows if row.get("product") == TRITON), {})
+    forced = next((row for row in rows if row.get("product") == FUSED), {})
     same = [
         row["tokens_per_s"]
         for row in rows
-        if row.get("product") == "fused"
+        if row.get("product") == TRITON
         and row["config"] == forced.get("config")
         and "tokens_per_s" in row
     ]
@@ -291,7 +291,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gptoss_tokens_per_s": best("gptoss"),
         "gptoss_over_before": ratio(best("gptoss"), best("gptoss before")),
         "found_share": ratio(best("study"), best("qwen")),
-        "triton_over_fused": ratio(forced.get("tokens_per_s"), max(same, default=None)),
+        "triton_over_fused": ratio(max(same, default=None), forced.get("tokens_per_s")),
         "qwen_attention_gib": gib("qwen attention"),
         "qwen_experts_gib": gib("qwen experts"),
         "gptoss_gib": gib("gptoss 4-bit"),

@@ -29,7 +29,9 @@ from autotune.dry.storage_counter import (
 from autotune.trainer.lean_trainer import budget_options
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
-CASTS = {"convert_element_type", "_to_copy"}
+# Inductor computes these operations inside the kernels that read their results, as it does with
+# element-wise operations: casts, and gathers of rows.
+INLINED = {"convert_element_type", "_to_copy", "index"}
 # The largest number of graphs that torch may compile for one function. A model has a few kinds of
 # layers, and each kind is compiled for a few input shapes.
 GRAPHS = 64
@@ -157,7 +159,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in CASTS
+    return torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in INLINED
 
 
 def _is_generated(node: fx.Node) -> bool:

@@ -480,7 +480,7 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
     "flex_attention": _flex,
     "flex_attention_backward": _flex_backward,
     "gemm_4bit": _unpack_workspace,
-    "packed_product": _unpack_experts_workspace,
+    "packed_adapted_product": _unpack_experts_workspace,
     "int8_vectorwise_quant": _quantize_workspace,
     "int8_scaled_mm": _scaled_product,
 }

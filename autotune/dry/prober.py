@@ -43,11 +43,13 @@ from autotune.trainer.settings import CHUNK_TOKENS, chunk_tokens
 # Increase DRY_VERSION if a change of the code changes the results of dry probes. This makes all
 # cached counts invalid. If only some configurations change, increase another version instead:
 # OFFLOAD_VERSION for activations that are offloaded to the host, FP8_VERSION for base weights in
-# fp8, CHUNKS_VERSION for a chunked loss of at most CHUNK_TOKENS tokens, which has two chunks.
+# fp8, CHUNKS_VERSION for a chunked loss of at most CHUNK_TOKENS tokens, which has two chunks,
+# EXPERTS_VERSION for experts that `trainer.grouped_lora` computes.
 DRY_VERSION = 7
 OFFLOAD_VERSION = 2
 FP8_VERSION = 2
 CHUNKS_VERSION = 1
+EXPERTS_VERSION = 1
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
@@ -252,4 +254,6 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
         about.append(OFFLOAD_VERSION)
     if request.config.quantization == "fp8":
         about.append(["fp8", FP8_VERSION])
+    if request.config.lora_kernels == "grouped" or request.config.quantize_experts:
+        about.append(["experts", EXPERTS_VERSION])
     return digest_of([DRY_VERSION, *versions, *about])

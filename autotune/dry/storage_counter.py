@@ -60,8 +60,10 @@ WIDEST_IN_REGISTERS = 128
 UNPACKED_PRODUCT = "gemm_4bit"
 PRODUCT_IN_8_BITS = "int8_scaled_mm"
 GROUPED_PRODUCT = "_grouped_mm"
-# The product with packed experts (`trainer.packed_experts`), which has a FLOP formula
-PACKED_PRODUCT = "packed_product"
+# The products with experts and their adapters (`trainer.grouped_lora`, `trainer.packed_experts`),
+# which have a FLOP formula
+ADAPTED_PRODUCT = "adapted_product"
+PACKED_PRODUCT = "packed_adapted_product"
 # The number of matrix products in each of transformers' operators for experts that are not in bf16.
 # The backward operator computes two gradients, so it has two products.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
@@ -251,16 +253,18 @@ class StorageCounter(TorchDispatchMode):
             self.moved[OTHER] += num_bytes((args[0], out))
         if name == PACKED_PRODUCT:
             # The kernel first unpacks the weights to the type of the rows.
-            rows, *packed, shape, _ = args
-            unpacked = rows.element_size() * math.prod(shape)
-            self.moved[OTHER] += num_bytes(packed) + unpacked
-            moved = num_bytes((rows, out)) + unpacked
+            unpacked = args[0].element_size() * math.prod(args[9])
+            self.moved[OTHER] += num_bytes(args[1:6]) + unpacked
+            moved += unpacked - num_bytes(args[1:6])
         if name in PRODUCTS and not _is_aligned((args, out)):
             name += f" {UNALIGNED}"
         self._count_product(name, flops, moved)
 
-        for place in NARROW.get(name, ()):
-            self.moved[THIN] += num_bytes([args[place]])
+        narrow = [args[place] for place in NARROW.get(name, ())]
+        if name in (ADAPTED_PRODUCT, PACKED_PRODUCT) and out[1].numel():
+            narrow = [args[0]]  # the adapters' first matrix multiplies the rows again
+        for read in narrow:
+            self.moved[THIN] += num_bytes([read])
             self.operations += 1
 
     def _count_product(self, name: str, flops: int, moved: int) -> None:

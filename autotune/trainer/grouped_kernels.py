@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of grouped matrix products (grouped GEMM), for GPUs without a kernel in torch.
+"""Triton kernels of grouped matrix products (grouped GEMM), which can include adapters.
 
 S rows of K values are sorted by expert. Each row is multiplied by the matrix of its expert; the E
 matrices are E x K x N. A tile is a part of one expert's rows. Each Triton program computes some
@@ -7,49 +7,76 @@ columns of one tile. The program finds the tile's expert on the device, from the
 experts' rows, so the host never waits. Sums are in fp32.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 LONGEST_TILE = 128
 WIDEST = 128  # columns of a program
+# Columns of a program of `multiply` on GPUs whose shared memory holds the blocks of three steps
+WIDEST_PRODUCT = 256
 DEPTH = 64  # elements that a program multiplies at a time
 LEAST = 16  # the fewest rows, columns or elements that a matrix unit multiplies
 
 
-def multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def multiply(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return rows (S x K) times the matrices (E x K x N) of their experts, as S x N.
 
-    The rows of expert e end before row `ends[e]`, and the next expert's rows begin there.
+    The rows of expert e end before row `ends[e]`, and the next expert's rows begin there. If
+    `hidden` (S x r) and `up` (E x r x N) are passed, hidden * up is added to the outputs in fp32.
     """
     (count, size), (experts, _, width) = rows.shape, weights.shape
     outputs = rows.new_empty(count, width)
     # Half of an expert's mean number of rows, so that few rows of its last tile are empty
     tile = _block(count // (2 * experts), LONGEST_TILE)
-    columns, depth = _block(width, WIDEST), _block(size, DEPTH)
+    widest = WIDEST_PRODUCT if _has_large_shared_memory(rows.device) else WIDEST
+    columns, depth = _block(width, widest), _block(size, DEPTH)
     # An upper bound: only the last tile of each expert may be partly empty.
     tiles = count // tile + experts
     grid = (tiles * triton.cdiv(width, columns),)
+    rank = 0 if hidden is None else hidden.shape[1]
     _multiply[grid](
         rows,
         weights,
+        hidden,
+        up,
         ends,
         outputs,
         experts,
         size,
+        rank,
         width,
         *rows.stride(),
         *weights.stride(),
+        *((0, 0) if hidden is None else hidden.stride()),
+        *((0, 0, 0) if up is None else up.stride()),
         *outputs.stride(),
         EXPERTS=triton.next_power_of_2(experts),
         TILE=tile,
         COLUMNS=columns,
         DEPTH=depth,
+        RANK=_block(rank, DEPTH),
         PRECISE=rows.dtype is torch.float32,
         num_warps=8 if tile * columns >= 128 * 128 else 4,
         num_stages=3,
     )
     return outputs
+
+
+@functools.cache
+def _has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether a multiprocessor holds three steps' blocks of the widest product."""
+    blocks = 3 * 2 * DEPTH * (LONGEST_TILE + WIDEST_PRODUCT)
+    available: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return available >= blocks
 
 
 def weight_gradient(rows: torch.Tensor, gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -91,22 +118,31 @@ def _block(number: int, most: int) -> int:
 def _multiply(
     rows,
     weights,
+    hidden,
+    up,
     ends,
     outputs,
     experts,
     size,
+    rank,
     width,
     row_step,
     row_element,
     weight_expert,
     weight_line,
     weight_column,
+    hidden_step,
+    hidden_element,
+    up_expert,
+    up_line,
+    up_column,
     output_step,
     output_column,
     EXPERTS: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    RANK: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     parts = tl.cdiv(width, COLUMNS)
@@ -143,6 +179,19 @@ def _multiply(
         total = tl.dot(a, b, total, input_precision="ieee" if PRECISE else "tf32")
         left += DEPTH * row_element
         right += DEPTH * weight_line
+
+    if hidden is not None:
+        element = tl.arange(0, RANK)
+        left = hidden + line.to(tl.int64)[:, None] * hidden_step + element[None, :] * hidden_element
+        right = up + expert.to(tl.int64) * up_expert
+        right += element[:, None] * up_line + column[None, :] * up_column
+        for done in range(0, rank, RANK):
+            inside = element < rank - done
+            a = tl.load(left, mask=is_row & inside[None, :], other=0.0)
+            b = tl.load(right, mask=is_column & inside[:, None], other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee" if PRECISE else "tf32")
+            left += RANK * hidden_element
+            right += RANK * up_line
 
     place = outputs + line.to(tl.int64)[:, None] * output_step + column[None, :] * output_column
     tl.store(place, total.to(outputs.dtype.element_ty), mask=is_row & is_column)

@@ -7,6 +7,7 @@ matrices W, A and B of its own expert (' means transposed):
     y = x W' + (x A') sB'
 
 The rows are sorted by expert, so one grouped product multiplies the rows of all experts. The
+kernel adds the adapters' part to a sum before it writes the sum, so outputs are written once. The
 weights of the base are only read, and the computation can be compiled. PEFT's modules and
 parameters stay in the model.
 
@@ -36,8 +37,8 @@ INTERFACE = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 # The ways to compute a grouped product: a kernel of torch, the kernels in `grouped_kernels`, or one
 # matrix product for each expert. The environment variable PRODUCT_VARIABLE forces one on a GPU.
 FUSED, TRITON, EACH = "fused", "triton", "each"
-# In 16 bits, the fused kernel needs rows that begin at multiples of 16 bytes. So LoRA ranks are
-# padded to a multiple of this number.
+# Kernels load 16 bytes at a time, and the fused kernel accepts nothing else. So in 16 bits, LoRA
+# ranks are padded to a multiple of this number.
 MULTIPLE = 8
 
 
@@ -141,11 +142,11 @@ def compute_experts(
     experts = wrapper
 
     # The pairs of a token and an expert, sorted by expert
-    tokens, per_token = top_k_index.shape
     sorted_ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
     place = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device)
     )
+    place = place.view_as(top_k_index)
     numbers = torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
 
@@ -155,7 +156,7 @@ def compute_experts(
             outputs = outputs + getattr(experts, f"{name}_bias")[sorted_ids]
         return outputs
 
-    rows = _Sort.apply(hidden_states, order, place, per_token)
+    rows = _Sort.apply(hidden_states, order, place)
     if experts.has_gate:
         rows = experts._apply_gate(project("gate_up_proj", rows))
     else:
@@ -164,30 +165,25 @@ def compute_experts(
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
 
-    # Each token's rows are adjacent again. So the sum needs no atomic additions, whose order would
-    # change the result from run to run.
-    outputs = _Unsort.apply(rows, order, place).view(tokens, per_token, rows.shape[-1])
-    return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    return _Combine.apply(rows, weights, order, place).to(hidden_states.dtype)
 
 
 def _project(
     experts: Any, name: str, adapter: Any, rows: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     """Return rows (S x in) times a projection of their experts, including its adapter."""
-    if hasattr(experts, "multiply_packed"):  # its weights are in 4 bits (see packed_experts)
-        outputs = experts.multiply_packed(rows, name, ends)
-    else:
-        weight = getattr(experts, name)
-        weight = weight if experts.is_transposed else weight.transpose(1, 2)
-        # Like transformers' own code, compute in the dtype of the weights.
-        outputs = torch.ops.lora.grouped_product(rows.to(weight.dtype), weight, ends)
-    if adapter is None:
-        return outputs
-
-    rows = rows.to(outputs.dtype)
-    down, up = _matrices(adapter, outputs.dtype)
-    hidden = torch.ops.lora.grouped_product(rows, down, ends)
-    return outputs + torch.ops.lora.grouped_product(hidden, up, ends)
+    weight = getattr(experts, name)
+    is_packed = hasattr(experts, "multiply_packed")  # the weights are in 4 bits: `packed_experts`
+    # Like transformers' own code, compute in the dtype of the weights.
+    dtype = weight.quant_state.dtype if is_packed else weight.dtype
+    rows = rows.to(dtype)
+    down, up = (None, None) if adapter is None else _matrices(adapter, dtype)
+    if is_packed:
+        packed: torch.Tensor = experts.multiply_packed(rows, name, down, up, ends)
+        return packed
+    weight = weight if experts.is_transposed else weight.transpose(1, 2)
+    outputs: torch.Tensor = torch.ops.lora.adapted_product(rows, weight, down, up, ends)[0]
+    return outputs
 
 
 def _matrices(adapter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,8 +203,9 @@ def _matrices(adapter: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     return down.transpose(1, 2), up.contiguous()
 
 
-# torch's own gradient of an indexing operation adds rows with atomic operations. A permutation
-# moves each row to one place, so the gradient here is the inverse permutation.
+# torch's own gradient of an indexing operation adds rows with atomic operations, whose order would
+# change the result from run to run. A sort moves each row to one place, so its gradient only
+# gathers rows.
 
 
 class _Sort(torch.autograd.Function):
@@ -216,33 +213,60 @@ class _Sort(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, order: torch.Tensor, place: torch.Tensor, per_token: int
+        ctx: Any, states: torch.Tensor, order: torch.Tensor, place: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(place)
-        ctx.per_token = per_token
-        return states[order // per_token]
+        return states[order // place.shape[1]]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (place,) = ctx.saved_tensors
-        pairs = gradients[0][place].view(-1, ctx.per_token, gradients[0].shape[-1])
-        return pairs.sum(1), None, None, None
+        return _add_up(gradients[0], place), None, None
 
 
-class _Unsort(torch.autograd.Function):
-    """Returns the sorted rows in the original order of the token-expert pairs."""
+class _Combine(torch.autograd.Function):
+    """Returns each token's weighted sum (T x H) of its k sorted rows (T * k x H).
+
+    The gradient of the weights (T x k) is computed from the sorted rows, so no gathered rows are
+    kept.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, order: torch.Tensor, place: torch.Tensor
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        place: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return rows[place]
+        ctx.save_for_backward(rows, weights, order, place)
+        return _add_up(rows, place, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return gradients[0][order], None, None
+        rows, weights, order, place = ctx.saved_tensors
+        spread = gradients[0][order // place.shape[1]]
+        of_weights = (spread * rows).sum(-1)[place]
+        of_rows = spread * weights.reshape(-1)[order].unsqueeze(-1)
+        return of_rows.to(rows.dtype), of_weights.to(weights.dtype), None, None
+
+
+def _add_up(
+    rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return each token's sum (T x H) of the k rows at its places (T x k), times their weights.
+
+    The sum is a chain of additions in fp32: Inductor makes one kernel of it, three times as fast as
+    its kernel for a sum over gathered rows.
+    """
+    total = None
+    for number in range(place.shape[1]):
+        term = rows[place[:, number]].float()
+        if weights is not None:
+            term = term * weights[:, number].unsqueeze(1)
+        total = term if total is None else total + term
+    assert total is not None  # each token has an expert
+    return total.to(rows.dtype)
 
 
 # Compiled code on disk refers to these operations by name. If a shape or a FLOP formula below
@@ -250,23 +274,52 @@ class _Unsort(torch.autograd.Function):
 
 
 @torch.library.custom_op(  # type: ignore[untyped-decorator]
-    "lora::grouped_product", mutates_args=()
+    "lora::adapted_product", mutates_args=()
 )
-def _product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _product(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    down: torch.Tensor | None,
+    up: torch.Tensor | None,
+    ends: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows (S x K) times the matrices (E x K x N) of their experts, as S x N.
 
-    The rows of expert e end before row `ends[e]`, and the next expert's rows begin there.
+    With adapters `down` (E x K x r) and `up` (E x r x N), the outputs include the adapters' part,
+    rows * down * up. The second result is rows * down (S x r), or S x 0 without adapters. The rows
+    of expert e end before row `ends[e]`, and the next expert's rows begin there.
     """
+    if down is None:
+        return _multiply(rows, weights, ends), rows.new_empty(rows.shape[0], 0)
+    hidden = _multiply(rows, down, ends)
+    return _multiply(rows, weights, ends, hidden, up), hidden
+
+
+def _multiply(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    ends: torch.Tensor,
+    hidden: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return rows * weights, plus hidden * up (see `_product`)."""
     way = _way(rows)
-    if way == FUSED:
-        return functional.grouped_mm(rows, weights, offs=ends)
     if way == TRITON:
         from .grouped_kernels import multiply
 
-        return multiply(rows, weights, ends)
+        return multiply(rows, weights, ends, hidden, up)
+
+    if way == FUSED:
+        outputs = functional.grouped_mm(rows, weights, offs=ends)
+        if hidden is not None:
+            outputs += functional.grouped_mm(hidden, up, offs=ends)
+        return outputs
+
     outputs = rows.new_empty(rows.shape[0], weights.shape[2])
     for expert, own in enumerate(_spans(ends)):
         torch.mm(rows[own], weights[expert], out=outputs[own])
+        if hidden is not None and up is not None:
+            outputs[own].addmm_(hidden[own], up[expert])
     return outputs
 
 
@@ -296,8 +349,8 @@ def _weight_gradient(
 def _way(rows: torch.Tensor) -> str:
     """Return how to compute grouped products of these rows: FUSED, TRITON or EACH.
 
-    torch's fused kernel is for bf16 and GPUs of compute capability 9.0 and 10.x. On other devices,
-    torch's function would also multiply expert by expert, and would not accept all shapes.
+    torch's fused kernel is for bf16 and GPUs of compute capability 9.0 and 10.x, and is computed
+    only if the user forces it. It writes the adapters' part of the outputs to memory of its own.
     """
     if rows.device.type != "cuda" or rows.dtype.itemsize != 2:
         return EACH
@@ -307,10 +360,7 @@ def _way(rows: torch.Tensor) -> str:
                 f"{PRODUCT_VARIABLE} must be {FUSED}, {TRITON} or {EACH}, not {forced!r}"
             )
         return forced
-    capability = _capability(rows.device)
-    if capability in (9, 10) and rows.dtype is torch.bfloat16 and hasattr(functional, "grouped_mm"):
-        return FUSED
-    return TRITON if capability >= 8 and find_spec("triton") else EACH
+    return TRITON if _capability(rows.device) >= 8 and find_spec("triton") else EACH
 
 
 @functools.cache
@@ -332,8 +382,12 @@ def _spans(ends: torch.Tensor) -> Iterator[slice]:
 
 
 @_product.register_fake  # type: ignore[untyped-decorator]
-def _product_shape(rows: torch.Tensor, weights: torch.Tensor, ends: Any) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[2])
+def _product_shapes(
+    rows: torch.Tensor, weights: torch.Tensor, down: torch.Tensor | None, up: Any, ends: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = 0 if down is None else down.shape[2]
+    count = rows.shape[0]
+    return rows.new_empty(count, weights.shape[2]), rows.new_empty(count, rank)
 
 
 @_weight_gradient.register_fake  # type: ignore[untyped-decorator]
@@ -343,31 +397,80 @@ def _weight_gradient_shape(
     return rows.new_empty(ends.shape[0], rows.shape[1], gradient.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    """Save the rows only if the weights are trained. The weights of the base are frozen."""
-    rows, weights, ends = inputs
-    of_rows, of_weights = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(rows if of_weights else None, weights if of_rows else None, ends)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    rows, weights, down, up, ends = inputs
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    # Without trained matrices, the rows are not kept. The weights of the base are frozen.
+    _, of_weights, of_down, of_up, _ = ctx.needs_input_grad[:5]
+    ctx.save_for_backward(
+        rows if of_weights or of_down else None,
+        weights,
+        down,
+        up,
+        hidden if of_up else None,
+        ends,
+    )
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    rows, weights, ends = ctx.saved_tensors
+def _gradients(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    rows, weights, down, up, hidden, ends = ctx.saved_tensors
     gradient = gradient.contiguous()  # the fused kernel cannot read an expanded gradient
-    of_rows = of_weights = None
-    if weights is not None:
-        of_rows = torch.ops.lora.grouped_product(gradient, weights.transpose(1, 2), ends)
-    if rows is not None:
+    # The gradient of the rows is a product of the same form: the adapters change places.
+    of_rows, between = torch.ops.lora.adapted_product(
+        gradient, weights.transpose(1, 2), *swapped_adapters(down, up), ends
+    )
+    of_weights = None
+    if ctx.needs_input_grad[1]:
         of_weights = torch.ops.lora.grouped_weight_gradient(rows, gradient, ends)
-    return of_rows, of_weights, None
+    of_adapters = adapter_gradients(rows, hidden, gradient, between, ends)
+    return of_rows, of_weights, *of_adapters, None
+
+
+def swapped_adapters(
+    down: torch.Tensor | None, up: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the adapters of the product that computes the gradient of the rows, if any."""
+    if down is None or up is None:
+        return None, None
+    return up.transpose(1, 2), down.transpose(1, 2)
+
+
+def adapter_gradients(
+    rows: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    gradient: torch.Tensor,
+    between: torch.Tensor,
+    ends: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of `down` (E x K x r) and `up` (E x r x N), None for frozen ones.
+
+    `rows` (S x K) and `hidden` (S x r) are what the two matrices multiplied. `gradient` (S x N) and
+    `between` (S x r) are the gradients of their products.
+    """
+    weight_gradient = torch.ops.lora.grouped_weight_gradient
+    has_adapters = between.shape[1] > 0
+    of_down = None if rows is None or not has_adapters else weight_gradient(rows, between, ends)
+    of_up = None if hidden is None else weight_gradient(hidden, gradient, ends)
+    return of_down, of_up
 
 
 _product.register_autograd(_gradients, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.lora.grouped_product)  # type: ignore[untyped-decorator]
-def _product_flops(rows: Any, weights: Any, ends: Any, **_: Any) -> int:
+@register_flop_formula(torch.ops.lora.adapted_product)  # type: ignore[untyped-decorator]
+def _product_flops(rows: Any, weights: Any, down: Any, *_: Any, **__: Any) -> int:
     """Return the FLOPs of a product (two for each multiply-add) from the arguments' shapes."""
-    return int(2 * rows[0] * weights[1] * weights[2])
+    return adapted_flops(rows, weights, down)
+
+
+def adapted_flops(rows: Any, weights: Any, down: Any) -> int:
+    """Return the FLOPs of a product of experts and, if `down` is not None, of its adapters.
+
+    The arguments are shapes: S x K, E x K x N and E x K x r.
+    """
+    rank = 0 if down is None else down[2]
+    return int(2 * rows[0] * (weights[1] * weights[2] + rank * (weights[1] + weights[2])))
 
 
 @register_flop_formula(torch.ops.lora.grouped_weight_gradient)  # type: ignore[untyped-decorator]

@@ -18,7 +18,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
-from .grouped_lora import compute_experts, uses_interface
+from .grouped_lora import (
+    adapted_flops,
+    adapter_gradients,
+    compute_experts,
+    swapped_adapters,
+    uses_interface,
+)
 
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 BLOCK = 64  # the number of weights that share a scale
@@ -213,16 +219,20 @@ def _packed_class(kind: Any) -> Any:
             return compute_experts(self, hidden_states, top_k_index, top_k_weights)
 
         def multiply_packed(
-            self, rows: torch.Tensor, name: str, ends: torch.Tensor
+            self,
+            rows: torch.Tensor,
+            name: str,
+            down: torch.Tensor | None,
+            up: torch.Tensor | None,
+            ends: torch.Tensor,
         ) -> torch.Tensor:
-            """Multiply rows (S x in) by a projection: each row by the matrix of its own expert."""
+            """Multiply rows (S x in) by a projection of their own experts, with its adapters."""
             weight = getattr(self, name)
             state = weight.quant_state
-            rows = rows.to(state.dtype)
             shape, swapped = list(state.shape), not self.is_transposed
-            product: torch.Tensor = torch.ops.lora.packed_product(
-                rows, weight, *_scales(state), ends, shape, swapped
-            )
+            product: torch.Tensor = torch.ops.lora.packed_adapted_product(
+                rows, weight, *_scales(state), down, up, ends, shape, swapped
+            )[0]
             return product
 
     return Packed
@@ -269,7 +279,9 @@ def _unpack(
 # must change too.
 
 
-@torch.library.custom_op("lora::packed_product", mutates_args=())  # type: ignore[untyped-decorator]
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "lora::packed_adapted_product", mutates_args=()
+)
 def _packed_product(
     rows: torch.Tensor,
     packed: torch.Tensor,
@@ -277,55 +289,66 @@ def _packed_product(
     offset: torch.Tensor | None,
     nested: torch.Tensor | None,
     code: torch.Tensor | None,
+    down: torch.Tensor | None,
+    up: torch.Tensor | None,
     ends: torch.Tensor,
     shape: Sequence[int],
     swapped: bool,
-) -> torch.Tensor:
-    """Return rows (S x K) times the packed matrices of their experts, as S x N.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows (S x K) times the packed matrices of their experts, as `adapted_product` does.
 
-    `shape` is the shape of the weights: E x K x N, or E x N x K if `swapped`. The rows of expert e
-    end before row `ends[e]`, and the next expert's rows begin there.
+    `shape` is the shape of the weights: E x K x N, or E x N x K if `swapped`.
     """
     weights = _unpack(packed, scales, offset, nested, code, shape, rows.dtype)
     matrices = weights.transpose(1, 2) if swapped else weights
-    product: torch.Tensor = torch.ops.lora.grouped_product(rows, matrices, ends)
-    return product
+    outputs, hidden = torch.ops.lora.adapted_product(rows, matrices, down, up, ends)
+    return outputs, hidden
 
 
 @_packed_product.register_fake  # type: ignore[untyped-decorator]
-def _packed_product_shape(
+def _packed_product_shapes(
     rows: torch.Tensor,
     packed: Any,
     scales: Any,
     offset: Any,
     nested: Any,
     code: Any,
+    down: torch.Tensor | None,
+    up: Any,
     ends: Any,
     shape: Sequence[int],
     swapped: bool,
-) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], shape[1] if swapped else shape[2])
+) -> tuple[torch.Tensor, torch.Tensor]:
+    count, width = rows.shape[0], shape[1] if swapped else shape[2]
+    return rows.new_empty(count, width), rows.new_empty(count, 0 if down is None else down.shape[2])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *tensors, ctx.shape, ctx.swapped = inputs
-    ctx.save_for_backward(*tensors[1:])
-
-
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    # The fused kernel cannot read an expanded gradient.
-    of_rows = torch.ops.lora.packed_product(
-        gradient.contiguous(), *tensors, ctx.shape, not ctx.swapped
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    rows, *packed, down, up, ends, ctx.shape, ctx.swapped = inputs
+    hidden = output[1]
+    ctx.mark_non_differentiable(hidden)
+    of_down, of_up = ctx.needs_input_grad[6:8]
+    ctx.save_for_backward(
+        rows if of_down else None, hidden if of_up else None, down, up, ends, *packed
     )
-    return of_rows, *[None] * 8
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    rows, hidden, down, up, ends, *packed = ctx.saved_tensors
+    gradient = gradient.contiguous()  # the fused kernel cannot read an expanded gradient
+    of_rows, between = torch.ops.lora.packed_adapted_product(
+        gradient, *packed, *swapped_adapters(down, up), ends, ctx.shape, not ctx.swapped
+    )
+    of_adapters = adapter_gradients(rows, hidden, gradient, between, ends)
+    return of_rows, *[None] * len(packed), *of_adapters, *[None] * 3
 
 
 _packed_product.register_autograd(_gradients, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.lora.packed_product)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.lora.packed_adapted_product)  # type: ignore[untyped-decorator]
 def _packed_product_flops(rows: Any, *arguments: Any, **_: Any) -> int:
     """Return the FLOPs of a product (two for each multiply-add) from the arguments' shapes."""
-    shape = arguments[-2]
-    return int(2 * rows[0] * shape[1] * shape[2])
+    down, shape, swapped = arguments[5], *arguments[8:10]
+    experts, size, width = shape
+    return adapted_flops(rows, (experts, width, size) if swapped else shape, down)

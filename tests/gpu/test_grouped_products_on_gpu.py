@@ -27,19 +27,22 @@ def test_products_and_gradients_are_those_of_single_products(
 
     rows = random(sum(counts), size).requires_grad_()
     weights = random(len(counts), width, size).requires_grad_()
+    adapters = [random(len(counts), *shape).requires_grad_() for shape in ((size, 8), (8, width))]
     ends = torch.tensor(counts, device="cuda").cumsum(0).int()
-    outputs = torch.ops.lora.grouped_product(rows, weights.transpose(1, 2), ends)
+    product = torch.ops.lora.adapted_product
+    outputs, _ = product(rows, weights.transpose(1, 2), *adapters, ends)
     gradient = random(*outputs.shape)
     outputs.backward(gradient)
 
-    exact_rows, exact_weights = (one.detach().double().requires_grad_() for one in (rows, weights))
-    parts = zip(exact_rows.split(counts), exact_weights, strict=True)
-    exact = torch.cat([part @ weight.T for part, weight in parts])
-    exact.backward(gradient.double())
-    for found, expected in (
-        (outputs, exact),
-        (rows.grad, exact_rows.grad),
-        (weights.grad, exact_weights.grad),
-    ):
+    inputs = (rows, weights, *adapters)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    parts = zip(exact[0].split(counts), *exact[1:], strict=True)
+    exact_outputs = torch.cat([part @ weight.T + part @ a @ b for part, weight, a, b in parts])
+    exact_outputs.backward(gradient.double())
+    pairs = [(one.grad, other.grad) for one, other in zip(inputs, exact, strict=True)]
+    for found, expected in [(outputs, exact_outputs), *pairs]:
         assert found is not None and expected is not None
-        assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
+        assert (
+            float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
+            < 5e-3
+        )

@@ -166,7 +166,7 @@ def test_ranks_are_padded_in_16_bits(rank: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = results(model)
         group_experts(model)
-        assert_equal(results(model), expected, tolerance=0.03)
+        assert_equal(results(model), expected, tolerance=0.04)
 
 
 @pytest.mark.parametrize(
@@ -192,19 +192,24 @@ def test_frozen_weights_keep_no_rows_and_get_no_gradient() -> None:
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda x: x):
-        torch.ops.lora.grouped_product(rows, weights, ends).sum().backward()
+        torch.ops.lora.adapted_product(rows, weights, None, None, ends)[0].sum().backward()
     assert {tuple(one.shape) for one in kept} == {(3, 4, 5), (3,)}
     expected = torch.cat([weights[0].sum(1).expand(2, -1), weights[2].sum(1).expand(5, -1)])
     torch.testing.assert_close(rows.grad, expected)
 
 
+@pytest.mark.parametrize("has_adapters", [True, False])
 @pytest.mark.parametrize("count", [0, 1])
-def test_the_operators_pass_the_checks_of_torch(count: int) -> None:
+def test_the_operators_pass_the_checks_of_torch(count: int, has_adapters: bool) -> None:
     """One expert has all rows, or some; the others have none."""
     rows = torch.randn(6, 4, requires_grad=True)
     weights = torch.randn(3, 4, 5, requires_grad=True)
     ends = torch.tensor([count, 6, 6], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.lora.grouped_product, (rows, weights, ends))
+    adapters = (
+        torch.randn(3, *shape, requires_grad=True) if has_adapters else None
+        for shape in ((4, 2), (2, 5))
+    )
+    torch.library.opcheck(torch.ops.lora.adapted_product, (rows, weights, *adapters, ends))
     gradient = torch.randn(6, 5)
     torch.library.opcheck(torch.ops.lora.grouped_weight_gradient, (rows.detach(), gradient, ends))
 
@@ -265,7 +270,7 @@ def test_a_dry_count_has_the_work_of_the_products_but_no_copies_of_weights() -> 
     base = hidden * 2 * inner + inner * hidden
     adapters = rank * (hidden + 2 * inner) + rank * (inner + hidden)
     layers = 2
-    assert grouped.flops["grouped_product"] == layers * 2 * pairs * 2 * (base + adapters)
+    assert grouped.flops["adapted_product"] == layers * 2 * pairs * 2 * (base + adapters)
     assert grouped.flops["grouped_weight_gradient"] == layers * 2 * pairs * adapters
 
 

@@ -161,14 +161,21 @@ def test_autograd_keeps_no_unpacked_weight(targets: str) -> None:
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("swapped", [True, False])
-def test_the_operator_passes_the_checks_of_torch(double_quant: bool, swapped: bool) -> None:
+@pytest.mark.parametrize(("swapped", "has_adapters"), [(True, True), (False, False)])
+def test_the_operator_passes_the_checks_of_torch(
+    double_quant: bool, swapped: bool, has_adapters: bool
+) -> None:
     packed: Any = pack(torch.randn(3, 64, 32), double_quant=double_quant)
-    rows = torch.randn(6, 32 if swapped else 64, requires_grad=True)
+    size, width = (32, 64) if swapped else (64, 32)
+    rows = torch.randn(6, size, requires_grad=True)
+    adapters = (
+        torch.randn(3, *shape, requires_grad=True) if has_adapters else None
+        for shape in ((size, 2), (2, width))
+    )
     ends = torch.tensor([1, 6, 6], dtype=torch.int32)
     scales = packed_experts._scales(packed.quant_state)
-    arguments = (rows, packed.data, *scales, ends, [3, 64, 32], swapped)
-    torch.library.opcheck(torch.ops.lora.packed_product, arguments)
+    arguments = (rows, packed.data, *scales, *adapters, ends, [3, 64, 32], swapped)
+    torch.library.opcheck(torch.ops.lora.packed_adapted_product, arguments)
 
 
 @pytest.mark.parametrize("targets", TARGETS)
@@ -281,17 +288,15 @@ def test_a_count_has_packed_weights_and_one_unpacked_projection(double_quant: bo
     unpacked = 32 * 256 * 256 * 2 / GIB
     more = packed.peak_allocated_gib - (whole.peak_allocated_gib - saved)
     assert 0.5 * unpacked < more <= 1.02 * unpacked
-    assert (
-        packed.flops["packed_product"] + packed.flops["grouped_product"]
-        == (whole.flops["grouped_product"])
-    )
+    assert packed.flops["packed_adapted_product"] == whole.flops["adapted_product"]
 
 
 def test_a_compiled_count_unpacks_too() -> None:
     config = replace(ON_EXPERTS, precision="bf16_mixed", compile="per_layer")
     once = counted(config)
     again = counted(replace(config, checkpointing="full"))
-    assert again.flops["packed_product"] == 1.5 * once.flops["packed_product"] > 0
+    product = "packed_adapted_product"
+    assert again.flops[product] == 1.5 * once.flops[product] > 0
     assert once.model_gib == again.model_gib
 
 
