@@ -27,6 +27,7 @@ from autotune.study.neighbours import (
     leaner_optimizer,
 )
 from autotune.study.optimizer import Proposal
+from autotune.study.selection import Selection
 from autotune.study.summary import TrialRecord
 
 # The order of the knobs in each pass of the search. Attention comes first, because attention
@@ -49,6 +50,9 @@ ORDER = (
     "quantize_experts",
     "quantization",
 )
+# If the best configuration is CPU-bound, FEEDS_GPU comes before HUNGRY: a larger micro batch gives
+# the GPU more work for each kernel, and less recomputation would only take its memory.
+FEEDS_GPU, HUNGRY = "micro_batch_size", "checkpointing"
 # A change of one of these knobs (a move) frees memory and leaves the arithmetic unchanged. A later
 # move may use the freed memory. So the search accepts a move of these knobs unless it makes the
 # configuration slower by more than MIN_GAIN.
@@ -233,7 +237,9 @@ class CoordinateSearch:
             # Selective checkpointing also needs compilation, so its values are left out, too.
             space, _ = space.narrow("checkpointing", lambda value: value not in SELECTIVE, "")
 
-        for name in (name for name in ORDER if name != leave_out):
+        for name in order_of_moves(self.trials.selection, best.config):
+            if name == leave_out:
+                continue
             factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
             while not self.trials.is_done():
                 chosen = next_move(space, current, name, self._tried)
@@ -294,6 +300,15 @@ class CoordinateSearch:
         self._waiting = []
         for _, proposal in waiting:
             self.trials.evaluate(proposal, self.trials.selection.prune_reason, whole=whole)
+
+
+def order_of_moves(selection: Selection, config: TrainConfig) -> tuple[str, ...]:
+    """Return the knobs in the order in which coordinate search changes them."""
+    if not selection.is_host_bound(config):
+        return ORDER
+    others = [name for name in ORDER if name != FEEDS_GPU]
+    place = others.index(HUNGRY)
+    return (*others[:place], FEEDS_GPU, *others[place:])
 
 
 def next_move(

@@ -8,7 +8,7 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome, ProbeRequest, World
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.probe.compile_ahead import CompileAhead
-from autotune.study.coordinate_search import ORDER, next_move
+from autotune.study.coordinate_search import ORDER, next_move, order_of_moves
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.neighbours import COMPILED, compiled_variants, neighbours
@@ -114,8 +114,9 @@ def _moves(
     Each move changes one knob of one configuration in `centres`. The knob `name` is changed first.
     """
     space = trials.task.space
-    place = ORDER.index(name)
-    for knob in (*ORDER[place:], *ORDER[:place]):
+    order = order_of_moves(trials.selection, centres[0])
+    place = order.index(name)
+    for knob in (*order[place:], *order[:place]):
         for centre in centres:
             chosen = next_move(space, centre, knob, tried)
             if chosen is not None:

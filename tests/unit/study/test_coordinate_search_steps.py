@@ -56,6 +56,7 @@ class Trials:
         self.kept: list[tuple[str, list[int]]] = []
         self.said: list[str] = []
         self.left = 100
+        self.host_bound = set[TrainConfig]()
         # how many are asked for before a configuration is compiled ahead
         self.ready: dict[TrainConfig, int] = {}
         self.wanted: list[dict[str, Any]] = []
@@ -64,7 +65,9 @@ class Trials:
             remember=lambda key, numbers: self.kept.append((key, numbers))
         )
         self.selection = SimpleNamespace(
-            predicted_speed=lambda config, found: found, prune_reason="the pruner"
+            predicted_speed=lambda config, found: found,
+            prune_reason="the pruner",
+            is_host_bound=lambda config: config in self.host_bound,
         )
         self.evaluator = SimpleNamespace(evaluate_low_fidelity=self.low, evaluate=self.whole)
         self.add(START, 1000.0)
@@ -217,6 +220,23 @@ def test_a_seed_that_does_not_fit_gets_a_leaner_optimizer_before_a_smaller_micro
     assert tried[:3] == [largest, lean, smaller]
     # The search continues from the seed that fits, not with another seed.
     assert replace(smaller, micro_batch_size=2) not in tried[3:4]
+
+
+@pytest.mark.parametrize("is_host_bound", [True, False])
+def test_micro_batches_grow_before_less_is_recomputed_if_the_host_sets_the_pace(
+    is_host_bound: bool,
+) -> None:
+    full = replace(START, checkpointing="full")
+    trials = Trials({})
+    knobs = {knob.name: knob.values for knob in CHOICES.knobs}
+    trials.task = subject_of(space(**knobs, checkpointing=("full", "none")))
+    trials.rows.clear()
+    trials.add(full, 1000.0)
+    if is_host_bound:
+        trials.host_bound = {full}
+    larger, kept = replace(full, micro_batch_size=8), replace(full, checkpointing="none")
+    tried = first_pass(trials)
+    assert (tried.index(larger) < tried.index(kept)) is is_host_bound
 
 
 def test_a_knob_may_be_left_out() -> None:
