@@ -256,7 +256,7 @@ def _add_up(
 ) -> torch.Tensor:
     """Return each token's sum (T x H) of the k rows at its places (T x k), times their weights.
 
-    The sum is a chain of additions in fp32: Inductor makes one kernel of it, three times as fast as
+    The sum is a chain of additions in fp32: Inductor makes one kernel of it, several times as fast as
     its kernel for a sum over gathered rows.
     """
     total = None
@@ -443,10 +443,11 @@ def adapter_gradients(
     between: torch.Tensor,
     ends: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of `down` (E x K x r) and `up` (E x r x N), None for frozen ones.
+    """Return the gradients of `down` (E x K x r) and `up` (E x r x N), or None for a frozen matrix.
 
-    `rows` (S x K) and `hidden` (S x r) are what the two matrices multiplied. `gradient` (S x N) and
-    `between` (S x r) are the gradients of their products.
+    `down` multiplied `rows` (S x K), and `up` multiplied `hidden` (S x r). `between` (S x r) and
+    `gradient` (S x N) are the gradients of these two products. `rows` or `hidden` is None if its
+    matrix is frozen.
     """
     weight_gradient = torch.ops.lora.grouped_weight_gradient
     has_adapters = between.shape[1] > 0
