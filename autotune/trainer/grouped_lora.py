@@ -256,8 +256,8 @@ def _add_up(
 ) -> torch.Tensor:
     """Return each token's sum (T x H) of the k rows at its places (T x k), times their weights.
 
-    The sum is a chain of additions in fp32: Inductor makes one kernel of it, several times as fast as
-    its kernel for a sum over gathered rows.
+    The sum is a chain of additions in fp32. Inductor compiles the chain to one kernel, which is
+    several times as fast as Inductor's kernel for a sum over gathered rows.
     """
     total = None
     for number in range(place.shape[1]):
