@@ -125,10 +125,14 @@ def _multiply(
     forward passes. Gradients would lose too much precision with `fast`.
     """
     values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
-    # The first factor must be stored row by row, the second column by column.
-    product = torch._scaled_mm(
-        values.contiguous(), factor, row_scale, scale, out_dtype=rows.dtype, use_fast_accum=fast
-    )
+    if values.device.type == "cpu":
+        # On some CPUs, torch's own product has no fast kernel, and takes minutes.
+        product = (values.float() @ factor.float() * (row_scale * scale)).to(rows.dtype)
+    else:
+        # The first factor must be stored row by row, the second column by column.
+        product = torch._scaled_mm(
+            values.contiguous(), factor, row_scale, scale, out_dtype=rows.dtype, use_fast_accum=fast
+        )
     return product.reshape(*rows.shape[:-1], factor.shape[1])
 
 

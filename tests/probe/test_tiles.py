@@ -106,8 +106,9 @@ def test_tiles_have_the_loss_and_the_gradients_of_whole_rows(
     assert found.keys() == expected.keys() and len(found) > 10
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
+        # Tiles add in another order; how much that changes depends on the CPU's kernels.
         torch.testing.assert_close(
-            found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+            found[name], gradient, rtol=1e-5, atol=1e-4 * float(gradient.abs().max())
         )
 
 
