@@ -104,11 +104,13 @@ def test_tiles_have_the_loss_and_the_gradients_of_whole_rows(
     loss, found = gradients(family, monkeypatch, tiling="tokens", **knobs)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert found.keys() == expected.keys() and len(found) > 10
+    # Gemma 2 normalises the outputs of its projections, so parts of their gradients cancel, and the
+    # rounding of the parts stays. It depends on the CPU's kernels.
+    tolerance = 1e-4 if family == "gemma2" else 1e-5
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
-        # Tiles add in another order; how much that changes depends on the CPU's kernels.
         torch.testing.assert_close(
-            found[name], gradient, rtol=1e-5, atol=1e-4 * float(gradient.abs().max())
+            found[name], gradient, rtol=1e-5, atol=tolerance * float(gradient.abs().max())
         )
 
 
