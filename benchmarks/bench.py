@@ -379,6 +379,15 @@ TINY_MODEL: dict[str, Any] = {  # for a trial run on a CPU
     "num_hidden_layers": 8,
     "vocab_size": 256,
 }
+STUDY_OPTIONS: dict[str, Any] = {  # of a benchmark that runs studies
+    "--gpu": "auto",
+    "--rows": None,
+    "options": {
+        "nargs": "*",
+        "metavar": "-- OPTIONS",
+        "help": "more options of `autotune run`",
+    },
+}
 RANKS = 2
 RANK_OPTIONS: dict[str, Any] = {  # of a benchmark on real ranks
     "--device": "cuda",

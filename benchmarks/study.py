@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
+    STUDY_OPTIONS,
     Mode,
     Rows,
     finish,
@@ -406,8 +407,8 @@ MODES = {
         run=run_cold,
         result="cold_study",
         summarize=summarize_cold,
-        options={
-            "--gpu": "auto",
+        options=STUDY_OPTIONS
+        | {
             "--model": "mistral-7b",
             "--budget": "120s",
             "--long-budget": "240s",
@@ -415,12 +416,6 @@ MODES = {
             "--seconds": {
                 "default": 470.0,
                 "help": "begin no stage that would end after this time",
-            },
-            "--rows": None,
-            "options": {
-                "nargs": "*",
-                "metavar": "-- OPTIONS",
-                "help": "more options of `autotune run`",
             },
         },
     ),

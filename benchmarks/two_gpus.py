@@ -10,6 +10,7 @@ from typing import Any
 
 from bench import (
     RANKS,
+    STUDY_OPTIONS,
     Mode,
     Rows,
     fingerprint_of,
@@ -137,8 +138,8 @@ MODES = {
         run=run_studies,
         result="two_gpus",
         summarize=summarize_studies,
-        options={
-            "--gpu": "auto",
+        options=STUDY_OPTIONS
+        | {
             "--budget": "150s",
             "--only": {
                 "nargs": "*",
@@ -147,12 +148,6 @@ MODES = {
                 "help": "studies to run",
             },
             "--seconds": {"default": 545.0, "help": "begin no study that would end after this"},
-            "--rows": None,
-            "options": {
-                "nargs": "*",
-                "metavar": "-- OPTIONS",
-                "help": "more options of `autotune run`",
-            },
         },
     ),
 }
