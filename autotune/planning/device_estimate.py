@@ -14,9 +14,10 @@ from autotune.catalog import DeviceSpec, list_devices, resolve_device
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.objective import Objective
+from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import no_count
-from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
+from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown, unsupported
 from autotune.prediction.observed_speed import Observation, observed_transfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_cap_gib, find_target
@@ -48,6 +49,11 @@ RANK_ACCURACY = (
     "six measured ranks, and under ZeRO by at most 1.5 % for eight. The speed on several GPUs "
     "comes from formulas that few measurements have checked"
 )
+# The formulas for these setups were compared only with dry probes.
+UNCHECKED = (
+    "No GPU has checked the formulas for tensors in the host's memory, for a sharded base in 4 "
+    "bits, or for a sharded mixture of experts"
+)
 
 
 def accuracy_text(
@@ -56,24 +62,38 @@ def accuracy_text(
     objective: Objective = Objective.SFT,
     num_gpus: int = 1,
     link_by_rule: bool = False,
+    unchecked: bool = False,
 ) -> str:
     """Say how memory and speed are estimated and how large the errors are.
 
     The text differs between one GPU and several GPUs. With `link_by_rule`, the bandwidth between
-    the GPUs was not measured.
+    the GPUs was not measured. For `unchecked`, see `is_unchecked`.
     """
-    if num_gpus > 1:
-        return rank_accuracy(link_by_rule=link_by_rule)
+    if num_gpus > 1 or unchecked:
+        return rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
     if counted:
         return COUNTED
     return ACCURACY if objective is Objective.SFT else OF_OBJECTIVES
 
 
-def rank_accuracy(*, link_by_rule: bool) -> str:
+def rank_accuracy(*, link_by_rule: bool, unchecked: bool) -> str:
     """Say how memory and speed on several GPUs are estimated and how large the errors are."""
-    if not link_by_rule:
-        return RANK_ACCURACY
-    return f"{RANK_ACCURACY}. The bandwidth between the GPUs is from the data sheet, not measured"
+    sentences = [RANK_ACCURACY]
+    if unchecked:
+        sentences.append(UNCHECKED)
+    if link_by_rule:
+        sentences.append("The bandwidth between the GPUs is from the data sheet, not measured")
+    return ". ".join(sentences)
+
+
+def is_unchecked(
+    config: TrainConfig, parallelism: Parallelism, memory: MemoryBreakdown | None
+) -> bool:
+    """Return whether no GPU has checked the formulas for this memory (see UNCHECKED)."""
+    if memory is None or parallelism.strategy == "none":
+        return False
+    in_4_bits = config.quantization == "nf4" and parallelism.shards
+    return memory.counted or in_4_bits or memory.host > 0
 
 
 def planned_device(name: str) -> DeviceSpec:

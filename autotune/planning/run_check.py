@@ -28,6 +28,7 @@ from autotune.planning.counted_memory import no_count
 from autotune.planning.device_estimate import (
     accuracy_text,
     device_limit_gib,
+    is_unchecked,
     limit_of,
     planned_device,
     smallest_card,
@@ -174,6 +175,7 @@ def check(
             objective=context.workload.objective,
             num_gpus=run.config.num_gpus,
             link_by_rule=task.is_link_by_rule(Parallelism.of(run.config)),
+            unchecked=is_unchecked(run.config, run.parallelism, checked.bounds.reported),
         ),
         calibrated=calibrated_parts(task.calibration, device),
     )

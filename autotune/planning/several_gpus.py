@@ -15,6 +15,7 @@ from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
 from autotune.planning.device_estimate import (
+    is_unchecked,
     limit_of,
     no_estimate,
     planned_device,
@@ -163,12 +164,16 @@ def plan_gpus(
     fitting = [row for row in rows if row.state == FITS and row.hours is not None]
     by_rule = any(row.step and task.is_link_by_rule(row.parallelism) for row in rows)
     one_gpu = next((row for row in fitting if row.num_gpus == 1), None)
+    unchecked = any(
+        row.estimate and is_unchecked(row.estimate.config, row.parallelism, row.estimate.memory)
+        for row in rows
+    )
 
     return GpuPlan(
         task=task,
         limit_gib=limit_gib,
         rows=with_efficiency(rows, one_gpu),
-        how_sure=rank_accuracy(link_by_rule=by_rule),
+        how_sure=rank_accuracy(link_by_rule=by_rule, unchecked=unchecked),
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
     )

@@ -17,7 +17,7 @@ from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.json_view import json_data
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
-from autotune.planning.device_estimate import limit_of
+from autotune.planning.device_estimate import UNCHECKED, limit_of
 from autotune.planning.plan import planned_setup
 from autotune.planning.several_gpus import GpuPlan, RankPlan, plan_gpus, plan_spec
 from autotune.prediction.estimate import estimate
@@ -208,6 +208,7 @@ def test_a_model_that_fits_nowhere_is_planned_in_the_hosts_memory() -> None:
     assert row(made, 1, "none").state == OOM
     large = planned((2,))
     assert all(not one.parallelism.offload for one in large.rows)
+    assert UNCHECKED in made.how_sure and UNCHECKED not in large.how_sure
 
 
 def test_a_model_without_a_formula_is_refused() -> None:
