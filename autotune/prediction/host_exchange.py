@@ -31,7 +31,7 @@ FASTEST_UPDATES, SLOWEST_UPDATES = 4e9, 0.3e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostExchange:
-    """What a rank exchanges with the host, and what all ranks of the host compute there.
+    """The bytes that a rank exchanges with the host, and the parameters that the host updates.
 
     `each` and `once` are the bytes that a rank copies in a micro batch and in a step. `updated` is
     the number of parameters that the host updates in a step.

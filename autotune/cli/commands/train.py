@@ -159,7 +159,7 @@ def train(
 
 
 def _say_done(display: "TrainingDisplay", run: "Run", output: Path | None) -> None:
-    """Say where the weights are, and show the answers if the user asked a prompt."""
+    """Show the path of the weights and, if the user asked a prompt, the answers."""
     saved = f"the weights are in {output}" if output else "nothing was saved"
     display.say(f"done: {display.line}; {saved}")
     if run.asked:
@@ -328,7 +328,7 @@ def interruption(output: Path, resume_command: str, exit_code: int) -> Interrupt
 class TrainingDisplay:
     """Shows the run's progress on stderr.
 
-    On a terminal, it shows a progress bar; otherwise, it prints a line every half minute.
+    This is a progress bar on a terminal, and a line every half minute elsewhere.
     """
 
     def __init__(self) -> None:
