@@ -125,15 +125,25 @@ def _multiply(
     forward passes. Gradients would lose too much precision with `fast`.
     """
     values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
-    if values.device.type == "cpu":
-        # On some CPUs, torch's own product has no fast kernel, and takes minutes.
-        product = (values.float() @ factor.float() * (row_scale * scale)).to(rows.dtype)
-    else:
-        # The first factor must be stored row by row, the second column by column.
-        product = torch._scaled_mm(
-            values.contiguous(), factor, row_scale, scale, out_dtype=rows.dtype, use_fast_accum=fast
-        )
+    multiply = _multiply_on_cpu if values.device.type == "cpu" else torch._scaled_mm
+    # The first factor must be stored row by row, the second column by column.
+    product = multiply(
+        values.contiguous(), factor, row_scale, scale, out_dtype=rows.dtype, use_fast_accum=fast
+    )
     return product.reshape(*rows.shape[:-1], factor.shape[1])
+
+
+def _multiply_on_cpu(
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    row_scale: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """Multiply 8-bit factors in fp32: torch's own product takes minutes on some CPUs."""
+    return (rows.float() @ factor.float() * (row_scale * scale)).to(out_dtype)
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

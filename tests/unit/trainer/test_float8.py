@@ -51,7 +51,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def watched(strides: list[tuple[tuple[int, ...], ...]]) -> Any:
     """The product of 8-bit factors, which notes how they are laid out."""
-    multiply = torch._scaled_mm
+    multiply = float8._multiply_on_cpu
 
     def product(
         first: torch.Tensor, second: torch.Tensor, *rest: Any, **named: Any
@@ -79,7 +79,7 @@ def test_both_products_are_those_of_rounded_factors(
     inputs.requires_grad_(True)
     strides: list[tuple[tuple[int, ...], ...]] = []
     if not compiled:  # a CPU takes factors of any layout, CUDA does not
-        monkeypatch.setattr(torch, "_scaled_mm", watched(strides))
+        monkeypatch.setattr(float8, "_multiply_on_cpu", watched(strides))
     run: Any = (
         torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
         if compiled
@@ -108,7 +108,7 @@ def test_columns_are_laid_out_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     _, layer = pair(torch.float32)
     strides: list[tuple[tuple[int, ...], ...]] = []
-    monkeypatch.setattr(torch, "_scaled_mm", watched(strides))
+    monkeypatch.setattr(float8, "_multiply_on_cpu", watched(strides))
     inputs = torch.randn(FAN_IN, 32).t().requires_grad_(True)
     layer(inputs).backward(torch.randn(FAN_OUT, 32).t())
     assert [first for first, _ in strides] == [(FAN_IN, 1), (FAN_OUT, 1)]
