@@ -89,7 +89,7 @@ def _estimate_on(
 
     task_on_card = replace(task, device=card, measured_on=source, carried=transfer)
     speed = run_performance(task_on_card, winner.config, measurements)
-    cost = project(task.workload, winner.config, speed, price)
+    cost = project(task.workload, winner.config, speed, price, options=task.run_options)
     return replace(
         estimated,
         tokens_per_s=speed.tokens_per_second,

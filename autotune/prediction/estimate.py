@@ -66,6 +66,7 @@ from autotune.prediction.transfer import (
 from autotune.problem.calibration import Calibration
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, CostProjection, run_cost
+from autotune.problem.run_options import RunOptions
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 
@@ -506,7 +507,9 @@ def _with_speed(
     def complete(step: RankStepTime) -> Estimate:
         """Return the estimate with this step time and the exchange with the host."""
         whole = exchange.add_to(step, task.device, shape.accumulation) if exchange else step
-        return estimated if whole is None else _with_step(estimated, shape, whole, num_steps)
+        if whole is None:
+            return estimated
+        return _with_step(estimated, shape, whole, num_steps, task.run_options)
 
     config = estimated.config
     if parallelism.num_gpus == 1:
@@ -565,7 +568,11 @@ def _link(
 
 
 def _with_step(
-    estimated: Estimate, shape: RunShape, step: RankStepTime, num_steps: int | None
+    estimated: Estimate,
+    shape: RunShape,
+    step: RankStepTime,
+    num_steps: int | None,
+    options: RunOptions,
 ) -> Estimate:
     """Add the speed and the cost to `estimated`, for a run with this shape and this step time."""
     step_s = step.step_s
@@ -579,7 +586,12 @@ def _with_step(
     power_w = estimated.device.tdp_w
     price = price and price.multiply(gpus)
     cost = run_cost(
-        shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps
+        shape,
+        speed,
+        price,
+        None if power_w is None else gpus * power_w,
+        num_steps=num_steps,
+        options=options,
     )
 
     tokens_per_s = speed.tokens_per_second / gpus

@@ -12,6 +12,7 @@ from autotune.catalog import Price
 from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
+from autotune.problem.interruptions import Interruptions, interruptions_of
 from autotune.problem.performance import Performance
 from autotune.problem.run_options import KEPT_CHECKPOINTS, RunOptions
 from autotune.problem.workload import RunShape, Workload
@@ -66,7 +67,8 @@ class CostProjection:
     The times of evaluations and checkpoints are included if they are known, and left out if
     `pauses` is None. `startup_s` is None if unknown. Each interval is (low, high), and covers the
     spread of the measured steps. If steps are CPU-bound, the interval also covers the drift of the
-    host's speed. `spot_usd` does not include the cost of interruptions.
+    host's speed. `spot_usd` is the expected cost on spot instances, with `interruptions`. It is
+    None if the price is unknown, or if the run practically never ends.
     """
 
     examples: int
@@ -83,6 +85,23 @@ class CostProjection:
     evidence: Evidence = Evidence.MEASURED
     startup_s: float | None = None
     pauses: Pauses | None = None
+    interruptions: Interruptions | None = None
+
+    def spot_cost(self, usd_per_hour: float | None) -> float | None:
+        """Return the expected USD of the run at a spot price, or None if it is unknown."""
+        hours = self.full_run_hours
+        if self.interruptions is not None:
+            hours = self.interruptions.paid_hours(hours)
+        return None if usd_per_hour is None or hours is None else hours * usd_per_hour
+
+    def spot_interval(self, usd_per_hour: float | None) -> tuple[float, float] | None:
+        """Return the interval of `spot_cost`, or None if it is unknown."""
+        hours = self.interval_hours
+        if self.interruptions is not None:
+            hours = self.interruptions.paid_interval(*hours)
+        if usd_per_hour is None or hours is None:
+            return None
+        return hours[0] * usd_per_hour, hours[1] * usd_per_hour
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -101,6 +120,7 @@ def run_cost(
     *,
     num_steps: int | None = None,
     pauses: Pauses | None = None,
+    options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> CostProjection:
     """Return the cost of a run of this shape, or of its first `num_steps` optimizer steps.
 
@@ -116,7 +136,7 @@ def run_cost(
     spot = price.spot_usd_per_hour if price else None
     hours_per_sample = 1 / performance.samples_per_second / 3600
 
-    return CostProjection(
+    cost = CostProjection(
         examples=shape.examples,
         epochs=shape.epochs,
         num_steps=num_steps,
@@ -127,13 +147,15 @@ def run_cost(
         interval_usd=None
         if usd_per_hour is None
         else (interval[0] * usd_per_hour, interval[1] * usd_per_hour),
-        spot_usd=None if spot is None else hours * spot,
+        spot_usd=None,
         cost_per_1000_samples_usd=None
         if usd_per_hour is None
         else 1000 * hours_per_sample * usd_per_hour,
         kwh=None if power_w is None else power_w * hours / 1000,
         pauses=pauses,
+        interruptions=interruptions_of(options, hours, num_steps),
     )
+    return replace(cost, spot_usd=cost.spot_cost(spot))
 
 
 def project(
@@ -147,18 +169,20 @@ def project(
     options: RunOptions | None = None,
     measurements: Sequence[Measurement] = (),
     on_cpu: bool = False,
+    on_target: bool = True,
 ) -> CostProjection:
     """Return the cost of training `workload` with `config` at the measured performance.
 
     `examples` replaces the number of examples in `workload`. If `options` is given, the result
-    includes evaluations and checkpoints, with the times in `measurements`.
+    includes evaluations and checkpoints, with the times in `measurements`, unless the measurements
+    are not of the target's GPUs (`on_target`).
     """
     examples = examples or workload.examples
     held_out = workload.held_out(examples)
     shape = replace(workload.run_shape(config), examples=examples - held_out)
 
     pauses = None
-    if options is not None and measurements:
+    if options is not None and measurements and on_target:
         largest_gib = max(checkpoint_gib(config, one) for one in measurements)
         pauses = _pauses(
             shape, held_out, options, performance.step_time_s, measurements, largest_gib
@@ -170,7 +194,10 @@ def project(
 
     low, high = performance.spread
     performance = replace(performance, spread=(min(low, -drift), max(high, drift)))
-    return replace(run_cost(shape, performance, price, power_w, pauses=pauses), examples=examples)
+    cost = run_cost(
+        shape, performance, price, power_w, pauses=pauses, options=options or RunOptions()
+    )
+    return replace(cost, examples=examples)
 
 
 def checkpoint_gib(config: TrainConfig, measured: Measurement) -> float:

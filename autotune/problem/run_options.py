@@ -14,11 +14,15 @@ class RunOptions:
     """How often a run evaluates and saves, in optimizer steps, and the tracker of its metrics.
 
     By default, the run saves a checkpoint about every half hour, and evaluates at each save.
+    `interruptions_per_day` is the mean number of times a day that the cloud takes a spot instance
+    back, or None if the user does not know it. `restart_minutes` is the paid time of each restart.
     """
 
     eval_steps: int | None = None
     save_steps: int | None = None
     report_to: str = "none"
+    interruptions_per_day: float | None = None
+    restart_minutes: float = 10.0
 
     def steps_between_saves(self, num_steps: int, step_time_s: float) -> int:
         """Return the steps between checkpoints; the run of `num_steps` also saves at its end."""

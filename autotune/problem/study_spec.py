@@ -261,6 +261,19 @@ class StudySpec:
         shown_default="about half an hour",
         is_rare=True,
     )
+    interruptions_per_day: float | None = _option(
+        None,
+        "Mean number of times a day that the cloud takes a spot instance back.",
+        allows=lambda number: 0 <= number <= 1440,
+        shown_default="1 is assumed, and 0 to 6 for the interval",
+        is_rare=True,
+    )
+    restart_minutes: float = _option(
+        10.0,
+        "Paid minutes from the loss of a spot instance to the next training step.",
+        allows=lambda minutes: 0 <= minutes <= 1440,
+        is_rare=True,
+    )
     report_to: str = _choice(
         "none",
         TRACKERS,
@@ -425,7 +438,11 @@ class StudySpec:
     def run_options(self) -> RunOptions:
         """The evaluations, saves and reports between the full run's steps."""
         return RunOptions(
-            eval_steps=self.eval_steps, save_steps=self.save_steps, report_to=self.report_to
+            eval_steps=self.eval_steps,
+            save_steps=self.save_steps,
+            report_to=self.report_to,
+            interruptions_per_day=self.interruptions_per_day,
+            restart_minutes=self.restart_minutes,
         )
 
     @property

@@ -38,7 +38,7 @@ SPOT = (
     "At a spot price, the cloud may take the GPU back at any time. "
     "The run then continues from its last checkpoint "
     "(with autotune train --resume or the exported cluster jobs), "
-    "and these numbers leave out the work that it repeats. "
+    "and these numbers include the work that it repeats, and the restarts. "
     "A day has 24 hours, a week 168. A dash: the price is unknown."
 )
 

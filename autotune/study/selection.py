@@ -499,9 +499,10 @@ class Selection:
             task.price and task.price.multiply(config.num_gpus),
             self._power_w(config, largest),
             examples=examples,
-            options=None if task.is_projected(config) else task.run_options,
+            options=task.run_options,
             measurements=self.record(config).best_known if of is None else of,
             on_cpu=task.device.kind == "cpu",
+            on_target=not task.is_projected(config),
         )
 
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:

@@ -52,9 +52,8 @@ class ComparedCard:
 
     @property
     def spot_usd(self) -> float | None:
-        """The cost of the run in USD at the cheapest spot price, if the run is not interrupted."""
-        rate = self.spot.spot_usd_per_hour if self.spot else None
-        return None if self.cost is None or rate is None else self.cost.full_run_hours * rate
+        """The expected cost of the run in USD at the cheapest spot price, with interruptions."""
+        return self.cost.spot_cost(self.spot.spot_usd_per_hour) if self.cost and self.spot else None
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,11 +87,7 @@ def usd_interval(card: ComparedCard) -> tuple[float, float] | None:
 
 def spot_interval(card: ComparedCard) -> tuple[float, float] | None:
     """Return the interval of the run's cost at the cheapest spot price, in USD."""
-    rate = card.spot.spot_usd_per_hour if card.spot else None
-    if card.cost is None or rate is None:
-        return None
-    low, high = card.cost.interval_hours
-    return low * rate, high * rate
+    return card.cost.spot_interval(card.spot.spot_usd_per_hour) if card.cost and card.spot else None
 
 
 def speed_interval(card: ComparedCard) -> tuple[float, float] | None:

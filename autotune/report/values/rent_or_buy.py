@@ -3,7 +3,7 @@
 Hours and USD are computed from the card's speed in the comparison. A bought card costs its purchase
 price and electricity at its power limit. The rest of the computer and the card's resale value do
 not count. A card is rented on demand or at spot. At spot, the cloud may take the card back; the
-cost leaves out the work that is then repeated.
+cost includes the work that is then repeated (`problem/interruptions`).
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from autotune.catalog import Purchase, find_purchase, list_devices
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
+from autotune.problem.interruptions import interruptions_of
 from autotune.problem.run_cost import TABLE_EXAMPLES
-from autotune.report.values.comparison import ComparedCard, Group, speed_interval, spot_interval
+from autotune.report.values.comparison import ComparedCard, Group, speed_interval
 
 WEEKS_PER_MONTH = 365.25 / 7 / 12
 HOURS_PER_WEEK = 40.0
@@ -140,22 +141,29 @@ def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
     shape = replace(plan.task.workload.run_shape(best.config), examples=examples)
     part = shape.num_steps / cost.num_steps
     hours = cost.full_run_hours * part
-    low, high = cost.interval_hours
-    spot_low, spot_high = spot_interval(card) or (None, None)
+    low, high = (bound * part for bound in cost.interval_hours)
     price = cost.usd_per_hour
+    of_size = replace(
+        cost,
+        full_run_hours=hours,
+        interval_hours=(low, high),
+        interruptions=interruptions_of(plan.task.run_options, hours, shape.num_steps),
+    )
+    at_spot = card.spot.spot_usd_per_hour if card.spot else None
+    spot_low, spot_high = of_size.spot_interval(at_spot) or (None, None)
 
     return SizeCost(
         card=card.device.name,
         examples=examples,
         hours=hours,
-        hours_low=low * part,
-        hours_high=high * part,
+        hours_low=low,
+        hours_high=high,
         usd=None if price is None else hours * price,
-        usd_low=None if price is None else low * part * price,
-        usd_high=None if price is None else high * part * price,
-        usd_spot=None if card.spot_usd is None else card.spot_usd * part,
-        usd_spot_low=None if spot_low is None else spot_low * part,
-        usd_spot_high=None if spot_high is None else spot_high * part,
+        usd_low=None if price is None else low * price,
+        usd_high=None if price is None else high * price,
+        usd_spot=of_size.spot_cost(at_spot),
+        usd_spot_low=spot_low,
+        usd_spot_high=spot_high,
         is_guess=card.is_guess,
     )
 
@@ -218,7 +226,7 @@ def _purchase(
         pays_after_hours=after,
         pays_after_months=budget.months(after),
         spot_usd_per_hour=spot,
-        pays_after_hours_against_its_spot=pays_after(spot),
+        pays_after_hours_against_its_spot=same_work(card.spot_usd),
         rented_at_spot=at_spot.device.name if at_spot else None,
         pays_after_hours_at_spot=after_spot,
         pays_after_months_at_spot=budget.months(after_spot),

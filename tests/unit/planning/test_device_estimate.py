@@ -97,7 +97,8 @@ def test_speed_and_cost_on_the_reference_card_by_hand() -> None:
     assert cost.full_run_hours == pytest.approx(hours)
     assert cost.interval_hours == pytest.approx(interval(hours, 0.1))
     assert (cost.usd_per_hour, cost.full_run_usd) == (6.0, pytest.approx(6 * hours))
-    assert cost.spot_usd == pytest.approx(2 * hours)
+    with_losses = 24 * math.exp(1 / 24 / 6) * math.expm1(hours / 24)  # one a day, of one save
+    assert cost.spot_usd == pytest.approx(2 * with_losses)
     assert cost.kwh == pytest.approx(2 * 0.7 * hours)
     assert (found.num_observations, found.calibration) == (0, None)
 

@@ -37,7 +37,9 @@ def test_by_hand():
     assert cost.usd_per_hour == 3.0
     assert cost.full_run_usd == pytest.approx(6.0)
     assert cost.interval_usd == pytest.approx((5.4, 7.5))
-    assert cost.spot_usd == pytest.approx(2.5)
+    # Four times half an hour until the next save, a restart of 10 minutes, one loss a day
+    hours = 4 * math.exp(1 / 24 / 6) * math.expm1(1 / 24 / 2) * 24
+    assert cost.spot_usd == pytest.approx(1.25 * hours) and 2.0 < hours < 2.04
     assert cost.cost_per_1000_samples_usd == pytest.approx(1000 / 3200 * 3.0)
     assert cost.kwh == pytest.approx(1.4)
     assert cost.evidence is Evidence.MEASURED
