@@ -89,14 +89,14 @@ class CostProjection:
 
     def spot_cost(self, usd_per_hour: float | None) -> float | None:
         """Return the expected USD of the run at a spot price, or None if it is unknown."""
-        hours = self.full_run_hours
+        hours: float | None = self.full_run_hours
         if self.interruptions is not None:
             hours = self.interruptions.paid_hours(hours)
         return None if usd_per_hour is None or hours is None else hours * usd_per_hour
 
     def spot_interval(self, usd_per_hour: float | None) -> tuple[float, float] | None:
         """Return the interval of `spot_cost`, or None if it is unknown."""
-        hours = self.interval_hours
+        hours: tuple[float, float] | None = self.interval_hours
         if self.interruptions is not None:
             hours = self.interruptions.paid_interval(*hours)
         if usd_per_hour is None or hours is None:
