@@ -89,16 +89,14 @@ class CostProjection:
 
     def spot_cost(self, usd_per_hour: float | None) -> float | None:
         """Return the expected USD of the run at a spot price, or None if it is unknown."""
-        hours: float | None = self.full_run_hours
-        if self.interruptions is not None:
-            hours = self.interruptions.paid_hours(hours)
+        lost = self.interruptions
+        hours = lost.paid_hours(self.full_run_hours) if lost else self.full_run_hours
         return None if usd_per_hour is None or hours is None else hours * usd_per_hour
 
     def spot_interval(self, usd_per_hour: float | None) -> tuple[float, float] | None:
         """Return the interval of `spot_cost`, or None if it is unknown."""
-        hours: tuple[float, float] | None = self.interval_hours
-        if self.interruptions is not None:
-            hours = self.interruptions.paid_interval(*hours)
+        lost = self.interruptions
+        hours = lost.paid_interval(*self.interval_hours) if lost else self.interval_hours
         if usd_per_hour is None or hours is None:
             return None
         return hours[0] * usd_per_hour, hours[1] * usd_per_hour
