@@ -130,15 +130,27 @@ COMMANDS = {
         "List the published results that come with the package, to compare estimates with them.",
     ),
     "schema": ("catalogs:schema", "Print the JSON Schema of a command's --json output."),
+    "mcp": (
+        "agents:mcp",
+        "Serve plan, compare, check, longest, status and run to agents, over stdin and stdout "
+        "(Model Context Protocol).",
+    ),
+    "skill": ("agents:skill", "Print SKILL.md, which tells an agent how to use autotune."),
     "dev": ("dev:dev", "Tests of a machine or a fleet."),
 }
 # The commands that run on any system, without the packages of the extra `run`
 ANYWHERE = frozenset(
     {"plan", "compare", "check", "longest", "models", "gpus", "prices", "spaces", "suites"}
-    | {"import", "schema"}
+    | {"import", "schema", "mcp", "skill"}
 )
 HELP = ("--help", "-h")
 BROKEN_PIPE = 128 + 13  # the status that a shell gives a program that SIGPIPE ended
+
+
+def function_of(name: str) -> Any:
+    """Import the file of a command, and return the command's function."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(import_module(f"autotune.cli.commands.{module}"), function)
 
 
 class LazyGroup(TyperGroup):
@@ -169,9 +181,8 @@ class LazyGroup(TyperGroup):
         if is_run and entry.name not in ANYWHERE:
             _check_machine(f"autotune {entry.name}")
 
-        place, text = COMMANDS[entry.name or ""]
-        module, _, function = place.partition(":")
-        target = getattr(import_module(f"autotune.cli.commands.{module}"), function)
+        _, text = COMMANDS[entry.name or ""]
+        target = function_of(entry.name or "")
         if isinstance(target, typer.Typer):
             return name, typer.main.get_group(target), rest
 

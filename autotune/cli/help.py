@@ -28,6 +28,7 @@ GROUPS = {
     "Use the result": ("train", "verify", "explain", "export", "report", "submit", "import"),
     "Studies": ("status", "list", "oom", "dashboard", "delete"),
     "Machines and fleets": ("doctor", "calibrate", "worker", "fleet", "dev"),
+    "Agents": ("mcp", "skill"),
     "Reference": ("gpus", "models", "prices", "spaces", "suites", "schema"),
 }
 

@@ -19,6 +19,7 @@ from autotune.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "examples" / "README.md"]
+PAGES += [ROOT / "autotune" / "cli" / "SKILL.md"]
 PAGES += [ROOT / "studies" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^ *```\w*.*?\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # A command at the start of a line, after `&&`, or in a container
