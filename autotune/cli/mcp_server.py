@@ -7,7 +7,6 @@ the command, its answer is what the command prints, and a failure has the comman
 import asyncio
 import inspect
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, get_args
@@ -18,6 +17,7 @@ from mcp.server import Server, ServerRequestContext
 from mcp.server.stdio import stdio_server
 
 from autotune.cli.app import COMMANDS, app, function_of
+from autotune.core.process import module_command
 from autotune.core.version import __version__
 
 TOOLS = ("plan", "compare", "check", "longest", "status", "run")
@@ -76,7 +76,8 @@ def words(name: str, arguments: dict[str, Any]) -> list[str]:
 async def call(name: str, arguments: dict[str, Any], say: Say) -> types.CallToolResult:
     """Run a command, and return its answer; `say` gets each line that it prints meanwhile."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "autotune", *words(name, arguments)),
+        *module_command("autotune"),
+        *words(name, arguments),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

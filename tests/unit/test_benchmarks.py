@@ -33,6 +33,7 @@ BESIDE_ROWS = {
     "disturbed": {"trials_lost"},
     "dry_probe": {"plan_seconds_unknown", "plan_seconds"},
     "mutation": {"seed", "minutes"},
+    "estimators": {"versions"},
     "fuzz": {"seed"},
     "lost_text": {"seed"},
     "projection": {"exponents_of_all_sets", "share_of_all_sets"},

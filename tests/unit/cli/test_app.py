@@ -441,7 +441,10 @@ def test_dev_alone_shows_its_commands(
         (["plan", "--gpu", "h200-"], {"h200-sxm", "h200-nvl"}),
         (["run", "--space", "qlo"], {"qlora"}),
         (["run", "--set", "se"], {"seed=", "seq_len="}),
-        (["plan", "--set", "s"], {"seq_len=", "sharding=", "slack=", "sync_each_batch="}),
+        (
+            ["plan", "--set", "s"],
+            {"save_steps=", "seq_len=", "sharding=", "slack=", "sync_each_batch="},
+        ),
     ],
 )
 def test_the_shell_completes_commands_options_and_names(
