@@ -1108,6 +1108,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "check_examples",
         "claims",
         "counted_ranks",
+        "estimators",
         "plan_objectives",
         "plan_published",
         "plan_speed",
