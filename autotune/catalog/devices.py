@@ -24,6 +24,10 @@ GIB_PER_MARKETED_GB = 0.99
 # L4 and an A10.
 USABLE = 0.98
 
+# The same share if the GPU has no memory of its own, but shares the host's memory with the system
+# and the process. Users of a DGX Spark report that 0.85 to 0.87 are safe, and 0.9 is not.
+USABLE_OF_UNIFIED = 0.85
+
 # The measured memory of a card may differ from the product's by at most this share. For example,
 # torch reports 3 % less than nvidia-smi (14.6 instead of 15.0 GiB on a T4).
 MEMORY_TOLERANCE = 0.1
@@ -39,8 +43,9 @@ class DeviceSpec:
     interconnect between the cards of one host (`links`), and `link_gb_s` is the bandwidth of NCCL's
     collectives over all links of a card. If each pair of cards has links of its own, `pair_gb_s` is
     the bandwidth of a pair. With `link_by_rule`, these bandwidths were computed from `link`, not
-    measured. `given` is the value of `--gpu` if the user described the card, or None for a card of
-    the catalogue.
+    measured. With `unified_memory`, the GPU and its host share one memory, so memory of the host is
+    also memory of the GPU. `given` is the value of `--gpu` if the user described the card, or None
+    for a card of the catalogue.
     """
 
     name: str
@@ -49,6 +54,7 @@ class DeviceSpec:
     compute_capability: str | None
     memory_gib: float | None = None
     memory_source: str | None = None
+    unified_memory: bool = False
     bandwidth_gb_s: float | None = None
     link: str | None = None
     link_gb_s: float | None = None
@@ -84,7 +90,9 @@ class DeviceSpec:
     @property
     def usable_gib(self) -> float | None:
         """The GiB that tensors, CUDA context and headroom share, or None for unknown memory."""
-        return None if self.memory_gib is None else self.memory_gib * USABLE
+        if self.memory_gib is None:
+            return None
+        return self.memory_gib * (USABLE_OF_UNIFIED if self.unified_memory else USABLE)
 
     @property
     def has_rates(self) -> bool:

@@ -14,7 +14,8 @@ NO_LINK = "none"
 # GB/s in one direction of a lane (PCIe) or of a link (NVLink) in the tables of NCCL, which it uses
 # to choose algorithms (src/graph/topo.h and topo.cc). The numbers contain the overhead of the
 # protocol: a link of NVLink 4 transfers 25 GB/s, and 20.6 GB/s of them are data. An Infinity Fabric
-# link of an MI300X transfers 64 GB/s, and AMD calls 48 GB/s of them usable.
+# link of an MI300X transfers 64 GB/s, and AMD calls 48 GB/s of them usable. A link of an MI355X
+# transfers 76.8 GB/s, of which the same share is assumed to be usable.
 LANE_GB_S = {
     "PCIe 3.0": 0.75,
     "PCIe 4.0": 1.5,
@@ -24,6 +25,7 @@ LANE_GB_S = {
     "NVLink 4": 20.6,
     "NVLink 5": 40.1,
     "Infinity Fabric": 48.0,
+    "Infinity Fabric 4": 57.6,
 }
 
 # Collectives reach this share of LANE_GB_S over PCIe. Published are 20 to 25 of 24 GB/s with PCIe 4

@@ -130,6 +130,7 @@ def _row_model() -> "type[BaseModel]":
         memory: size = None  # in GB, as the card is sold
         marketed_gb: size = None
         memory_mib: size = None
+        unified_memory: bool = False
         bandwidth_gb_s: size = None
         link: text = None
         link_gb_s: size = None

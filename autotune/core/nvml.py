@@ -89,19 +89,36 @@ class Nvml:
         """Return the card's name, memory and processes. The result contains `index` unchanged."""
         import pynvml
 
-        # In version 2 of this call, the used memory excludes the memory that the driver reserves.
-        memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
+        total_gib, used_gib = self._memory_gib()
         capability = _query_or_none(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(self._handle))
         return GpuInfo(
             index=index,
             uuid=pynvml.nvmlDeviceGetUUID(self._handle),
             name=pynvml.nvmlDeviceGetName(self._handle),
-            memory_gib=gib(memory.total),
-            used_gib=gib(memory.used),
+            memory_gib=total_gib,
+            used_gib=used_gib,
             compute_capability=None if capability is None else "{}.{}".format(*capability),
             driver=self.driver,
             processes=tuple(self._processes()),
         )
+
+    def _memory_gib(self) -> tuple[float, float]:
+        """Return the card's memory, and how much of it is in use.
+
+        A GPU that shares one memory with its host (GB10) has no memory of its own to report. For
+        such a GPU, both numbers are the host's.
+        """
+        import pynvml
+
+        # In version 2 of this call, the used memory excludes the memory that the driver reserves.
+        try:
+            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
+        except pynvml.NVMLError_NotSupported:
+            import psutil
+
+            host = psutil.virtual_memory()
+            return gib(host.total), gib(host.total - host.available)
+        return gib(memory.total), gib(memory.used)
 
     def used_gib(self) -> float | None:
         """Return the memory in use on the card, by any process."""

@@ -163,7 +163,11 @@ class Longest(ShownAsTable):
         memory = memory_of(self.model, config, 1, count=lambda *_: self.count(config))
         if memory is None and obstacle() is not None:
             memory = long_row_breakdown(self.model, config)
-        return None if memory is None else memory.peak_reserved_gib
+        if memory is None:
+            return None
+        # On a GPU that shares its host's memory, the offloaded inputs take the GPU's memory, too.
+        in_one_pool = self.host_gib(config) if self.device.unified_memory else 0.0
+        return memory.peak_reserved_gib + in_one_pool
 
     def predict(self, method: str) -> LongestRow:
         """Predict the longest row without a GPU.

@@ -76,7 +76,11 @@ class CheckContext:
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
     """Return the memory that a run needs for the examples of `context`, or None if unknown."""
-    return memory_bounds(context.model, replace(run, config=context.longest_row_config(run.config)))
+    longest = replace(run, config=context.longest_row_config(run.config))
+    bounds = memory_bounds(context.model, longest)
+    if bounds is not None and context.task.device.unified_memory:
+        return bounds.in_one_pool()
+    return bounds
 
 
 def check_run(
@@ -176,7 +180,8 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
         offloaded_gib = gib(
             config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4)
         )
-        low = replace(low, activations=max(low.activations - offloaded_gib, 0.0))
+        moved_gib = min(low.activations, offloaded_gib)
+        low = replace(low, activations=low.activations - moved_gib, host=low.host + moved_gib)
     if run.uncounted is not None:
         low = _least(model, run, steps, low)
     return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
 from autotune.core.json_view import keys
+from autotune.core.memory_budget import PINNED
 from autotune.core.notebook import ShownAsTable
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
@@ -134,6 +135,17 @@ class MemoryBounds:
     def reported(self) -> MemoryBreakdown:
         """The upper bound if there is one, otherwise the lower bound."""
         return self.most or self.least
+
+    def in_one_pool(self) -> "MemoryBounds":
+        """Return the bounds for a GPU that shares one memory with its host.
+
+        Offloaded tensors then count as memory of the GPU. Pinned blocks may be larger than the
+        tensors in them, which raises the upper bound.
+        """
+        most = self.most
+        return MemoryBounds(
+            least=self.least.in_one_pool(), most=most.in_one_pool(PINNED) if most else None
+        )
 
     def include_evaluation(self, evaluated: "MemoryBounds") -> "MemoryBounds":
         """Return the bounds of a run whose evaluations have the memory bounds `evaluated`."""
@@ -401,6 +413,8 @@ def estimate(
     memory = memory or _memory(task, config, micro_steps, parallelism, count)
     if memory is None:
         return None
+    if task.device.unified_memory:
+        memory = memory.in_one_pool()
 
     estimated = Estimate(
         device=task.device,

@@ -18,7 +18,7 @@ from autotune.prediction.sharded_memory import ShardingSettings, Shares, offload
 # The generation of PCIe that connects GPUs of an architecture to the host, over 16 lanes
 GENERATIONS = dict.fromkeys(("volta", "turing"), "PCIe 3.0")
 GENERATIONS |= dict.fromkeys(("ampere", "ada"), "PCIe 4.0")
-GENERATIONS |= dict.fromkeys(("hopper", "blackwell", "cdna3"), "PCIe 5.0")
+GENERATIONS |= dict.fromkeys(("hopper", "blackwell", "cdna3", "cdna4"), "PCIe 5.0")
 LANES = 16
 # Pinned memory reaches this many times NCCL's rate of the lanes. Memory that is not pinned, GPUs
 # that share an upstream port, and slots of fewer lanes reach a fraction.

@@ -117,6 +117,7 @@ class MemoryBreakdown:
         pools: free memory that the allocator keeps for streams other than the main one, and
             releases if the GPU's memory is short.
         host: the tensors of this GPU's process that are offloaded to the host's memory.
+        offloaded: the same tensors if the GPU and the host share one memory (`in_one_pool`).
         counted: whether the memory comes from a dry probe instead of a formula.
         own_error: the relative error of the peak, or None for ERROR or COUNT_ERROR.
     """
@@ -136,6 +137,7 @@ class MemoryBreakdown:
     nccl: float = 0.0
     pools: float = 0.0
     host: float = 0.0
+    offloaded: float = 0.0
     counted: bool = False
     own_error: float | None = None
 
@@ -159,13 +161,20 @@ class MemoryBreakdown:
 
     @property
     def peak_reserved_gib(self) -> float:
-        """The memory that the allocator holds at the peak, plus NCCL's memory."""
-        return self.peak_gib + self.reserved + self.nccl
+        """The memory that the allocator holds at the peak, plus NCCL's memory and `offloaded`."""
+        return self.peak_gib + self.reserved + self.nccl + self.offloaded
 
     @property
     def roomy_gib(self) -> float:
         """The peak with `pools`, if the card has room for them; the CUDA context is excluded."""
         return self.peak_reserved_gib + self.pools
+
+    def in_one_pool(self, pinned: float = 1.0) -> "MemoryBreakdown":
+        """Return the memory of a GPU that shares one memory with its host.
+
+        Offloaded tensors then take `pinned` times their size of the GPU's memory.
+        """
+        return replace(self, host=0.0, offloaded=self.offloaded + pinned * self.host)
 
     def terms(self) -> dict[str, float]:
         """Return the terms that are not zero, by name; the terms sum to `peak_reserved_gib`."""

@@ -369,6 +369,11 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     if not device.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
 
+    if device.kind == "cpu" or device.unified_memory:
+        reason = "there is no other memory to offload to"
+        narrowing.remove("checkpointing", {"offload"}, reason)
+        narrowing.remove("offload", {True}, reason)
+
     if device.kind == "cpu" or device.vendor != "nvidia":
         narrowing.remove("cuda_graphs", {"micro_batch"}, "needs an NVIDIA GPU")
 
@@ -379,7 +384,6 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
         )
         narrowing.remove("packed_attention", {"varlen"}, "needs a GPU")
         narrowing.remove("kernels", {"liger"}, "needs a GPU")
-        narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
     elif not device.has_flash:
         reason = f"{device.name} is too old for this attention"
         narrowing.remove("attention", {"sdpa_cudnn", "flash_attention_2"}, reason)

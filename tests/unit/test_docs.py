@@ -176,7 +176,7 @@ def test_the_gpu_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         device.supports_bf16
         and device.supports_fp8
-        and device.memory_gib == pytest.approx(47.5, abs=0.1)
+        and device.memory_gib == pytest.approx(23.8, abs=0.1)
     )
     (price,) = yaml.safe_load(example("prices"))
     assert prices._single_gpu_price(price).device == device.name

@@ -54,6 +54,8 @@ def test_every_device_name_means_one_device():
      "a100-40gb-sxm"),
      ("4090", "rtx-4090"), ("RTX 3080", "rtx-3080-10gb"),
      ("rtx-3060", "rtx-3060-12gb"), ("b300", "b300-sxm"),
+     ("dgx-spark", "gb10"), ("rtx-pro-4500", "rtx-pro-4500-blackwell"),
+     ("rtx-pro-5000", "rtx-pro-5000-blackwell"), ("amd-mi355x", "mi355x"),
      ("v100", "v100-sxm2-16gb"), (" NVIDIA H200 ", "h200-sxm"), ("cpu", "cpu")],
 )  # fmt: skip
 def test_aliases(alias, name):
@@ -66,6 +68,9 @@ def test_aliases(alias, name):
      ("rtx3090ti", "rtx-3090-ti"), ("RTXA6000", "rtx-a6000"), ("A100 80GB", "a100-80gb-sxm"),
      ("a100-40", "a100-40gb-sxm"), ("V100 32G", "v100-sxm2-32gb"), ("NVIDIA H100", "h100-sxm"),
      ("h100sxm", "h100-sxm"), ("H100 PCIe 80GB", "h100-pcie"), ("l40s 48gb", "l40s"),
+     ("DGX Spark", "gb10"), ("nvidia gb10 128gb", "gb10"), ("AMD Instinct MI325X", "mi325x"),
+     ("MI355X 288GB", "mi355x"), ("RTX PRO 4500", "rtx-pro-4500-blackwell"),
+     ("rtxpro5000", "rtx-pro-5000-blackwell"), ("gb300 279gb", "gb300"),
      ("4060ti 16gb", "rtx-4060-ti-16gb"), ("rtx 6000ada", "rtx-6000-ada")],
 )  # fmt: skip
 def test_common_spellings(spelling, name):
@@ -172,6 +177,14 @@ def test_unknown_device_suggests_a_near_name():
         ("NVIDIA A2-2Q", 2.0, None),
         ("NVIDIA L20", 45.0, "l20"),
         ("NVIDIA B300 SXM6 AC", 268.6, "b300-sxm"),
+        ("NVIDIA GB300", 277.5, "gb300"),
+        ("NVIDIA GB10", 121.6, "gb10"),
+        ("NVIDIA RTX PRO 4500 Blackwell", 31.8, "rtx-pro-4500-blackwell"),
+        ("NVIDIA RTX PRO 4500 Blackwell Server Edition", 31.8, None),  # of 165 W
+        ("NVIDIA RTX PRO 5000 Blackwell", 47.8, "rtx-pro-5000-blackwell"),
+        ("NVIDIA RTX PRO 5000 Blackwell", 71.6, None),  # the version with 72 GB
+        ("AMD Instinct MI325X", 256.0, "mi325x"),
+        ("AMD Instinct MI355X", 288.0, "mi355x"),
         ("NVIDIA A10-24Q", 24.0, None),  # a vGPU
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.8, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "rtx-4090-laptop"),
@@ -246,6 +259,17 @@ def test_a_memory_within_a_tenth_is_that_of_the_product():
     )
 
 
+def test_a_gpu_that_shares_its_hosts_memory_leaves_more_of_it_to_others():
+    card = DeviceSpec(
+        name="x", vendor="nvidia", compute_capability=None, memory_gib=100.0, source="made up"
+    )
+    shared = replace(card, unified_memory=True)
+    assert (card.usable_gib, shared.usable_gib) == (pytest.approx(98.0), pytest.approx(85.0))
+    assert [device.name for device in list_devices() if device.unified_memory] == ["gb10"]
+    described = resolve_device("memory=128,bf16_tflops=119,unified_memory=true")
+    assert described.unified_memory and not resolve_device("memory=24,bf16_tflops=9").unified_memory
+
+
 def test_a_size_that_nobody_named_is_not_chosen():
     for name in ("rtx-4060-ti", "rtx-5060-ti"):
         with pytest.raises(UsageError, match=rf"did you mean .*'{name}-(8|16)gb'"):
@@ -262,6 +286,10 @@ CLOCKS = {
     "rtx-5080": (84, 2.617, 512),
     "rtx-a5000": (64, 1.695, 1024),
     "rtx-4500-ada": (60, 2.580, 1024),
+    "rtx-pro-4500-blackwell": (82, 2.617, 1024),
+    "rtx-pro-5000-blackwell": (110, 2.377, 1024),
+    "gb10": (48, 2.418, 1024),
+    "mi355x": (256, 2.4, 4096),
     "a30": (56, 1.440, 2048),
 }
 

@@ -18,7 +18,8 @@ GPUS = [device for device in list_devices() if device.kind != "cpu"]
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
 def test_every_gpu_has_a_link_with_its_source(device: DeviceSpec) -> None:
     assert device.link and device.link_source
-    assert device.is_alone == (device.link_gb_s is None) == ("laptop" in device.name)
+    is_computer = "laptop" in device.name or device.unified_memory
+    assert device.is_alone == (device.link_gb_s is None) == is_computer
 
 
 def test_unknown_links_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,7 @@ def test_unknown_links_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NVLink 4 x18", 371, None),
         ("NVLink 5 x18", 722, None),
         ("Infinity Fabric x7 (1 per pair)", 336, 48),
+        ("Infinity Fabric 4 x7 (1 per pair)", 403, 58),
     ],
 )
 def test_the_rule(link: str, gb_s: float, pair_gb_s: float | None) -> None:

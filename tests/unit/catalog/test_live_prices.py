@@ -371,6 +371,7 @@ def test_what_gpuhunt_and_the_catalogue_both_know_is_recognised() -> None:
     # of gpuhunt do not rent is not known to it.
     not_rented = {"a2", "a30", "h20", "l20", "rtx-3080-12gb", "rtx-a5500"}
     not_rented |= {"rtx-4000-sff-ada", "rtx-4500-ada", "rtx-5000-ada"}
+    not_rented |= {"rtx-pro-5000-blackwell", "mi325x", "gb10"}
     others = {"cpu", "rtx-pro-6000-blackwell-ws", "rtx-pro-6000-blackwell-maxq"} | not_rented
     missing = {device.name for device in list_devices() if "laptop" not in device.name} - found
     assert missing == others

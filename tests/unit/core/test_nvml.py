@@ -164,8 +164,15 @@ def test_memory_by_process(driver):
 
 def test_memory_of_the_card(driver):
     assert [Nvml.open(card).used_gib() for card in (0, 1)] == [0.0, 1.0]
+
+
+def test_a_card_without_memory_of_its_own_has_the_hosts(driver, monkeypatch):
+    """nvidia-smi prints 'Not Supported' for the memory of a GB10, which shares the host's."""
+    host = SimpleNamespace(total=121 * GIB, available=100 * GIB)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: host)
     driver(nvmlDeviceGetMemoryInfo=None)
-    assert Nvml.open(0).used_gib() is None
+    card = Nvml.open(0).info()
+    assert (card.memory_gib, card.used_gib) == (121.0, 21.0)
 
 
 def test_the_use_by_others_is_the_mean_of_each_process(driver):

@@ -18,7 +18,7 @@ from autotune.planning.run_check import check
 from autotune.planning.run_estimate import memory_bounds
 from autotune.prediction.memory_formula import NF4_STATISTICS
 from autotune.prediction.sharded_memory import MAX_LIVE, ShardingSettings, rank_breakdown
-from autotune.problem.run_cost import FITS, TIGHT
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import ForeignConfig
 
 FULL = {
@@ -306,6 +306,27 @@ def test_offloaded_weights_and_state_leave_the_gpu(tmp_path: Path) -> None:
         assert gpus * memory.host * 2**30 == pytest.approx(18 * 8.03e9, rel=0.01)
         low, high = checked.estimate.interval or (0.0, 0.0)
         assert 0 < 4 * low < high  # PCIe and the host are not known
+
+
+def test_what_is_offloaded_stays_in_the_memory_that_gpu_and_host_share(tmp_path: Path) -> None:
+    """A DGX Spark has 122 GiB for both; an 8B's 18 bytes of each parameter exceed them, a 1B's do
+    not.
+    """
+    devices = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 3} | devices}))
+    path = tmp_path / "run.yml"
+    states = {}
+    for model in ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"):
+        path.write_text(yaml.safe_dump(FULL | {"deepspeed": "own.json", "base_model": model}))
+        apart, shared = (check(path, {"gpu": gpu}).checked for gpu in ("h100", "dgx-spark"))
+        states[model[-2:]] = (apart.state, shared.state)
+        host = apart.bounds.least.host
+        for bound, times in ((shared.bounds.least, 1), (shared.bounds.reported, 2)):
+            assert bound.host == 0 and bound.offloaded == pytest.approx(times * host)
+            need_gib = apart.bounds.least.peak_reserved_gib + times * host
+            assert bound.peak_reserved_gib == pytest.approx(need_gib) == sum(bound.terms().values())
+        assert shared.estimate.memory == shared.bounds.reported
+    assert states == {"8B": (FITS, OOM), "1B": (FITS, FITS)}
 
 
 QLORA = LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP

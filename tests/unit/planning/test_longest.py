@@ -145,6 +145,17 @@ def test_the_host_and_the_user_bound_it_too(counted: list[int]) -> None:
     assert asked().host_gib(asked().config("full", 4096)) == 2.0  # in 32 bits
 
 
+def test_a_gpu_that_shares_the_hosts_memory_holds_the_offloaded_inputs_too(
+    counted: list[int],
+) -> None:
+    apart = asked(60.0)
+    config = apart.config("qlora", 4096)
+    shared = replace(apart, device=resolve_device("dgx-spark"))
+    assert shared.need_gib(config) == pytest.approx((apart.need_gib(config) or 0.0) + 1.0)
+    rows = [query.predict("qlora").tokens or 0 for query in (apart, shared)]
+    assert 0 < rows[1] < 0.5 * rows[0]
+
+
 def test_what_does_not_fit_or_cannot_be_counted_says_so(
     counted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

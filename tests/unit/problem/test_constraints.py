@@ -703,6 +703,18 @@ def test_cuda_graphs_need_a_gpu_of_nvidias(device: str, left: str) -> None:
     assert both(narrowing, "cuda_graphs")[-1] == left
 
 
+@pytest.mark.parametrize(("device", "left"), [("h100", 2), ("dgx-spark", 1), ("cpu", 1)])
+def test_offloading_needs_another_memory(device: str, left: int) -> None:
+    """A DGX Spark and a CPU have only the host's."""
+    searched = space().offer("checkpointing", ("full", "offload")).offer("offload", (False, True))
+    narrowing = Narrowing(space=searched, reserve=searched)
+    narrow_to_device(narrowing, resolve_device(device))
+    assert both(narrowing, "checkpointing") == ("full", "offload")[:left]
+    assert both(narrowing, "offload") == (False, True)[:left]
+    said = {removal.reason for removal in narrowing.removals if removal.knob in ("offload",)}
+    assert said == ({"there is no other memory to offload to"} if left == 1 else set())
+
+
 def test_selective_recomputation_needs_compiled_layers() -> None:
     every, compiled = ("none", "selective_50", "full"), ("none", "per_layer")
     some = unnarrowed(checkpointing=every, compile=compiled)
