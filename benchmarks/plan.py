@@ -115,39 +115,6 @@ def run_published(args: argparse.Namespace) -> None:
     )
 
 
-def compare_published(suite: str) -> Iterator[dict[str, Any]]:
-    """The published rows of a suite with their predictions.
-
-    A published peak of None is out of memory.
-    """
-    spec = make_spec(shipped_suites()[suite], {})
-    for result in estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True):
-        case, theirs = result.case, result.case.published or Published()
-        published = theirs.peak_gib if theirs.process_gib is None else theirs.process_gib
-        row = {
-            "source": suite.partition("-")[0],
-            "gpu": spec.gpu,
-            "model": case.model or spec.model,
-        }
-        row |= {"config": result.config.label(), "published": published, "excluded": case.excluded}
-        if row["excluded"] is None and result.outcome is Outcome.REFUSED:
-            row["excluded"] = "no formula and no count"
-        if row["excluded"] is None:
-            predicted = (
-                result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
-            )
-            verdict = TIGHT if result.tight else FITS if result.outcome is Outcome.OK else OOM
-            row |= {
-                "predicted": predicted,
-                "error": None
-                if published is None or predicted is None
-                else predicted / published - 1,
-                "verdict": verdict,
-                "wrong": verdict == (FITS if published is None else OOM),
-            }
-        yield row
-
-
 def compare_suite(suite: str) -> Iterator[dict[str, Any]]:
     """Yield the published rows of a suite with their predictions.
 
@@ -156,7 +123,10 @@ def compare_suite(suite: str) -> Iterator[dict[str, Any]]:
     spec = make_spec(shipped_suites()[suite], {})
     for result in estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True):
         case, theirs = result.case, result.case.published or Published()
-        published = theirs.peak_gib if theirs.process_gib is None else theirs.process_gib
+        whole_gib = theirs.process_gib
+        if theirs.peak_gb is not None:
+            whole_gib = theirs.peak_gb * 1e9 / 2**30
+        published = theirs.peak_gib if whole_gib is None else whole_gib
         row = {
             "source": suite.partition("-")[0],
             "gpu": spec.gpu,
@@ -166,9 +136,7 @@ def compare_suite(suite: str) -> Iterator[dict[str, Any]]:
         if row["excluded"] is None and result.outcome is Outcome.REFUSED:
             row["excluded"] = "no formula and no count"
         if row["excluded"] is None:
-            predicted = (
-                result.peak_allocated_gib if theirs.process_gib is None else result.with_context_gib
-            )
+            predicted = result.peak_allocated_gib if whole_gib is None else result.with_context_gib
             verdict = TIGHT if result.tight else FITS if result.outcome is Outcome.OK else OOM
             row |= {
                 "predicted": predicted,
@@ -606,9 +574,8 @@ def run_memory(args: argparse.Namespace) -> None:
     benchmark subtracts the second copy.
 
     The formula is also compared with published tables for 8,192 tokens, made with transformers 4.49
-    (`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the older stack
-    probably computed (`as_they_ran`). The second has three differences, which were inferred from
-    the same rows and are documented nowhere.
+    (`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the code of their
+    source computed (`as_they_ran`).
     """
     stored, fingerprint = stored_measurements()
     new = [] if args.probe is None and args.rows is None else probe_models(args)
@@ -731,30 +698,33 @@ def counted_gib(
 
 
 def compare_table(card: str) -> list[dict[str, Any]]:
-    """Compare the formula with published rows of this GPU.
+    """Compare the formula with the published rows of one GPU.
 
-    The code of the nf4 rows is unknown, so only their outcome is compared.
+    Peaks are of reserved memory. The nf4 rows computed in fp32, which no configuration expresses,
+    so only their outcome is compared.
     """
     spec, rows = make_spec(shipped_suites()[f"{card}-8k"], {}), []
     limit_gib = device_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
-        model, config = (
-            resolve_model(case.model or spec.model),
-            TrainConfig(**spec.pins | case.knobs),
-        )
+        model = resolve_model(case.model or spec.model).with_overrides(case.model_overrides)
+        config = TrainConfig(**spec.pins | case.knobs)
+        if config.num_gpus > 1:
+            continue
         memory = memory_breakdown(model, config, min(case.accumulation, 2))
         assert memory is not None and case.published is not None
-        peak = case.published.peak_gib
-        compared = peak is not None and config.quantization == "none"
+        printed_gb = case.published.reserved_gb
+        peak_gib = None if printed_gb is None else gib(printed_gb * 1e9)
+        compared = peak_gib is not None and config.quantization == "none"
+        ran_gib = as_they_ran(model, config)
         rows.append(
             {
                 "card": card,
                 "model": model.short,
                 "config": config.label(),
-                "published_gib": peak,
-                "planned_gib": memory.peak_gib,
-                "error": memory.peak_gib / peak - 1 if compared else None,
-                "error_as_they_ran": as_they_ran(model, config) / peak - 1 if compared else None,
+                "published_gib": peak_gib,
+                "planned_gib": memory.peak_reserved_gib,
+                "error": memory.peak_reserved_gib / peak_gib - 1 if compared else None,
+                "error_as_they_ran": ran_gib / peak_gib - 1 if compared else None,
                 "same_verdict": (memory.peak_reserved_gib <= limit_gib)
                 is (case.published.outcome != "oom"),
             }
@@ -763,21 +733,25 @@ def compare_table(card: str) -> list[dict[str, Any]]:
 
 
 def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
-    """Estimate the peak in GiB with three differences that explain the published tables.
+    """Return the allocated GiB at the peak with two properties of the published runs' code.
 
-    The loss stays in bf16: logits, their logarithms and the gradients of both take 8 bytes. The
-    adapters are fp32 on a bf16 base without autocast: each casts its input and has an fp32 output.
-    Gradients are set to zero instead of freed.
+    The loss stays in bf16: at most three copies of the logits exist at once, and with capped logits
+    four. The adapters are fp32 on a bf16 base without autocast: each casts its input and has an
+    fp32 output. The allocator reserves more than is allocated, so the result should be a bit lower
+    than a published peak.
     """
     sizes, memory = Sizes.of(model), memory_breakdown(model, config)
     assert sizes is not None and memory is not None
     casts = 4 * sum(map(sum, sizes.matrices.values())) if config.method == "lora" else 0
     body = 2 * sizes.layers * sizes.hidden
     capped = 2 if sizes.family == "gemma2" else 0
-    head = body + 4 * sizes.hidden + (8 + capped) * sizes.vocab
+    head = body + (6 + capped) * sizes.vocab
     layers = body + kept_bytes(sizes, config) + casts + moving_bytes(sizes, config)
-    states = memory.weights + memory.adapters + memory.gradients + memory.optimizer
-    return states + gib(config.tokens * max(head, layers))
+    states = memory.weights + memory.adapters + memory.optimizer
+    backward = states + gib(config.tokens * max(head, layers))
+    # Gradients, and the roots of AdamW's second moments, exist together in the optimizer's step.
+    step = states + 2 * (memory.weights if config.method == "full" else memory.adapters)
+    return max(backward, step)
 
 
 def stored_measurements() -> tuple[list[Measured], Fingerprint]:

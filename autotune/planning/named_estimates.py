@@ -18,7 +18,7 @@ from autotune.problem.run_cost import OOM, TIGHT
 from autotune.problem.setup import known_shape
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
-from autotune.study.named_configs import ConfigResult, cases
+from autotune.study.named_configs import ConfigResult, cases, with_doubts
 
 
 def estimate_named_configs(
@@ -35,16 +35,19 @@ def estimate_named_configs(
     the meta device. The measurements of other users in `observations` correct an estimate only if
     the configuration has no published result. Otherwise, the published result could correct the
     very estimate that is compared with it. A configuration with a published result is estimated
-    even if this package's trainer refuses it, because the result came from another trainer.
+    even if this package's trainer refuses it, because the result came from another trainer. A
+    published speed that cannot be right is marked (`with_doubts`).
     """
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)
-    results = []
+    results: list[ConfigResult] = []
+    models = []
 
     for case, config, case_task in cases(spec, task):
         result = ConfigResult(
             case=case, config=config, outcome=Outcome.REFUSED, evidence=Evidence.ESTIMATED
         )
+        models.append(case_task.model)
         reason = case.excluded
         estimated: Estimate | None = None
         # A configuration with a published result is estimated even if this trainer refuses it.
@@ -61,7 +64,7 @@ def estimate_named_configs(
         else:
             results.append(_with_numbers(result, case_task, estimated))
 
-    return results
+    return with_doubts(results, models, device)
 
 
 def _estimate(

@@ -94,10 +94,11 @@ def _share(default: float | None, help: str, **details: Any) -> Any:
 class Published:
     """The published results of a configuration.
 
-    `tokens_per_s` includes padding, and `s_per_step` is the time of an optimizer step. `peak_gib`
-    is torch's peak of allocated memory on a GPU, and `reserved_gib` is torch's peak of reserved
-    memory. `peak_gb` (in 10**9 bytes) and `process_gib` are the memory of the whole process, as
-    nvidia-smi shows it.
+    `tokens_per_s` includes padding. `s_per_step` is the time of an optimizer step, and
+    `s_per_micro_batch` the mean time of a micro batch with its share of the optimizer step.
+    `peak_gib` is torch's peak of allocated memory on a GPU. `reserved_gib` and `reserved_gb` (in
+    10**9 bytes) are torch's peak of reserved memory. `peak_gb` (in 10**9 bytes) and `process_gib`
+    are the memory of the whole process, as nvidia-smi shows it.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -105,8 +106,10 @@ class Published:
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     s_per_step: float | None = None
+    s_per_micro_batch: float | None = None
     peak_gib: float | None = None
     reserved_gib: float | None = None
+    reserved_gb: float | None = None
     peak_gb: float | None = None
     process_gib: float | None = None
     outcome: str = "ok"
@@ -127,7 +130,8 @@ class NamedConfig:
     Its `knobs` are added to the study's `pins`. An optimizer step has `accumulation` micro batches.
     `model_overrides` replaces keys of the model's config. `excluded` is the reason why autotune
     cannot express the published configuration, or None. An excluded configuration is shown, but
-    neither estimated nor probed.
+    neither estimated nor probed. `differs` says what the published run computed in another way than
+    autotune does, so that the two results differ.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -139,12 +143,15 @@ class NamedConfig:
     accumulation: int = 1
     published: Published | None = None
     excluded: str | None = None
+    differs: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
             raise InvalidSpec(f"name cannot be {self.name!r}")
-        if self.excluded is not None and not (self.excluded and self.excluded.isprintable()):
-            raise InvalidSpec(f"excluded cannot be {self.excluded!r}")
+        for name in ("excluded", "differs"):
+            reason = getattr(self, name)
+            if reason is not None and not (reason and reason.isprintable()):
+                raise InvalidSpec(f"{name} cannot be {reason!r}")
         if not 1 <= self.accumulation <= MAX_COUNT:
             raise InvalidSpec(f"accumulation cannot be {self.accumulation!r}")
 

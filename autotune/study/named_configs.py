@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.catalog import resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.core.errors import Cancelled, UsageError, did_you_mean
 from autotune.core.files import document, write_atomic
 from autotune.core.json_view import add_prefix, json_data, keys
@@ -32,10 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A published number or outcome (`theirs`), and the number or outcome of our probe (`ours`)."""
+    """A published number or outcome (`theirs`), and our number or outcome (`ours`).
+
+    `interval` is the 80 % interval of an estimated speed, the largest errors of an estimated
+    memory, or the range of measured speeds. `inside` says whether the published number is in the
+    interval, or whether the outcomes agree; it is None if this cannot be judged.
+    """
 
     theirs: float | str
     ours: float | str | None
+    interval: tuple[float, float] | None = None
+    inside: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +53,8 @@ class ConfigResult:
     of reserved memory plus the memory of the CUDA context. `interval` is the 80 % interval of an
     estimated `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval of an
     estimated `peak_reserved_gib`; it is None for a measured peak. `tight` means that the
-    configuration may not fit, or that less than a tenth of the memory is free.
+    configuration may not fit, or that less than a tenth of the memory is free. `doubt` says why the
+    published speed cannot be right.
     """
 
     JSON: ClassVar = keys(name="case.name") | keys(
@@ -68,7 +76,9 @@ class ConfigResult:
             "interval_gib",
             "with_context_gib",
             "published",
+            "doubt",
         ),
+        differs="case.differs",
     )
 
     case: NamedConfig
@@ -85,6 +95,7 @@ class ConfigResult:
     peak_reserved_gib: float | None = None
     interval_gib: tuple[float, float] | None = None
     with_context_gib: float | None = None
+    doubt: str | None = None
 
     @property
     def verdict(self) -> str:
@@ -103,13 +114,20 @@ class ConfigResult:
         theirs = self.case.published or Published()
 
         whole_gib = self.with_context_gib
+        reserved_gib = self.peak_reserved_gib
+        step_s = self.step_time_s
         pairs: dict[str, tuple[float | str | None, float | str | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
             "samples/s": (theirs.samples_per_s, self.samples_per_s),
-            "s/step": (theirs.s_per_step, self.step_time_s),
+            "s/step": (theirs.s_per_step, step_s),
+            "s/micro batch": (
+                theirs.s_per_micro_batch,
+                None if step_s is None else step_s / self.case.accumulation,
+            ),
             "peak GiB": (theirs.peak_gib, self.peak_allocated_gib),
-            "reserved GiB": (theirs.reserved_gib, self.peak_reserved_gib),
-            "whole GB": (theirs.peak_gb, None if whole_gib is None else whole_gib * GIB / 1e9),
+            "reserved GiB": (theirs.reserved_gib, reserved_gib),
+            "reserved GB": (theirs.reserved_gb, _in_gb(reserved_gib)),
+            "whole GB": (theirs.peak_gb, _in_gb(whole_gib)),
             "whole GiB": (theirs.process_gib, whole_gib),
         }
 
@@ -140,13 +158,14 @@ class ConfigResult:
     def cells(self) -> tuple[str, ...]:
         """Return a table row: name, configuration, verdict, speed, memory and published numbers."""
         published = "; ".join(
-            f"{name} {_number(theirs)}"
+            f"{name} {_number(pair.theirs)}"
             + (
                 ""
-                if ours is None
-                else f", here {_number(ours)}{_relative_difference(theirs, ours)}"
+                if pair.ours is None
+                else f", here {_number(pair.ours)}{_relative_difference(pair.theirs, pair.ours)}"
             )
-            for name, (theirs, ours) in self.published_pairs().items()
+            + {True: ", inside", False: ", outside", None: ""}[pair.inside]
+            for name, pair in self.published.items()
         )
         verdict = self.verdict + (f": {self.reason}" if self.reason else "")
 
@@ -162,11 +181,51 @@ class ConfigResult:
 
     @property
     def published(self) -> dict[str, Pair]:
-        """Map the name of each published number to this number and our probe's number."""
+        """Map the name of each published number to this number and our number."""
         return {
-            name: Pair(theirs=theirs, ours=ours)
+            name: self._pair(name, theirs, ours)
             for name, (theirs, ours) in self.published_pairs().items()
         }
+
+    def _pair(self, name: str, theirs: float | str, ours: float | str | None) -> Pair:
+        """Compare a published number with ours and with the interval of ours."""
+        if isinstance(theirs, str) or isinstance(ours, str) or ours is None:
+            judged = None if ours in (None, TIGHT) else theirs == ours
+            return Pair(theirs=theirs, ours=ours, inside=judged)
+
+        span, middle = self.interval_gib, self.peak_reserved_gib
+        if name in SPEEDS:
+            span, middle = self.interval, self.tokens_per_s
+        if span is None or not middle:
+            return Pair(theirs=theirs, ours=ours)
+        # A time is inversely proportional to the speed, so its interval is reversed.
+        shares = sorted(middle / end if name in TIMES else end / middle for end in span)
+        low, high = (ours * share for share in shares)
+        inside = low <= theirs <= high
+        return Pair(theirs=theirs, ours=ours, interval=(low, high), inside=inside)
+
+    def comparison(self) -> list[tuple[str, ...]]:
+        """Return a row of the table COMPARED for each published number."""
+        rows: list[tuple[str, ...]] = []
+        for name, pair in self.published.items():
+            ours = DASH if pair.ours is None else _number(pair.ours)
+            if pair.interval is not None:
+                ours += f" ({' to '.join(map(_number, pair.interval))})"
+            verdict = {True: "inside", False: "outside", None: DASH}[pair.inside]
+            rows.append(
+                (self.case.name, name, _number(pair.theirs), ours, verdict, self._why(name, pair))
+            )
+        return rows
+
+    def _why(self, name: str, pair: Pair) -> str:
+        """Return why a published number cannot be judged, is doubtful or differs from ours."""
+        if pair.ours is None:
+            return self.case.excluded or self.reason or self.verdict
+        doubt = self.doubt if name in SPEEDS else None
+        differs = None
+        if pair.inside is False:
+            differs = self.case.differs or (None if doubt else "the cause is not known")
+        return "; ".join(filter(None, (doubt, differs))) or (self.reason or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +238,10 @@ class SourcedResult:
     source: str | None
 
 
-# The units of published speeds. If a case has numbers in both units, they express the same speed.
-SPEEDS = ("tokens/s", "samples/s")
-PEAKS = ("peak GiB", "reserved GiB", "whole GB", "whole GiB")
+# The units of published speeds. If a case has numbers in several units, they express one speed.
+TIMES = ("s/step", "s/micro batch")
+SPEEDS = ("tokens/s", "samples/s", *TIMES)
+PEAKS = ("peak GiB", "reserved GiB", "reserved GB", "whole GB", "whole GiB")
 NO_FIT = "does not fit"
 SEVERAL = (
     "named configurations are probed on one GPU; to use several GPUs, search with "
@@ -194,6 +254,14 @@ COLUMNS = {
     "tokens/s": "right",
     "GiB": "right",
 } | {"published": "left"}
+COMPARED = {
+    "case": "left",
+    "number": "left",
+    "published": "right",
+    "estimated (interval)": "right",
+    "published is": "left",
+    "reason": "left",
+}
 
 
 def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfig, Task]]:
@@ -258,9 +326,11 @@ def probe_configs(
     from autotune.study.evaluator import Evaluator
 
     results: list[ConfigResult] = []
+    models: list[ModelSpec] = []
     for case, config, case_task in cases(spec, task):
         if should_stop():
             break
+        models.append(case_task.model)
         if not_probed := case.excluded or (SEVERAL if config.num_gpus > 1 else None):
             results.append(_refused_result(case, config, not_probed))
             continue
@@ -303,8 +373,8 @@ def probe_configs(
             results.append(_refused_result(case, config, refused))
         else:
             results.append(to_config_result(case, config, case_task, result))
-        write_results(results, out)
-    return results
+        write_results(with_doubts(results, models, task.device), out)
+    return with_doubts(results, models[: len(results)], task.device)
 
 
 def _refused_result(case: NamedConfig, config: TrainConfig, reason: str | None) -> ConfigResult:
@@ -374,14 +444,15 @@ def agreement(results: list[ConfigResult]) -> str:
         f"{len(judged_results)} verdicts, of which {wrong} wrong and {close} too close to tell"
     ]
 
-    speeds = [(one.interval, one.tokens_per_s, one.ratios(SPEEDS)) for one in judged_results]
-    published = [
-        (span, ours * ratios[0]) for span, ours, ratios in speeds if span and ours and ratios
+    speeds = [
+        next(pair.inside for name, pair in one.published.items() if name in SPEEDS)
+        for one in judged_results
+        if one.interval and one.ratios(SPEEDS)
     ]
-    if published:
-        inside = sum(low <= theirs <= high for (low, high), theirs in published)
+    if speeds:
         parts.append(
-            f"{len(published)} published speeds, {inside} of them in the predicted interval"
+            f"{len(speeds)} published speeds, {sum(map(bool, speeds))} of them in the predicted"
+            " interval"
         )
 
     if errors := [abs(1 / ratio - 1) for one in judged_results for ratio in one.ratios(PEAKS)]:
@@ -400,6 +471,75 @@ def write_results(results: list[ConfigResult], out: Path) -> None:
         for result in results
     ]
     write_atomic(out / "suite.md", "\n".join([*head, *body]) + "\n")
+
+
+def with_doubts(
+    results: list[ConfigResult], models: list[ModelSpec], device: DeviceSpec
+) -> list[ConfigResult]:
+    """Say of each published speed that cannot be right why. `models` has the model of each result.
+
+    No GPU multiplies faster than its peak. A training of adapters has fewer FLOPs than full
+    fine-tuning of the same model with the same micro batch, so it should not be slower.
+    """
+    full = {
+        _workload(one): speed
+        for one in results
+        if one.config.method == "full" and (speed := _published_tokens_per_s(one)) is not None
+    }
+
+    marked = []
+    for one, model in zip(results, models, strict=True):
+        doubt = None
+        if (speed := _published_tokens_per_s(one)) is not None:
+            doubt = _above_peak(one.config, speed, model, device)
+            faster = full.get(_workload(one), 0.0)
+            if doubt is None and speed < faster:
+                doubt = f"full fine-tuning is published as {faster / speed:.2g} times as fast"
+        marked.append(replace(one, doubt=doubt))
+    return marked
+
+
+def _workload(result: ConfigResult) -> tuple[Any, ...]:
+    """Return what two configurations of one model share if they train on equal micro batches."""
+    config = result.config
+    return result.case.model, config.seq_len, config.micro_batch_size, config.num_gpus
+
+
+def _published_tokens_per_s(result: ConfigResult) -> float | None:
+    """Return the published tokens/s of all GPUs together, or None without a published speed."""
+    theirs = result.case.published or Published()
+    config = result.config
+    tokens = config.tokens * config.num_gpus
+    if theirs.tokens_per_s is not None:
+        return theirs.tokens_per_s
+    if theirs.samples_per_s is not None and not config.packing:
+        return theirs.samples_per_s * config.seq_len
+    if theirs.s_per_micro_batch is not None:
+        return tokens / theirs.s_per_micro_batch
+    if theirs.s_per_step is not None:
+        return tokens * result.case.accumulation / theirs.s_per_step
+    return None
+
+
+def _above_peak(
+    config: TrainConfig, tokens_per_s: float, model: ModelSpec, device: DeviceSpec
+) -> str | None:
+    """Say by how much a published speed exceeds the peak of the GPUs, or return None."""
+    flops = model.flops_per_token(config.method, config.seq_len)
+    peaks = [device.bf16_tflops, device.fp16_tflops, device.fp32_tflops]
+    if config.quantization == "fp8":
+        peaks.append(device.fp8_tflops)
+    peak = max(filter(None, peaks), default=None)
+    if flops is None or peak is None:
+        return None
+    reached = flops * tokens_per_s / config.num_gpus / 1e12
+    if reached <= peak:
+        return None
+    return f"{reached:,.0f} TFLOP/s on each GPU, above the peak of {peak:,.0f}"
+
+
+def _in_gb(gib: float | None) -> float | None:
+    return None if gib is None else gib * GIB / 1e9
 
 
 def _number(value: float | str) -> str:

@@ -15,6 +15,7 @@ from autotune.cli.commands.run import run_spec
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import DASH
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.observations import published_observations
 from autotune.problem.setup import set_up
@@ -132,7 +133,11 @@ def test_the_published_suite_of_the_a10_is_not_told_its_own_results() -> None:
 @pytest.mark.parametrize("name", shipped_suites())
 def test_the_readme_says_how_estimates_compare(name: str) -> None:
     spec = make_spec(Path(name), {})
-    said = agreement(estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True))
+    results = estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True)
+    compared = [row for result in results for row in result.comparison()]
+    assert {row[0] for row in compared} == {case.name for case in spec.configs if case.published}
+    assert all(row[-1] for row in compared if row[-2] == "outside" or row[-3] == DASH)
+    said = agreement(results)
     found = re.search(
         r"(\d+) verdicts, of which (\d+) wrong and (\d+) too close to tell;"
         r"(?: (\d+) published speeds, (\d+) of them in .*?;)?"
@@ -187,7 +192,8 @@ def test_plan_estimates_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
         "[one]" in text
         and "there is no formula for int8 bases" in text
         and "[estimated]" in text
-        and "whole GB 20" in text
+        and "│ two " in text
+        and " whole GB " in text
     )
     plan.plan(spec_of(case, CHUNKS_OF_GEMMA), evidence=NOWHERE, as_json=True)
     rows = json.loads(capsys.readouterr().out)

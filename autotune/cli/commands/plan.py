@@ -174,7 +174,7 @@ def _print_named_configs(
     from autotune.problem.run_cost import FITS
     from autotune.problem.setup import calibration_of
     from autotune.report.describe import estimate_basis
-    from autotune.study.named_configs import COLUMNS, agreement
+    from autotune.study.named_configs import COLUMNS, COMPARED, agreement
 
     predicted = [result for result in results if not result.case.excluded]
     fitting = sum(result.verdict == FITS for result in predicted)
@@ -186,12 +186,14 @@ def _print_named_configs(
     if spec.source:
         print_text(f"Published: {spec.source}")
 
-    columns = {
-        name: side for name, side in COLUMNS.items() if details or name not in DETAILED_COLUMNS
-    }
+    hidden = ("published",) if details else DETAILED_COLUMNS
+    columns = {name: side for name, side in COLUMNS.items() if name not in hidden}
     rows = [dict(zip(COLUMNS, result.cells(), strict=True)) for result in results]
     print_table(None, columns, [tuple(row[name] for name in columns) for row in rows])
     if details:
+        print_table(
+            None, dict(COMPARED), [row for result in results for row in result.comparison()]
+        )
         calibrated = calibrated_parts(calibration_of(spec, device), device)
         accuracy = accuracy_text(objective=Objective(spec.objective))
         print_text(f"{device.label}. {estimate_basis(accuracy, calibrated)}.")

@@ -664,8 +664,11 @@ def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None
     off = bounds(**lora, checkpointing="offload")
     whole = need(**lora, checkpointing="full")
     inputs_gib = 2 * 512 * 32 * 4096 * 2 / GIB
-    assert off.most == whole and off.least == replace(whole, activations=off.least.activations)
-    assert off.least.activations == pytest.approx(whole.activations - inputs_gib)
+    moved = {"activations": off.least.activations, "host": off.least.host}
+    assert off.most == whole and off.least == replace(whole, **moved)
+    assert moved == pytest.approx(
+        {"activations": whole.activations - inputs_gib, "host": inputs_gib}
+    )
     # All of it: pure bf16 has 2 bytes a value, and 4 are counted.
     full = bounds(
         checkpointing="offload",

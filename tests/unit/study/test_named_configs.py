@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import Cancelled, UsageError
+from autotune.core.json_view import json_data
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
@@ -23,6 +25,7 @@ from autotune.study.named_configs import (
     cases,
     probe_configs,
     to_config_result,
+    with_doubts,
 )
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import measurement, result
@@ -41,11 +44,24 @@ def spec(*configs: NamedConfig, **changes: Any) -> StudySpec:
 
 
 def of(
-    outcome: Outcome = Outcome.OK, published: Published | None = None, **values: Any
+    outcome: Outcome = Outcome.OK,
+    published: Published | None = None,
+    *,
+    config: TrainConfig = PLAIN,
+    accumulation: int = 1,
+    differs: str | None = None,
+    excluded: str | None = None,
+    **values: Any,
 ) -> ConfigResult:
-    case = NamedConfig(name="a|b", published=published)
+    case = NamedConfig(
+        name="a|b",
+        published=published,
+        accumulation=accumulation,
+        differs=differs,
+        excluded=excluded,
+    )
     return ConfigResult(
-        case=case, config=PLAIN, outcome=outcome, evidence=Evidence.MEASURED, **values
+        case=case, config=config, outcome=outcome, evidence=Evidence.MEASURED, **values
     )
 
 
@@ -154,6 +170,14 @@ NUMBERS |= {"peak_allocated_gib": 9.0}
         ),
         (of(published=Published(reserved_gib=8.0), **NUMBERS), {"reserved GiB": (8.0, 10.0)}),
         (
+            of(published=Published(reserved_gb=8.0), **NUMBERS),
+            {"reserved GB": (8.0, 10.73741824)},
+        ),
+        (
+            of(accumulation=4, published=Published(s_per_micro_batch=0.4), **NUMBERS),
+            {"s/micro batch": (0.4, 0.5)},
+        ),
+        (
             of(published=Published(process_gib=20.0), with_context_gib=10.0),
             {"whole GiB": (20.0, 10.0)},
         ),
@@ -198,6 +222,105 @@ def test_a_row_says_everything_in_words() -> None:
     assert unknown.cells()[-1] == "tokens/s 1,000; peak GiB 8" and unknown.known_pairs() == {}
     slow = of(published=Published(samples_per_s=0.01234), samples_per_s=100.0)
     assert slow.cells()[-1].startswith("samples/s 0.0123, here 100 (+")
+
+
+def test_a_published_number_is_inside_or_outside_with_the_reason() -> None:
+    """A time of 2 s for 1,100 tokens/s may be 20 % shorter or 10 % longer, as the speed may be
+    higher or lower.
+    """
+    span = {"interval": (1000.0, 1375.0), "interval_gib": (9.5, 10.5)}
+    theirs = Published(tokens_per_s=1400.0, s_per_step=2.15, peak_gib=9.4, reserved_gb=10.0)
+    made = of(published=theirs, differs="it sleeps", **span, **NUMBERS)
+    told = {
+        name: (pair.interval and tuple(round(end, 3) for end in pair.interval), pair.inside)
+        for name, pair in made.published.items()
+    }
+    assert told == {
+        "tokens/s": ((1000.0, 1375.0), False),
+        "s/step": ((1.6, 2.2), True),
+        "peak GiB": ((8.55, 9.45), True),
+        "reserved GB": ((10.201, 11.274), False),
+    }
+    assert made.comparison() == [
+        ("a|b", "tokens/s", "1,400", "1,100 (1,000 to 1,375)", "outside", "it sleeps"),
+        ("a|b", "s/step", "2.15", "2 (1.6 to 2.2)", "inside", ""),
+        ("a|b", "peak GiB", "9.4", "9 (8.55 to 9.45)", "inside", ""),
+        ("a|b", "reserved GB", "10", "10.7 (10.2 to 11.3)", "outside", "it sleeps"),
+    ]
+    assert made.cells()[-1].startswith("tokens/s 1,400, here 1,100 (-21%), outside; s/step 2.15")
+    unknown = replace(made, case=replace(made.case, differs=None)).comparison()
+    assert [row[-1] for row in unknown] == ["the cause is not known", "", "", unknown[0][-1]]
+    assert json_data(made)["differs"] == "it sleeps" and json_data(made)["doubt"] is None
+
+
+def test_what_is_not_estimated_says_why() -> None:
+    theirs = Published(tokens_per_s=9.0)
+    (left_out,) = of(Outcome.REFUSED, theirs, excluded="it is in GPTQ").comparison()
+    assert left_out == ("a|b", "tokens/s", "9", "–", "–", "it is in GPTQ")
+    (refused,) = of(Outcome.REFUSED, theirs, reason="no formula").comparison()
+    assert refused[-1] == "no formula"
+    outcome, speed = of(Outcome.OOM, theirs, differs="it is smaller").comparison()
+    assert outcome[1:] == ("outcome", "ok", "oom", "outside", "it is smaller")
+    assert speed[3:] == ("–", "–", "does not fit")
+    near = of(published=Published(outcome="oom"), tight=True, reason="it is near", **NUMBERS)
+    assert near.comparison()[0][2:] == ("oom", "tight", "–", "it is near")
+
+
+H100 = resolve_device("h100")
+LLAMA = resolve_model("llama-3.1-8b")
+
+
+def doubts(*results: ConfigResult) -> list[str | None]:
+    return [one.doubt for one in with_doubts(list(results), [LLAMA] * len(results), H100)]
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"tokens_per_s": 16_384.0},
+        {"samples_per_s": 2.0},
+        {"s_per_step": 4.0},
+        {"s_per_micro_batch": 1.0},
+    ],
+)
+def test_a_speed_above_the_peak_is_doubted_in_every_unit(published: dict[str, float]) -> None:
+    """Two rows of 8,192 tokens in a second by full fine-tuning: 6 FLOPs for each of 7.5 billion
+    parameters, and 12 x 4,096 x 4,096 for attention in each of 32 layers.
+    """
+    config = TrainConfig(method="full", micro_batch_size=2, seq_len=8192)
+    flops = 16_384 * (6 * 7.505e9 + 12 * 4096 * 4096 * 32)
+    within = {"config": config, "accumulation": 4}
+    (doubt,) = doubts(of(published=Published(**published), **within))
+    assert flops == pytest.approx(844e12, rel=0.01) and doubt is None  # the peak is 989
+    times = {name: value / 1.25 if name[0:2] == "s_" else value * 1.25
+             for name, value in published.items()}  # fmt: skip
+    (doubt,) = doubts(of(published=Published(**times), **within))
+    assert doubt == "1,054 TFLOP/s on each GPU, above the peak of 989"
+    two = replace(config, num_gpus=2, sharding="ddp")
+    if "tokens_per_s" in times or "samples_per_s" in times:
+        assert doubts(of(published=Published(**times), config=two)) == [None]
+
+
+def test_adapters_that_are_slower_than_full_fine_tuning_are_doubted() -> None:
+    full = TrainConfig(method="full", micro_batch_size=2, seq_len=8192)
+    lora = TrainConfig(micro_batch_size=2, seq_len=8192)
+    rows = [
+        of(published=Published(s_per_micro_batch=4.7), config=full),
+        of(published=Published(s_per_micro_batch=6.4), config=lora),
+        of(published=Published(s_per_micro_batch=4.6), config=lora),
+        of(published=Published(s_per_micro_batch=6.4), config=replace(lora, seq_len=4096)),
+        of(published=Published(peak_gib=6.4), config=lora),
+    ]
+    said = "full fine-tuning is published as 1.4 times as fast"
+    assert doubts(*rows) == [None, said, None, None, None]
+    assert doubts(*rows[1:]) == [None] * 4
+    span = {"interval": (1000.0, 1200.0)}
+    slow = with_doubts(
+        [rows[0], replace(rows[1], **span, **NUMBERS)], [LLAMA] * 2, H100
+    )[1]  # fmt: skip
+    assert slow.comparison()[0][-1] == said
+    explained = replace(slow, case=replace(slow.case, differs="in fp32"))
+    assert explained.comparison()[0][-1] == f"{said}; in fp32"
 
 
 def test_what_was_published_is_summed_up() -> None:
