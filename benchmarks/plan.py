@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from bench import (
 from depth_extrapolation import CONFIGS, EAGER
 from objectives import LENGTH, MICROS, ROWS
 from search import TABLE, Table
+from step_fit import HOST_BOUND, Timed, fit, is_gpu_bound, leave_out
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device, resolve_model
 from autotune.catalog.model_sizes import Sizes
@@ -172,20 +173,111 @@ def summarize_published(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # --- speed
 
 SPEED_COLUMNS = ["model", "config", "published", "predicted", "error", "low", "high", "host_share"]
-HOST_BOUND = 0.1  # from this share of the host on, its uncertainty shows
+OWN_COLUMNS = ["gpu", "model", "layers", "config", "measured_s", "predicted_s", "error"]
 FACTOR = 2.0  # allowed error of a CPU-bound speed, because nothing is known about the host
+FIRST = DATA / "first_step_times.jsonl"
+LEVER_ROWS = 32
 
 
 def run_speed(args: argparse.Namespace) -> None:
-    """Compare the speeds that `autotune plan` estimates with speeds that others published for one
-    GPU.
+    """Compare the speeds that `autotune plan` estimates with our measurements, and with speeds that
+    others published for one GPU.
 
-    The rows (`data/published_speeds.yaml`) come from other stacks: torchtune, and older versions of
-    transformers. Rows that no configuration of autotune expresses are excluded, each with its
-    reason. Llama 2 7B stands for Qwen-7B of the first generation, whose layers have the same size.
-    An error is the prediction divided by the published speed, minus 1. No GPU is needed.
+    The rows of our measurements (`ours`) are whole models on an H200, and profiles of truncated
+    models on an H200 and an H100. Each row is predicted with constants that were fitted to all
+    other models (`step_fit.py`). `first_error` is the error of an earlier formula, whose constants
+    were fitted to three models with 32,000 to 256,000 tokens in their vocabularies
+    (`data/first_step_times.jsonl`). The rows of others (`data/published_speeds.yaml`) come from
+    other stacks: torchtune, and older versions of transformers. Rows that no configuration of
+    autotune expresses are excluded, each with its reason. Llama 2 7B stands for Qwen-7B of the
+    first generation, whose layers have the same size. An error is the prediction divided by the
+    measured value, minus 1. No GPU is needed.
     """
-    finish_compared(args, list(map(compare_speed, load(args.data))), SPEED_COLUMNS)
+    own = compare_own()
+    table(sorted(own, key=lambda row: -abs(row["error"]))[:12], OWN_COLUMNS)
+    print("constants fitted to all models:", fit(timed_micro_batches()))
+    rows = list(map(compare_speed, load(args.data)))
+    table([row for row in rows if row["excluded"] is None], SPEED_COLUMNS)
+    finish(args, None, rows + own)
+
+
+def timed_micro_batches() -> list[Timed]:
+    """Return our measured micro batches that the formula covers."""
+    stored, _ = stored_measurements()
+    whole = [(one.model, one.config, one.micro_s) for one in stored]
+    for row in load(DATA / "heldout_h200.jsonl"):
+        if row["outcome"] == "ok":
+            config = TrainConfig(**row["config"])
+            whole.append((resolve_model(row["model"]), config, row["micro_s"]))
+    whole += lever_micro_batches()
+    rows = [
+        Timed(model=model, config=config, gpu="h200", seconds=micro_s)
+        for model, config, micro_s in whole
+    ]
+    for gpu in ("h200", "h100"):
+        for row in load(DATA / f"transfer_{gpu}.jsonl"):
+            kernels = row.get("measurement", {}).get("kernels")
+            settings = {"padding": "max_length"} | row.get("settings", {})
+            if kernels and settings["padding"] != "longest":  # whose rows are not full
+                model, config = model_of(row | {"layers": row["depth"]}), TrainConfig(**settings)
+                rows.append(
+                    Timed(
+                        model=model,
+                        config=config,
+                        gpu=gpu,
+                        seconds=kernels["busy_s"],
+                        profiled=True,
+                    )
+                )
+    return [row for row in rows if estimate_step_time(row.model, row.config) is not None]
+
+
+def lever_micro_batches() -> Iterator[tuple[ModelSpec, TrainConfig, float]]:
+    """Yield the micro batches of `levers.py reference`, whose steps have LEVER_ROWS full rows."""
+    from levers import FULL, LORA, REFERENCE_LEVERS
+
+    known = [
+        replace(start, **changes) for start in (LORA, FULL) for changes in REFERENCE_LEVERS.values()
+    ]
+    configs = {config.label(): config for config in known}
+    for row in load(DATA / "levers_h200.jsonl"):
+        config, model = configs.get(row["config"]), resolve_model(row["model"])
+        if config is None or not row.get("tokens_per_s"):
+            continue
+        step = estimate_step_time(model, config)
+        if step is not None:
+            rest_s = step.rest_s * config.micro_batch_size / LEVER_ROWS
+            yield model, config, config.tokens / row["tokens_per_s"] - rest_s
+
+
+def compare_own() -> list[dict[str, Any]]:
+    """Return our measurements, each with the prediction by constants of the other models."""
+    measured = timed_micro_batches()
+    constants = leave_out(measured)
+    first = {tuple(row["key"]): row["first_s"] for row in load(FIRST)}
+    return [compare_timed(one, constants[one.model.short], first) for one in measured]
+
+
+def compare_timed(
+    one: Timed, constants: Mapping[str, float], first: Mapping[tuple[str, ...], float]
+) -> dict[str, Any]:
+    """Return one of our measurements with its prediction by these constants."""
+    step, predicted_s = one.estimate(constants), one.predicted_s(constants)
+    low_s, high_s = interval(predicted_s, step.device_error if one.profiled else step.error)
+    return {
+        "source": "ours",
+        "gpu": one.gpu,
+        "model": one.model.short,
+        "layers": one.model.num_layers,
+        "config": one.config.label(),
+        "profiled": one.profiled,
+        "measured_s": one.seconds,
+        "predicted_s": predicted_s,
+        "error": predicted_s / one.seconds - 1,
+        "first_error": first[one.key] / one.seconds - 1,
+        "inside": low_s <= one.seconds <= high_s,
+        "gpu_bound": is_gpu_bound(one),
+    }
 
 
 def compare_speed(row: dict[str, Any]) -> dict[str, Any]:
@@ -214,10 +306,15 @@ def compare_speed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summarize_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all rows.
+    """Summarize the published speeds, and our measurements (`heldout_`), each predicted from other
+    models.
 
     A CPU-bound speed is inside within FACTOR, another one in its own interval of 80 %.
+    `heldout_error_median` is for GPU-bound micro batches. `of_whole_models` includes CPU-bound
+    ones, but not the search table, which has one model only.
     """
+    own = [row for row in rows if row["source"] == "ours"]
+    rows = [row for row in rows if row["source"] != "ours"]
     compared = [row for row in rows if row["excluded"] is None]
     by_device = [row for row in compared if row["host_share"] < HOST_BOUND]
     by_host = [row for row in compared if row["host_share"] >= HOST_BOUND]
@@ -233,7 +330,27 @@ def summarize_speed(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "host_bound": len(by_host),
         "host_bound_bias": statistics.median(row["error"] for row in by_host) if by_host else None,
         "host_bound_inside": statistics.fmean(within) if within else None,
+    } | summarize_own(own)
+
+
+def summarize_own(own: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize our measurements, each predicted from other models."""
+    by_device = [row for row in own if row["gpu_bound"]]
+    by_host = [row for row in own if not row["gpu_bound"]]
+    frequent = Counter(row["model"] for row in own).most_common(1)[0][0]
+    several = [row for row in own if not row["profiled"] and row["model"] != frequent]
+    summary: dict[str, Any] = {
+        "heldout_configs": len(by_device),
+        "heldout_models": len({row["model"] for row in by_device}),
+        "heldout_inside": statistics.fmean(row["inside"] for row in by_device),
+        "heldout_host_bound": len(by_host),
+        "whole_configs": len(several),
+        "whole_models": len({row["model"] for row in several}),
     }
+    groups = {"heldout_": by_device, "heldout_host_bound_": by_host, "whole_": several}
+    for name, group in groups.items():
+        summary |= errors(group, "error", name) | errors(group, "first_error", name)
+    return summary
 
 
 # --- objectives
@@ -571,7 +688,8 @@ def run_memory(args: argparse.Namespace) -> None:
     models on the local GPU. Without `--probe` no GPU is needed. `--count` counts the held-out
     models by dry probes too, as `plan` does for models without a formula. Rows with nf4 that were
     measured before version 3 of the probe count the statistics of the base model twice, and the
-    benchmark subtracts the second copy.
+    benchmark subtracts the second copy. A step time is predicted with constants that were fitted to
+    all other models (`step_fit.py`).
 
     The formula is also compared with published tables for 8,192 tokens, made with transformers 4.49
     (`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the code of their
@@ -581,10 +699,11 @@ def run_memory(args: argparse.Namespace) -> None:
     new = [] if args.probe is None and args.rows is None else probe_models(args)
     counted = counted_gib(args, [*stored, *new])
     tables = [row for card in ("h100", "a100") for row in compare_table(card)]
+    constants = leave_out(timed_micro_batches())
     rows = [
         row
         for measured in (*stored, *new)
-        if (row := compare_memory(measured, counted)) is not None
+        if (row := compare_memory(measured, counted, constants)) is not None
     ]
     table(
         sorted(rows, key=lambda row: -abs(row["error"]))[:12],
@@ -639,13 +758,23 @@ def summarize_memory(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare_memory(
-    measured: Measured, counted: dict[tuple[str, str], float]
+    measured: Measured,
+    counted: dict[tuple[str, str], float],
+    constants: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any] | None:
-    """Compare the formulas and the count with a measurement. Return None without a formula."""
+    """Compare the formulas and the count with a measurement. Return None without a formula.
+
+    `constants` has the constants of the step time that were fitted to all models but this one.
+    """
     memory = memory_breakdown(measured.model, measured.config, measured.micro_steps)
-    step = estimate_step_time(measured.model, measured.config)
     if memory is None:
         return None
+    step = None
+    if estimate_step_time(measured.model, measured.config) is not None:
+        timed = Timed(
+            model=measured.model, config=measured.config, gpu="h200", seconds=measured.micro_s
+        )
+        step = timed.estimate(constants[measured.model.short])
     second_copy_gib = 0.0
     if measured.config.quantization == "nf4" and measured.probe < 3:
         sizes = Sizes.of(measured.model)

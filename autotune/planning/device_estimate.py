@@ -26,7 +26,7 @@ from autotune.problem.task import Task
 ACCURACY = (
     "memory by a formula that was within 0.3 % for the 3 models on an H200 that it was fitted to, "
     "and 5.1 % for 11 others (LoRA, nf4, full fine-tuning). The speed comes from another formula, "
-    "12 % off in the median of these 11 models"
+    "5 % off in the median of these 11 models"
 )
 # Results of `benchmarks/counts.py probes` and `benchmarks/counts.py speed`
 COUNTED = (
@@ -40,7 +40,7 @@ COUNTED = (
 OF_OBJECTIVES = (
     "memory by a formula that was within 0.9 % for 24 trainings for dpo, kto, reward and "
     "classification on an H200 (six models, LoRA, every layer recomputed). The speed comes from "
-    "another formula, 10 % off in the median of these trainings and 25 % at worst"
+    "another formula, 5 % off in the median of these trainings and 13 % at worst"
 )
 
 RANK_ACCURACY = (

@@ -38,7 +38,7 @@ from autotune.prediction.estimate import memory_of
 from autotune.prediction.long_rows import long_row_breakdown
 from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
-from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.prediction.transfer import REFERENCE, flash_tflops, speed_transfer
 from autotune.problem.constraints import attentions_without_sdpa
 from autotune.problem.target import Target, find_target
 from autotune.report.values.longest import Attempt, LongestAnswer, LongestRow
@@ -68,11 +68,6 @@ HEADROOM = 0.01  # the share of the card's memory that stays free
 PATIENCE_S = 7200.0  # the time limit of one step in a probe
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
-# The share of the GPU's peak FLOP/s that flash attention reaches on long rows. FLOPs that the
-# causal mask skips do not count. FlashAttention-2 reaches 0.7 on an A100 (its authors say).
-# FlashAttention-2 does not use Hopper's new matrix instructions, so it reaches less on Hopper
-# (FlashAttention-3's paper).
-ATTENTION_SHARE, ATTENTION_SHARE_HOPPER = 0.7, 0.35
 # Knobs that `--set` refuses, each with the option of `autotune longest` that sets the knob.
 PINNED_APART = {
     "seq_len": "--most-tokens",
@@ -283,18 +278,12 @@ class Longest(ShownAsTable):
             replace(config, checkpointing="full"), replace(count, flops=other_flops)
         )
         transfer = speed_transfer(resolve_device(REFERENCE), self.device)
-        if others_time is None or transfer is None or self.device.bf16_tflops is None:
+        attention_tflops = flash_tflops(self.device)
+        if others_time is None or transfer is None or attention_tflops is None:
             return None
 
-        is_hopper = float(self.device.compute_capability or 0) >= 9.0
-        share = ATTENTION_SHARE_HOPPER if is_hopper else ATTENTION_SHARE
         on_card = others_time.convert(transfer)
-
-        return (
-            on_card.micro_s
-            + on_card.rest_s
-            + count.attention_flops / (1e12 * share * self.device.bf16_tflops)
-        )
+        return on_card.micro_s + on_card.rest_s + count.attention_flops / (1e12 * attention_tflops)
 
     def request(
         self, config: TrainConfig, memory_gib: float, *, depth: int | None = None

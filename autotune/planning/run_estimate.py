@@ -290,6 +290,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     step_time = replace(
         step_time,
         products_s=slowdown * step_time.products_s,
+        attention_s=slowdown * step_time.attention_s,
         bytes_s=slowdown * step_time.bytes_s + cast_s,
     )
 

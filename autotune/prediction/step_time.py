@@ -1,11 +1,12 @@
 """The formula for the time of a micro batch: matrix products plus the time to move bytes.
 
 The formula assumes that all matrix products reach the rate of large products, and that all bytes
-move at the bandwidth of the card's memory. The constants were measured on an H200
-(`benchmarks/depth_extrapolation.py`, `benchmarks/search.py replay`). The module `transfer` converts
-these two times to other cards. A micro batch also takes at least as long as the host needs to issue
-the work, which does not depend on the card. The host's time is the least certain of the three
-times: some hosts are twice as fast as others, and only a calibration measures the user's host.
+move at the bandwidth of the card's memory. Its constants come from profiles and from measured step
+times of 16 models on an H200 and an H100 (`benchmarks/plan.py speed`). The module `transfer`
+converts these two times to other cards. A micro batch also takes at least as long as the host needs
+to issue the work, which does not depend on the card. The host's time is the least certain of the
+three times: some hosts are twice as fast as others, and only a calibration measures the user's
+host.
 """
 
 import functools
@@ -27,20 +28,27 @@ from autotune.prediction.memory_formula import (
     rows_of,
     supported,
 )
-from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, products_tflops
+from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, flash_tflops, products_tflops
 from autotune.problem.calibration import Calibration
 from autotune.problem.speed_transfer import SpeedTransfer
+from autotune.trainer.settings import chunk_tokens
 
 # A matrix multiplication in fp8 is this many times as fast as in bf16, including the time to cast
 # the weights for each multiplication.
-FP8 = 1.36
-# Three numbers of bytes that a step moves, including temporary tensors. The first is for each byte
-# that a layer keeps for its backward pass, the second for each logit, and the third for each weight
-# of a 4-bit base.
-EAGER = (10.5, 560.0, 8.5)
-COMPILED = (5.0, 260.0, 5.0)
+FP8 = 1.6
+# The bytes that a step moves for each byte that a layer keeps for its backward pass, and for each
+# logit, including temporary tensors. A layer moves more bytes under autocast, and fewer with
+# Liger's kernels or if it is compiled. The head is never compiled. `benchmarks/plan.py speed` fits
+# these constants, and predicts each model with the constants that fit all other models.
+MOVED = {
+    "mixed": 10.8,
+    "pure": 9.8,
+    "liger": 7.3,
+    "compiled": 4.0,
+    "logits": 58.0,
+}
 # In full fine-tuning, a layer moves this fraction of the bytes that a layer with adapters moves.
-FULL = 0.7
+FULL = 0.45
 # The milliseconds that the host needs to issue one layer with adapters, in one micro batch
 HOST_MS = {"eager": 6.0, "compiled": 3.5}
 NF4_MS = 2.0  # added milliseconds to issue the unpacking of a layer's 4-bit base
@@ -51,12 +59,7 @@ AGAIN = 0.7  # if a layer is recomputed, its host time grows by this fraction
 # twice, and moves the logit's gradient once, which makes 10 bytes.
 TILE_FORWARD = 4.0
 TILE_BACKWARD = 10.0
-# With TRL's tiles, the bytes that layers move are multiplied by this factor. The reason is that the
-# second numbers of EAGER and COMPILED, for logits, include some bytes of the layers, but
-# TILE_FORWARD and TILE_BACKWARD do not. Dry probes of five families with adapters gave factors of
-# 1.3 to 1.6.
-LAYERS_ALONE = 1.45
-DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
+DEVICE_ERROR = 0.07  # relative standard deviation of the device's time
 # A dry probe counts the operations and the moved bytes of a step without a GPU. The following
 # factors convert its counts to the times of kernels. They come from profiles of three models on an
 # H200 (`benchmarks/counts.py speed`). A thin product is a matrix product that is bound by
@@ -76,11 +79,20 @@ INDEXED = 3.0
 # Time per FLOP of the following operations, divided by the mean time per FLOP of all products
 NOT_ALIGNED = 5.5  # a matrix product with unaligned rows (`probe_types.UNALIGNED`)
 FLASH = 1.4  # flash attention, if it replaces cuDNN's attention
+# With a mask of packed or padded examples, another kernel computes also the FLOPs that a causal
+# mask leaves out. In profiles of three models, attention took this many times as long.
+MASKED = 2.7
 # FlexAttention, for each FLOP in the blocks that it computes: both passes of 2 x 4,096 tokens with
 # 64 heads of 64 values took 4.2 ms on an H100
 FLEX = 2.2
 WIDE_FORWARD = 5.4  # memory-efficient attention of wide heads
 WIDE_BACKWARD = 20.0
+# Bytes that are moved for each logit if the model caps its logits: three operations in 16 bits, and
+# their gradients
+CAPPED = 26.0
+# Bytes that are moved to unpack a weight of a 4-bit base: the packed weight with its scale, and the
+# 16-bit weight
+UNPACKED = 2.56
 # The relative standard deviation of the device's time if the time comes from a dry probe. Without
 # the six factors above that were taken from the 11 models, the 80 % interval contained 27 of the 30
 # measurements of these models. With the six factors, the median error for the 11 models is 4.3 %,
@@ -125,7 +137,8 @@ class StepTimeEstimate:
     """The seconds of a micro batch on the device and on the host, and of the rest of a step.
 
     `rest_s` is the time after the last micro batch: clipping and the optimizer. The device's time
-    consists of `products_s` for matrix products and `bytes_s` for moving bytes. If `profiled` is
+    consists of `products_s` for matrix products, `attention_s` for attention, and `bytes_s` for
+    moving bytes. If `profiled` is
     true, the parts of the device's time come from a profile, and `fp8_s` is the time of 8-bit
     products. Each error is the standard deviation of the time's logarithm. `side` is the size of
     square matrices whose product has the layers' mean number of multiply-adds, or None if unknown.
@@ -137,6 +150,7 @@ class StepTimeEstimate:
     bytes_s: float
     host_s: float
     rest_s: float
+    attention_s: float = 0.0
     fp8_s: float = 0.0
     profiled: bool = False
     device_error: float = DEVICE_ERROR
@@ -146,13 +160,13 @@ class StepTimeEstimate:
 
     @property
     def device_s(self) -> float:
-        """The device's time for a micro batch: matrix products plus moved bytes."""
-        return self.products_s + self.fp8_s + self.bytes_s
+        """The device's time for a micro batch: matrix products, attention and moved bytes."""
+        return self.products_s + self.attention_s + self.fp8_s + self.bytes_s
 
     @property
     def products_share(self) -> float:
-        """The share of the device's time that matrix products in 16 or more bits take."""
-        return self.products_s / self.device_s
+        """The share of the device's time that products and attention in 16 or more bits take."""
+        return (self.products_s + self.attention_s) / self.device_s
 
     @property
     def micro_s(self) -> float:
@@ -174,6 +188,7 @@ class StepTimeEstimate:
         return replace(
             self,
             products_s=factor * self.products_s,
+            attention_s=factor * self.attention_s,
             fp8_s=factor * self.fp8_s,
             bytes_s=factor * self.bytes_s,
             host_s=factor * self.host_s,
@@ -186,6 +201,7 @@ class StepTimeEstimate:
         return replace(
             self,
             products_s=self.products_s / transfer.products,
+            attention_s=self.attention_s / (transfer.attention or transfer.products),
             fp8_s=self.fp8_s / (transfer.fp8 or transfer.products),
             bytes_s=self.bytes_s / transfer.bytes,
             host_s=self.host_s / (transfer.host or 1.0),
@@ -224,9 +240,11 @@ def counted_step_time(
     weights = count.model_gib if config.method == "full" else count.adapters_gib
     # The same sum as in `_step_time`, with gradients as large as the trained weights.
     step_bytes = (5 * weights + 2 * count.optimizer_gib) * GIB
-    products = sum(flops * _slowness(name, config) for name, flops in count.flops.items())
+    slow = {name: flops * _slowness(name, config) for name, flops in count.flops.items()}
+    attention = sum(flops for name, flops in slow.items() if "attention" in name)
     return StepTimeEstimate(
-        products_s=products / rate,
+        products_s=(sum(slow.values()) - attention) / rate,
+        attention_s=attention / rate,
         bytes_s=(weighted_bytes / MOVED_SHARE + thin / THIN_SHARE) / bandwidth,
         host_s=count.operations * OPERATION_US * 1e-6 * host.scale,
         rest_s=step_bytes / bandwidth,
@@ -264,12 +282,13 @@ def divide_step_time(
 
     if kernels is not None:
         device_s = min(kernels.busy_s / kernels.micro_s, 1.0) * micro_s
-        multiplies_s = kernels.products_s + kernels.attention_s  # attention is mostly products
         # The kernels' times may sum to more than the busy time, because some kernels run at the
         # same time. The sum is scaled to the busy time.
-        of_kernels = device_s / (multiplies_s + kernels.fp8_s + kernels.bytes_s)
+        multiplies_s = kernels.products_s + kernels.attention_s + kernels.fp8_s
+        of_kernels = device_s / (multiplies_s + kernels.bytes_s)
         return StepTimeEstimate(
-            products_s=of_kernels * multiplies_s,
+            products_s=of_kernels * kernels.products_s,
+            attention_s=of_kernels * kernels.attention_s,
             fp8_s=of_kernels * kernels.fp8_s,
             bytes_s=of_kernels * kernels.bytes_s,
             host_s=_other_part(micro_s, device_s),
@@ -282,8 +301,10 @@ def divide_step_time(
     host_s = min(measurement.host_share or 0.0, 0.99) * micro_s
     device_s = _other_part(micro_s, host_s)
     products = by_formula.products_share if by_formula else USUAL_SHARE
+    attention = by_formula.attention_s / by_formula.device_s if by_formula else 0.0
     return StepTimeEstimate(
-        products_s=products * device_s,
+        products_s=(products - attention) * device_s,
+        attention_s=attention * device_s,
         bytes_s=(1 - products) * device_s,
         host_s=host_s,
         rest_s=rest_s,
@@ -325,48 +346,42 @@ def _step_time(
 ) -> StepTimeEstimate:
     card: DeviceSpec = resolve_device(REFERENCE)
     full = config.method == "full"
-    compiled = config.compile != "none"
     tokens = config.tokens
-    recomputed = 0.0
-    if config.checkpoint_every is not None:
-        recomputed = math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
+    recomputed = _recomputed_share(sizes, config)
     own, untrained = objective.passes  # additional forward passes without gradients
     passes = own + untrained
-    head, of_logits = _head(sizes, compiled, objective)
 
     # A multiply-add counts as two operations. Each weight matrix is multiplied once in the forward
     # pass, once for the gradient of its input, and in full fine-tuning once more for the gradient
     # of the weight.
+    head = sizes.embedding if objective.num_labels is None else 0
     params = sizes.linear_params + head
     products = (6 if full else 4) * params + 2 * recomputed * sizes.linear_params
     products += 2 * passes * params
-    of_kept, _, of_base = COMPILED if compiled else EAGER
     if objective is not Objective.SFT:
         products += 2 * head  # the logits are computed again for their gradients
-        of_kept *= LAYERS_ALONE
-    if not full:
-        products += (6 + 2 * recomputed + 2 * own) * sizes.adapter_params(config)
+    # A causal mask leaves out half of the operations.
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + (recomputed + passes) / 3)
-    adapted = len(sizes.adapted(config)) / len(sizes.matrices)
+    if config.has_mask and config.attention.startswith("sdpa"):
+        attention *= MASKED
 
-    # PEFT reads the base's outputs again to add the adapters' outputs. With `lora_kernels: joined`,
-    # an adapter is part of the base's matrix product, and the bytes that only the adapter moves are
-    # ignored.
-    with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels != "joined" else 0.0)
-    weighted_passes = with_adapters * (2 + recomputed + own) + FULL * untrained
-    moved = of_kept * sizes.layers * kept_bytes(sizes, config) * weighted_passes
-    moved = tokens * (moved + of_logits * sizes.vocab)
+    quantities = fitted_quantities(sizes, config, objective)
+    moved = sum(MOVED[name] * quantity for name, quantity in quantities.items())
+    moved += tokens * sizes.vocab * _known_logit_bytes(sizes, objective) / MOVED_SHARE
     if config.quantization == "nf4":  # the base is unpacked for every product
-        moved += of_base * sizes.linear_params * (2 + recomputed + passes)
+        moved += UNPACKED / MOVED_SHARE * sizes.linear_params * (2 + recomputed + passes)
+    # An adapter reads its input and writes its output in each forward pass. The backward pass reads
+    # or writes both twice. With `lora_kernels: joined`, the base's products do half of this.
+    ends = sizes.layers * sum(sum(sizes.matrices[name]) for name in sizes.adapted(config))
+    thin = tokens * (4 + 2 * (1 + recomputed + own)) * ends
+    moved += (0.5 if config.lora_kernels == "joined" else 1.0) * thin / THIN_SHARE
+    if full:
+        moved += _gradient_bytes(sizes, config, objective) / MOVED_SHARE
 
     faster = FP8 if config.quantization == "fp8" else 1.0
     rate = 1e12 * (products_tflops(card) or math.nan) * faster
+    attention_rate = 1e12 * (flash_tflops(card) or math.nan)
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
-    unpacking_ms = NF4_MS if config.quantization == "nf4" else 0.0
-    adapter_ms = HOST_MS["compiled" if compiled else "eager"] - FULL_MS
-    issue_ms = FULL_MS + adapted * adapter_ms + unpacking_ms
-    untrained_ms = AGAIN * untrained * (FULL_MS + unpacking_ms)
-    issued_ms = issue_ms * (1 + AGAIN * (recomputed + own)) + untrained_ms
 
     # Clipping reads the gradients and scales them, and the optimizer reads them. The optimizer also
     # reads and writes weights and state.
@@ -375,9 +390,10 @@ def _step_time(
         weights = trained.weights / (2 if objective.has_reference else 1)
     step_bytes = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(
-        products_s=tokens * (products + attention) / rate,
+        products_s=tokens * products / rate,
+        attention_s=tokens * attention / attention_rate,
         bytes_s=moved / bandwidth,
-        host_s=sizes.layers * issued_ms / 1000 * host.scale,
+        host_s=_host_s(sizes, config, objective) * host.scale,
         rest_s=step_bytes / bandwidth,
         device_error=DEVICE_ERROR if objective is Objective.SFT else COUNTED_ERROR,
         host_error=host.error,
@@ -385,11 +401,69 @@ def _step_time(
     )
 
 
-def _head(sizes: Sizes, compiled: bool, objective: Objective) -> tuple[int, float]:
-    """Return the head's number of parameters, and the bytes that all passes move for each logit."""
-    if objective.num_labels is not None:
-        return 0, 0.0
+def fitted_quantities(
+    sizes: Sizes, config: TrainConfig, objective: Objective = Objective.SFT
+) -> dict[str, float]:
+    """Return how often each constant of MOVED counts in a micro batch.
+
+    The quantities are bytes that layers keep, weighted with their passes, and numbers of logits.
+    """
+    own, untrained = objective.passes
+    # PEFT reads the base's outputs again to add the adapters' outputs. With `lora_kernels: joined`,
+    # an adapter is part of the base's matrix product.
+    adapted = len(sizes.adapted(config)) / len(sizes.matrices)
+    with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels != "joined" else 0.0)
+    passes = with_adapters * (2 + _recomputed_share(sizes, config) + own) + FULL * untrained
+
+    kinds = {
+        "compiled": config.compile != "none",
+        "liger": config.kernels == "liger",
+        "pure": config.precision == "bf16_pure",
+        "mixed": True,
+    }
+    kind = next(name for name, applies in kinds.items() if applies)
+    quantities = {kind: passes * config.tokens * sizes.layers * kept_bytes(sizes, config)}
     if objective is Objective.SFT:
-        return sizes.embedding, (COMPILED if compiled else EAGER)[1]
-    moved = TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD
-    return sizes.embedding, moved / MOVED_SHARE
+        quantities["logits"] = float(config.tokens * sizes.vocab)
+    return quantities
+
+
+def _recomputed_share(sizes: Sizes, config: TrainConfig) -> float:
+    """Return the fraction of the layers that the backward pass computes again."""
+    every = config.checkpoint_every
+    return math.ceil(sizes.layers / every) / sizes.layers if every else 0.0
+
+
+def _gradient_bytes(sizes: Sizes, config: TrainConfig, objective: Objective) -> float:
+    """Return the bytes that full fine-tuning moves to cast weights and to sum gradients.
+
+    Each gradient is added to the gradient of earlier micro batches. A chunked loss does so for the
+    head after each chunk. Autocast also casts weights to 16 bits, and gradients to 32 bits.
+    """
+    pure = config.precision == "bf16_pure"
+    head = 0
+    if objective is Objective.SFT and config.loss == "chunked":
+        chunks = math.ceil(config.tokens / chunk_tokens(config.tokens))
+        head = chunks * sizes.embedding
+    return (6 if pure else 24) * (sizes.params + head)
+
+
+def _known_logit_bytes(sizes: Sizes, objective: Objective) -> float:
+    """Return the bytes that all passes move for each logit, beside those in MOVED."""
+    if objective.num_labels is not None:
+        return 0.0
+    if objective is Objective.SFT:
+        return CAPPED if sizes.capped else 0.0
+    return TILE_FORWARD * (1 + sum(objective.passes)) + TILE_BACKWARD
+
+
+def _host_s(sizes: Sizes, config: TrainConfig, objective: Objective) -> float:
+    """Return the seconds that the measured hosts need to issue a micro batch."""
+    own, untrained = objective.passes
+    adapted = len(sizes.adapted(config)) / len(sizes.matrices)
+    unpacking_ms = NF4_MS if config.quantization == "nf4" else 0.0
+    adapter_ms = HOST_MS["compiled" if config.compile != "none" else "eager"] - FULL_MS
+    issue_ms = FULL_MS + adapted * adapter_ms + unpacking_ms
+    untrained_ms = AGAIN * untrained * (FULL_MS + unpacking_ms)
+    again = AGAIN * (_recomputed_share(sizes, config) + own)
+    return sizes.layers * (issue_ms * (1 + again) + untrained_ms) / 1000

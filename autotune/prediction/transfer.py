@@ -45,6 +45,11 @@ OF_MEMORY = 0.61
 # the cards in the catalogue reach 0.58 to 0.95, and 0.75 is about the middle.
 WITHOUT_POWER = 0.75
 CEILING = 0.95  # the largest fraction of its peak that any card is assumed to reach
+# The share of the peak FLOP/s that flash attention reaches on cards before Hopper, and from Hopper
+# on. FLOPs that the causal mask skips do not count. FlashAttention-2 reaches 0.7 on an A100 (its
+# authors say). FlashAttention-2 does not use Hopper's new matrix instructions, so it reaches less
+# on Hopper (FlashAttention-3's paper).
+FLASH_SHARE, FLASH_SHARE_HOPPER = 0.7, 0.35
 # The share of an H200's time that matrix products take in the published pairs. The share is used
 # for configurations without a formula.
 USUAL_SHARE = 0.3
@@ -183,8 +188,13 @@ def speed_transfer(
     fp8 = None
     if fp8_of_source and fp8_of_target:
         fp8 = shift * fp8_of_target[0] / fp8_of_source[0]
+    flash_of_source, flash_of_target = flash_tflops(source), flash_tflops(target)
+    attention = None
+    if flash_of_source and flash_of_target:
+        attention = shift * flash_of_target / flash_of_source
     return SpeedTransfer(
         products=shift * of_target[0] / of_source[0],
+        attention=attention,
         bytes=shift * math.pow(of_target[1] / of_source[1], OF_MEMORY if alike_chips else 1.0),
         error=error,
         fp8=fp8,
@@ -239,6 +249,15 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
         REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
     )
     return min(reached_tflops, CEILING * peak)
+
+
+def flash_tflops(device: DeviceSpec) -> float | None:
+    """Return the TFLOP/s of flash attention, or None if the peak is unknown."""
+    peak, products = peak_tflops(device), products_tflops(device)
+    if peak is None or products is None:
+        return None
+    is_hopper = float(device.compute_capability or 0) >= 9.0
+    return min((FLASH_SHARE_HOPPER if is_hopper else FLASH_SHARE) * peak, products)
 
 
 def peak_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:

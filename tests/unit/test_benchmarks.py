@@ -179,7 +179,7 @@ SAID = [
         "plan_memory",
         "should hold 80% of the step times, and held {heldout_pace_within_80:.0%} of them. For the",
     ),
-    ("plan_memory", "models of the fit the median is {pace_error_median:.1%}"),
+    ("plan_memory", "are CPU-bound, the median is {pace_error_median:.1%}"),
     (
         "plan_memory",
         "**{pace_error_max:.0%} worst**: error of the predicted step time of a CPU-bound"
@@ -415,6 +415,23 @@ SAID = [
     ),
     ("transfer", "| the same host at two times | {host_drift_max:.0%} apart |"),
     ("transfer", "| two hosts with the same work | {hosts_differ_max:.1f} times apart |"),
+    (
+        "plan_speed",
+        "**{heldout_error_median:.1%} median, {heldout_error_max:.0%} worst**: error of the"
+        " predicted step time of {heldout_configs} GPU-bound micro batches of {heldout_models}"
+        " models",
+    ),
+    (
+        "plan_speed",
+        "was {heldout_first_error_median:.1%} off in the median and"
+        " {heldout_first_error_max:.0%} at worst",
+    ),
+    (
+        "plan_speed",
+        "{whole_configs} whole models and configurations of {whole_models} models are"
+        " {whole_error_median:.1%} off in the median; the earlier formula was"
+        " {whole_first_error_median:.1%} off",
+    ),
     (
         "plan_speed",
         "**{error_median:.0%} median**: error of the formula for speeds on A100s that others"

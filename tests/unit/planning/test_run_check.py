@@ -713,7 +713,8 @@ def test_a_cast_base_and_offloaded_checkpoints_take_longer(checkpointing: str) -
     assert found.products_s == without.products_s == pytest.approx(longer * by_formula.products_s)
     assert without.bytes_s == pytest.approx(longer * by_formula.bytes_s)
     assert found.bytes_s == pytest.approx(longer * by_formula.bytes_s + cast)
-    share = cast / (found.products_s + found.bytes_s)
+    assert found.attention_s == pytest.approx(longer * by_formula.attention_s)
+    share = cast / found.device_s
     assert found.device_error == pytest.approx(math.sqrt(DEVICE_ERROR**2 + (share / 2) ** 2))
     assert without.device_error == pytest.approx(DEVICE_ERROR)
     assert (found.host_s, found.rest_s, found.side) == (
