@@ -6,10 +6,11 @@ GPU. `calibrate` measures this machine.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autotune.core.errors import UsageError
 from autotune.core.notebook import progress_or_default
+from autotune.core.objective import Objective
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import StudySpec
 
@@ -20,7 +21,19 @@ if TYPE_CHECKING:
     from autotune.report.values.comparison import Budget, Comparison, Owned
     from autotune.report.values.longest import LongestRow
     from autotune.report.values.plan import Plan
+    from autotune.report.values.rollouts import RolloutPlan
     from autotune.study.scaling import GpuPlan
+
+
+@overload
+def plan(
+    model: str,
+    *,
+    objective: Literal["grpo"],
+    gpu: str = ...,
+    space: str | SearchSpace | None = ...,
+    **options: Any,
+) -> "RolloutPlan": ...
 
 
 @overload
@@ -59,20 +72,26 @@ def plan(
     network: str | float | None = None,
     within: str | float | None = None,
     **options: Any,
-) -> "Plan | GpuPlan":
+) -> "Plan | GpuPlan | RolloutPlan":
     """Estimate memory, speed and cost on a GPU by formula; needs no GPU.
 
     If no formula covers the model, a dry probe (a step on the meta device) counts memory and FLOPs
     within seconds. With `gpus`, such as [1, 2, 4, 8], the result is a GpuPlan for these GPU counts
     on one host. `within` is the deadline of the run: "6h", or a number of hours. `nodes` lists
     numbers of hosts. `gpus` then counts the GPUs of each host. `network` is the speed of the link
-    between hosts: the GB/s that leave a host, or a name such as "ethernet-100". `options` are the
-    options of `autotune plan`, with underscores. Raises AutotuneError.
+    between hosts: the GB/s that leave a host, or a name such as "ethernet-100". For the objective
+    grpo, the result is a RolloutPlan: the layout of training and vLLM, without a speed. `options`
+    are the options of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
 
     spec = StudySpec(model=model, gpu=gpu, space=space, **options)
+    if Objective(spec.objective).generates:
+        from autotune.planning.rollout_plan import plan_rollouts
+
+        return plan_rollouts(spec)
+
     observations = known_observations()
     if gpus is None and nodes is None and network is None and within is None:
         return planning.plan(spec, observations=observations, counted=True)

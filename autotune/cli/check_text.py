@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from autotune.core.objective import Objective
 from autotune.core.units import fmt_gib, fmt_usd
 from autotune.problem.run_cost import FITS
-from autotune.report.answers import check_answer, duration_lines
+from autotune.report.answers import check_answer, duration_lines, phases_text
 from autotune.report.values.check import FP32_BASE, VERDICTS, CheckedRun, CheckReport, Edits, Faster
 
 
@@ -20,12 +20,14 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "", answer.answer
 
     batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
-    trains = f"{run.format}, {run.objective}" if run.objective is not Objective.SFT else run.format
+    trains = f"{run.tool}, {run.objective}" if run.objective is not Objective.SFT else run.tool
     yield (
         "file",
         f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step",
     )
     yield "memory", answer.needs
+    if report.phases:
+        yield "phases", phases_text(report.bounds_of_phases)
 
     if report.fix:
         needs = "fits, with" if report.fix.state == FITS else "may fit, with"

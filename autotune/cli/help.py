@@ -44,6 +44,10 @@ PANELS = {
         *("loss_on", "split", "tokenizer", "lengths", "mean_tokens", "p99_tokens"),
         *("tokens_per_example", "tokens"),
     ),
+    "Completions (grpo)": (
+        *("mean_completion", "p99_completion", "completions", "max_completion"),
+        *("num_generations", "prompts_per_step", "steps_per_generation", "iterations", "beta"),
+    ),
     "The training": ("objective", "trainer", "methods", "seq_len", "rank", "set_"),
     "What may win": (
         *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16"),

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from autotune.cli.terminal import print_lines, print_table, print_text
 from autotune.core.units import fmt_gib
 from autotune.problem.run_cost import FITS, TIGHT
-from autotune.report.answers import estimate_lines, plan_answer
+from autotune.report.answers import estimate_lines, plan_answer, rollout_answer
 from autotune.report.describe import estimate_basis
 from autotune.report.values.plan import Cell, Plan
+from autotune.report.values.rollouts import Layout, RolloutPlan
 
 MORE = "--details shows the baseline, the accuracy, what was left out, and which sizes fit."
 
@@ -21,6 +22,49 @@ def print_plan(study_plan: Plan, *, details: bool = False) -> None:
         _print_details(study_plan)
     else:
         print_text(MORE)
+
+
+def print_rollout_plan(plan: RolloutPlan, *, details: bool = False) -> None:
+    """Print the answer for a GRPO run. With `details`, also print its settings and its memory."""
+    answer = rollout_answer(plan)
+    print_text(answer.answer)
+    print_lines(answer.lines())
+    if not details:
+        print_text("--details shows the settings for TRL, the assumed workload and the memory.")
+        return
+
+    chosen = plan.best or plan.leanest
+    rollouts = chosen.rollouts
+    print()
+    print_text(
+        f"workload: prompts {plan.task.workload.lengths}, longest {rollouts.prompt_tokens:,}; "
+        f"completions {plan.completions}, cut off at {rollouts.completion_tokens:,}; "
+        f"{rollouts.num_generations} to each prompt, {rollouts.sequences:,} in a generation"
+    )
+    print_lines({"layout": chosen.config.label()} | _trl_settings(plan, chosen))
+    for phase, bounds in chosen.phases.items():
+        terms = bounds.reported.terms()
+        listed = " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
+        print_text(f"{str(phase).replace('_', '-')}: {listed}")
+
+
+def _trl_settings(plan: RolloutPlan, layout: Layout) -> dict[str, str]:
+    """Return the settings of TRL for a layout."""
+    config = layout.config
+    rollouts = layout.rollouts
+    engine = rollouts.engine
+    steps = plan.task.workload.accumulation(config)
+    settings = {
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": steps,
+        "steps_per_generation": rollouts.sequences // config.micro_batch_size,
+        "num_generations": rollouts.num_generations,
+        "max_completion_length": rollouts.completion_tokens,
+        "vllm_gpu_memory_utilization": engine.share,
+        "vllm_max_model_length": engine.max_tokens,
+        "vllm_enable_sleep_mode": engine.sleeps,
+    }
+    return {name: str(value).lower() for name, value in settings.items()}
 
 
 def _print_details(study_plan: Plan) -> None:

@@ -16,7 +16,7 @@ import typer
 from autotune.cli.options import Storage, gpu_names
 from autotune.core.errors import UsageError
 from autotune.core.files import load_yaml
-from autotune.problem.study_spec import OPTIONS, RARE, StudySpec, make_spec
+from autotune.problem.study_spec import OPTIONS, RARE, ROLLOUTS, StudySpec, make_spec
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -65,7 +65,7 @@ PLANNED = (
     *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer"),
     *("slack", "save_steps", "interruptions_per_day", "restart_minutes"),
 )
-_OTHERS = tuple(name for name in OPTIONS if name not in ("model", "gpu"))
+_OTHERS = tuple(name for name in OPTIONS if name not in ("model", "gpu", *ROLLOUTS))
 ALL = ("model", "gpu", "spec", *_OTHERS, "seq_len", "rank", "set_")
 
 

@@ -7,7 +7,6 @@ from enum import StrEnum
 
 # Objectives that users ask for but autotune does not support, each with the reason.
 NOT_OFFERED = {
-    "grpo": "it generates answers during training, which no probe does",
     "ppo": "it generates answers during training, which no probe does",
     "rloo": "it generates answers during training, which no probe does",
     "embedding": "it compares each text with all other texts of a batch, which no probe does",
@@ -32,6 +31,9 @@ class Objective(StrEnum):
     # The examples are pairs as in DPO; the model learns to give the chosen answer the higher score.
     REWARD = "reward"
     CLASSIFICATION = "classification"  # the examples are texts with a label
+    # The examples are prompts. The model generates several answers to each prompt, and a function
+    # scores them. `plan` and `check` estimate the memory; no probe generates answers.
+    GRPO = "grpo"
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -39,6 +41,11 @@ class Objective(StrEnum):
         if self is Objective.SFT:
             return ("transformers", "trl")
         return ("transformers",) if self is Objective.CLASSIFICATION else ("trl",)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates the answers that it is trained on."""
+        return self is Objective.GRPO
 
     @property
     def rows_per_example(self) -> int:

@@ -69,6 +69,8 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     STEADY = "steady"  # all timed steps together
     EVALUATE = "evaluate"
+    ROLLOUT = "rollout"  # the model generates the answers that it is trained on
+    LOG_PROBS = "log_probabilities"  # the model computes the probabilities of these answers
     SAVE = "save"
     PROFILE = "profile"  # one micro batch is profiled, after all other measurements
     CLEANUP = "cleanup"

@@ -57,6 +57,10 @@ def dry_count(
             padding="max_length" if config.packing else config.padding,
         )
 
+    if objective.generates:
+        # The update of GRPO computes the head in tiles, as the chunked loss does.
+        objective = Objective.SFT
+
     # A request must have a memory limit, but the limit does not change the computed memory.
     request = ProbeRequest(
         config=config,

@@ -11,11 +11,13 @@ from autotune.core.files import load_data
 from autotune.export.keys import key_of
 from autotune.planning.foreign_config import adapt_to_model, parse
 from autotune.planning.foreign_sharding import shard_run
+from autotune.planning.rollout_checks import engine_edits, with_prompts
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
 
 MAX_MICRO_BATCH = 1024  # the largest micro batch that the search tries
+STEPS_KEY = "steps_per_generation"  # TRL's key for the micro batches between two generations
 MIN_LENGTH = 256  # the shortest sequence length that the search tries, in tokens
 # Keys whose value is a mapping of further keys. If such a mapping contains a key that is to be
 # changed, the key is changed there, not at the file's top level.
@@ -165,7 +167,11 @@ class FixSearch:
         return [fixed for fixed in changes if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
 
     def _fixes(self) -> list[Fix]:
-        return list(fixes_of(self.checked.run, has_experts=self.context.model.has_experts))
+        run = self.checked.run
+        of_engine = engine_edits(self.context.model, run, self.context.card_gib)
+        return [(SAME_RESULT, edits) for edits in of_engine] + list(
+            fixes_of(run, has_experts=self.context.model.has_experts)
+        )
 
     def saved_gib(self, fixed: CheckedRun) -> float:
         """Return the GiB that the changed run `fixed` saves compared with the original run."""
@@ -252,6 +258,7 @@ class FixSearch:
                 )
                 shares = run.uncounted is not None and run.uncounted.shared
                 num_gpus = run.num_gpus if shares or run.config.num_gpus > 1 else None
+                edited_run = with_prompts(edited_run, self.context.workload.lengths)
                 self.parsed[key] = shard_run(edited_run, self.context.model, num_gpus)
             except UsageError:
                 self.parsed[key] = None
@@ -265,12 +272,14 @@ class FixSearch:
     def _resize(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
         rows = run.config.micro_batch_size * run.accumulation
         micro = size.get(key_of(run.format, "micro_batch_size"), run.config.micro_batch_size)
-        config = replace(
-            run.config,
-            micro_batch_size=micro,
-            seq_len=size.get(self._length_key, run.config.seq_len),
-        )
-        return replace(run, config=config, accumulation=rows // micro)
+        seq_len = size.get(self._length_key, run.config.seq_len)
+        rollouts = run.rollouts
+        if rollouts is not None:
+            tokens = size.get(self._length_key, rollouts.completion_tokens)
+            rollouts = replace(rollouts, completion_tokens=tokens)
+            seq_len = rollouts.longest
+        config = replace(run.config, micro_batch_size=micro, seq_len=seq_len)
+        return replace(run, config=config, accumulation=rows // micro, rollouts=rollouts)
 
     def _smaller_batches(self, run: ForeignConfig) -> list[Edits]:
         """Return edits for each smaller micro batch that divides a step's rows, largest first."""
@@ -283,16 +292,23 @@ class FixSearch:
         if run.values.get("batch_size") is not None:
             return [{batch_key: size} for size in sizes]
         accumulation_key = key_of(run.format, "accumulation")
-        return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
+        edits = [{batch_key: size, accumulation_key: rows // size} for size in sizes]
+        if run.rollouts is not None and run.values.get(STEPS_KEY) is not None:
+            # This key counts micro batches.
+            return [edit | {STEPS_KEY: run.rollouts.sequences // edit[batch_key]} for edit in edits]
+        return edits
 
     def _shorter_lengths(self, run: ForeignConfig) -> list[Edits]:
         """Return shorter sequence lengths: powers of two, the longest first."""
-        powers = range((run.config.seq_len - 1).bit_length() - 1, MIN_LENGTH.bit_length() - 2, -1)
+        longest = run.rollouts.completion_tokens if run.rollouts else run.config.seq_len
+        powers = range((longest - 1).bit_length() - 1, MIN_LENGTH.bit_length() - 2, -1)
         return [{self._length_key: 2**power} for power in powers]
 
     @property
     def _length_key(self) -> str:
         run = self.checked.run
+        if run.rollouts is not None:
+            return "max_completion_length"
         key = key_of(run.format, "seq_len")
         return "max_seq_length" if key not in run.values and "max_seq_length" in run.values else key
 

@@ -26,9 +26,11 @@ from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
+from autotune.planning.foreign_arguments import SCRIPTS, is_swift, read_script, swift_as_trl
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
+from autotune.planning.foreign_rollouts import older_key, rollouts_of, with_rollout_keys
 from autotune.report.values.check import FP32_BASE, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
 
@@ -77,11 +79,16 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
         and targets == ALL_LINEAR
     ):
         notes = tuple(dict.fromkeys((*notes, table("notes")[EXPERTS_BY_VERSION])))
+    rollouts = run.rollouts
+    if rollouts is not None and not rollouts.engine.max_tokens:
+        context = model.max_seq_len or rollouts.longest
+        rollouts = replace(rollouts, engine=replace(rollouts.engine, max_tokens=context))
     undropped = without_dropout(config, kind)
     if undropped != config:
         config = undropped
         notes = (*notes, table("notes")["joined_experts"])
-    return replace(run, config=replace(config, lora_targets=targets), notes=notes)
+    config = replace(config, lora_targets=targets)
+    return replace(run, config=config, notes=notes, rollouts=rollouts)
 
 
 def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
@@ -168,20 +175,28 @@ def _oft_as_lora(file: File) -> File:
 
 
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
-    """Return the run that a file of TRL, Axolotl or LLaMA-Factory describes.
+    """Return the run that a file of TRL, Axolotl, LLaMA-Factory or ms-swift describes.
 
-    `objective` names the objective of TRL's command, which the file does not contain. Raises
+    The file is YAML, or a shell script with the training command of TRL or ms-swift. `objective`
+    names the objective of TRL's command, which the file does not contain. Raises
     UsageError if the file describes no run, and in the cases of `parse`.
     """
-    values = _load(path)
-    tool = _tool_of(path, values)
-    values.pop("objective", None)  # no tool has this key; it is only set below
+    is_script = path.suffix in SCRIPTS
+    values = read_script(path) if is_script else _load(path)
+    ignored = ""
+    if is_swift(values):
+        tool = "trl"
+        values, ignored = swift_as_trl(values)
+    elif is_script:
+        tool = "trl"
+    else:
+        tool = _tool_of(path, values)
+        values.pop("objective", None)  # no tool has this key; only a command says it
     if objective is not None and tool == "trl":
         values["objective"] = _command_objective(objective)
 
-    ignored = ""
     try:
-        ignored = _unknown_keys(values, tool)
+        ignored = ignored or _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values.get("accelerate_config"))
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
@@ -257,7 +272,10 @@ def _keys_of_tables() -> Iterator[str]:
     """Yield the keys in planning/foreign_keys.yaml that a supported run of any tool may have."""
     for name in ("noted", "objective_keys"):
         yield from chain.from_iterable(table(name).values())
-    for name in ("parallel", "split", "data_parallel", "resized", "other_references"):
+    for name in (
+        *("parallel", "split", "data_parallel", "resized", "other_references"),
+        "older_rollouts",
+    ):
         yield from table(name)
 
 
@@ -409,6 +427,8 @@ def _read(file: File, tool: str) -> ForeignConfig:
         "llamafactory": _llamafactory_objective,
     }
     objective = read_objective[tool](file)
+    if tool == "axolotl" and objective is Objective.GRPO:
+        file = with_rollout_keys(file)
     knobs = _knobs(file, tool, objective)
 
     micro_batch = _whole_number(file, tool, "micro_batch_size")
@@ -422,14 +442,21 @@ def _read(file: File, tool: str) -> ForeignConfig:
     double_quant = file.flag(
         key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant"))
     )
-    seq_len = file.whole(
-        key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
-    )
+    accumulation = _accumulation(file, tool, micro_batch)
+    gpus = table("data_parallel") + table("parallel")
+    num_gpus = math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None
+    rollouts = None
+    if objective is Objective.GRPO:
+        rollouts = rollouts_of(file, tool, micro_batch, accumulation, num_gpus)
+        seq_len = rollouts.longest
+    else:
+        seq_len = file.whole(
+            key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
+        )
 
     # The trainers for objectives other than SFT pass an attention mask for every row.
     padding = "longest" if objective is Objective.SFT else "masked"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
-    gpus = table("data_parallel") + table("parallel")
     config = TrainConfig(
         micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs
     )
@@ -439,14 +466,15 @@ def _read(file: File, tool: str) -> ForeignConfig:
         format=tool,
         model=model,
         config=config,
-        accumulation=_accumulation(file, tool, micro_batch),
-        num_gpus=math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None,
+        accumulation=accumulation,
+        num_gpus=num_gpus,
         epochs=None if max_steps > 0 else float(epochs),
         max_steps=max_steps if max_steps > 0 else None,
         max_examples=samples * max(1, len(datasets)) or None,
         dataset=",".join(datasets) or None,
         objective=objective,
         evaluation=evaluation,
+        rollouts=rollouts,
         notes=tuple(dict.fromkeys(file.notes)),
         needs_more=not file.noted.isdisjoint(table("needs_more")),
     )
@@ -586,6 +614,8 @@ def _objective_knobs(
     full_logits = tool == "llamafactory" or (
         tool == "axolotl" and objective is not Objective.REWARD
     )
+    if objective is Objective.GRPO:
+        return {"loss": "chunked", "packing": False}
     if full_logits and objective is Objective.REWARD:
         file.note(True, "value_head")
     elif full_logits:
@@ -832,9 +862,9 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     checkpointing = "full" if every == 1 else f"every_{every}"
     if offload or recompute_options.flag("offload"):
         checkpointing = "offload"
-    if not file.flag(
-        "activation_checkpointing", default=file.flag("gradient_checkpointing", default=True)
-    ):
+    older = _trl_objective(file) is Objective.GRPO and bool(older_key(file))
+    recomputes = file.flag("gradient_checkpointing", default=not older)
+    if not file.flag("activation_checkpointing", default=recomputes):
         checkpointing = "none"
 
     file.note(not lora and file.has("lora_r"), "no_adapters")

@@ -37,6 +37,8 @@ _NAMES = {"zero": " by DeepSpeed's ZeRO", "fsdp": " by FSDP"}
 _FLOATS = ("bfloat16", "float16", "float32")
 # Axolotl and LLaMA-Factory store 4-bit weights in the dtype of the computation, TRL in uint8.
 _STORAGE = {"axolotl": "bfloat16", "llamafactory": "bfloat16", "trl": "uint8"}
+# The objectives whose training on several GPUs is estimated
+SHARDED = (Objective.SFT, Objective.GRPO)
 _OFF: tuple[Any, ...] = (None, False, "", "false", "False", [], {})
 
 
@@ -88,14 +90,14 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
     file_strategy = strategy_of(run.values)
     strategy = file_strategy or ("ddp" if gpus else None)
 
-    if run.objective is not Objective.SFT and number > 1:
+    if run.objective not in SHARDED and number > 1:
         note = notes["one_gpu"].format(objective=run.objective)
         return _with_uncounted(replace(run, notes=(*run.notes, note)), number)
     # On one GPU, only DeepSpeed makes a difference: it offloads to the host.
     alone = (
         number == 1
         and strategy in ZERO
-        and run.objective is Objective.SFT
+        and run.objective in SHARDED
         and bool(_offloaded_terms(run.values))
     )
     if strategy is None or (number == 1 and not alone):

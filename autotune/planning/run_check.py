@@ -34,6 +34,7 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
+from autotune.planning.foreign_arguments import trl_as_swift
 from autotune.planning.foreign_config import (
     FUSED_LOSS,
     adapt_to_model,
@@ -45,7 +46,8 @@ from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
-from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
+from autotune.planning.rollout_checks import cache_note, refuse_engine, with_prompts
+from autotune.planning.run_estimate import CheckContext, bounds_of, check_run, phases_of
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
@@ -55,7 +57,14 @@ from autotune.problem.setup import DEFAULT_TOKENS, notes_of_checkpoint, set_up
 from autotune.problem.study_spec import StudySpec, make_spec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.report.values.check import FP32_BASE, CheckedRun, CheckReport, Faster, ForeignConfig
+from autotune.report.values.check import (
+    FP32_BASE,
+    SWIFT,
+    CheckedRun,
+    CheckReport,
+    Faster,
+    ForeignConfig,
+)
 
 MIN_SPEEDUP = 1.05  # a faster configuration is reported if it is at least this many times as fast
 # The faster configuration has the run's values of these knobs, because other values would change
@@ -129,6 +138,13 @@ def check(
         observations=tuple(observations),
     )
 
+    if run.rollouts is not None:
+        run = with_prompts(run, context.workload.lengths)
+        try:
+            refuse_engine(model, run, context.card_gib)
+        except Refused as refusal:
+            raise locate_refusal(file, refusal, run.ignored) from None
+
     if uncovered := unsupported(model, _similar_config(run.config)) or unsupported(
         model, run.config
     ):
@@ -150,7 +166,10 @@ def check(
         )
 
     fix, fixes = _changes(context, checked)
-    smallest = None if checked.state == FITS else _smallest_card(checked, spec.headroom)
+    if run.tool == SWIFT:
+        fix = fix and _in_keys_of_swift(fix)
+        fixes = tuple((_in_keys_of_swift(fixed), saved) for fixed, saved in fixes)
+    smallest = None if checked.state == FITS else _smallest_card(context, checked, spec.headroom)
     runnable = fix if checked.state == OOM else checked
     return CheckReport(
         file=file,
@@ -165,6 +184,7 @@ def check(
         smallest_card=smallest,
         runnable=runnable,
         faster=_find_faster(task, spec, context, runnable.run) if runnable else None,
+        phases=phases_of(context, run) or {} if run.rollouts else {},
         notes=tuple(
             filter(
                 None, (run.ignored, *_notes(context, checked, assumption), *warnings, *run.notes)
@@ -200,6 +220,10 @@ def _changes(
         fitting = (fixed for fixed, _ in single_changes if fixed.state == FITS)
         return next(fitting, None), single_changes
     return search.best(), single_changes
+
+
+def _in_keys_of_swift(fixed: CheckedRun) -> CheckedRun:
+    return replace(fixed, edits=trl_as_swift(fixed.edits))
 
 
 def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
@@ -246,7 +270,8 @@ def _task(
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}
-    setup = set_up(replace(spec, gpu=device.option, pins=pins, global_batch=rows), device, say)
+    spec = replace(spec, gpu=device.option, pins=pins, global_batch=rows)
+    setup = set_up(spec, device, say, generates=True)
     is_assumed = setup.task.workload.lengths.source == "assumed"
     if is_assumed or setup.cut_off is None:
         return setup.task, ()
@@ -272,13 +297,21 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
     return replace(workload, examples=examples, examples_assumed=False)
 
 
-def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
+def _smallest_card(
+    context: CheckContext, checked: CheckedRun, headroom: float
+) -> DeviceSpec | None:
     """Return the card with the least memory on which the unchanged run fits."""
-    bf16 = checked.run.config.precision.startswith("bf16")
+    run = checked.run
+    bf16 = run.config.precision.startswith("bf16")
 
     def fits(card: DeviceSpec) -> bool:
-        limit_gib = device_limit_gib(card, headroom)
-        return (card.supports_bf16 or not bf16) and checked.bounds.state(limit_gib) == FITS
+        if bf16 and not card.supports_bf16:
+            return False
+        bounds = checked.bounds
+        if run.rollouts is not None:  # vLLM takes a share of the card
+            on_card = replace(context, task=replace(context.task, device=card))
+            bounds = bounds_of(on_card, run) or bounds
+        return bounds.state(device_limit_gib(card, headroom)) == FITS
 
     return smallest_card(fits)
 
@@ -445,19 +478,25 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "which is for a 4-bit base."
         )
 
+    yield from cache_note(context.model, run, context.card_gib)
     yield from _evaluation_notes(context, checked)
     yield from _gpu_notes(checked)
-    if context.workload.lengths.source == "assumed":
-        lengths = context.workload.lengths
-        yield (
-            f"The length of the examples was not given: {lengths} "
-            "(--dataset, --lengths, --mean-tokens)."
-        )
+    yield from _length_notes(context, checked)
     if config.padding == "longest":
         longest = context.longest_row_config(config).seq_len
         yield (
             f"Memory is estimated for a micro batch with a sequence of {longest:,} "
             "tokens, and speed for sequences padded to the longest of their micro batch."
+        )
+
+
+def _length_notes(context: CheckContext, checked: CheckedRun) -> Iterator[str]:
+    """Yield a sentence if the lengths of the examples are assumed; GRPO has its own sentence."""
+    if context.workload.lengths.source == "assumed" and checked.run.rollouts is None:
+        lengths = context.workload.lengths
+        yield (
+            f"The length of the examples was not given: {lengths} "
+            "(--dataset, --lengths, --mean-tokens)."
         )
 
 

@@ -27,6 +27,7 @@ from autotune.prediction.estimate import (
 )
 from autotune.prediction.memory_formula import EVALUATES, MemoryBreakdown
 from autotune.prediction.observed_speed import Observation
+from autotune.prediction.rollout_memory import largest, phases
 from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
 from autotune.problem.task import Task
@@ -43,6 +44,7 @@ class CheckContext:
     """All inputs of a check except the run.
 
     A check uses the examples of `task`, but not its search space and not its global batch.
+    `limit_gib` is the memory of a GPU for tensors.
     """
 
     task: Task
@@ -58,6 +60,11 @@ class CheckContext:
     def device(self) -> DeviceSpec:
         """The GPU that the run is checked for."""
         return self.task.device
+
+    @property
+    def card_gib(self) -> float:
+        """The memory of the whole GPU, of which vLLM takes a share."""
+        return self.device.memory_gib or self.limit_gib
 
     @property
     def workload(self) -> Workload:
@@ -76,11 +83,30 @@ class CheckContext:
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
     """Return the memory that a run needs for the examples of `context`, or None if unknown."""
-    longest = replace(run, config=context.longest_row_config(run.config))
-    bounds = memory_bounds(context.model, longest)
+    if run.rollouts is not None:
+        found = phases_of(context, run)
+        bounds = None if found is None else largest(found)
+    else:
+        longest = replace(run, config=context.longest_row_config(run.config))
+        bounds = memory_bounds(context.model, longest)
     if bounds is not None and context.task.device.unified_memory:
         return bounds.in_one_pool()
     return bounds
+
+
+def phases_of(context: CheckContext, run: ForeignConfig) -> dict[Phase, MemoryBounds] | None:
+    """Return the memory of each phase of a GRPO step on the GPU of `context`, or None if unknown.
+
+    Every completion is assumed to reach its longest length.
+    """
+    rollouts = run.rollouts
+    assert rollouts is not None
+    model = context.model
+    trained = memory_bounds(model, run)
+    scored = _bounds(model, run, EVALUATES) if rollouts.scores else None
+    if trained is None or (rollouts.scores and scored is None):
+        return None
+    return phases(model, run.config, rollouts, context.card_gib, trained, scored)
 
 
 def check_run(
@@ -271,6 +297,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """Return the step time on the reference card, or None if no formula covers the run."""
     config = context.workload.mean_row_config(run.config)
+    if run.rollouts is not None:
+        return None  # the time to generate completions is unknown
     if run.uncounted is not None and run.uncounted.exchanges:
         return None  # the time to send weights or gradients is unknown
     if FP32_BASE in run.notes and Sizes.of(context.model) is None:

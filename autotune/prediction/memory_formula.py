@@ -116,6 +116,7 @@ class MemoryBreakdown:
         nccl: NCCL's memory outside torch's allocator.
         pools: free memory that the allocator keeps for streams other than the main one, and
             releases if the GPU's memory is short.
+        engine: the engine that generates the answers of a GRPO run, with its weights and cache.
         host: the tensors of this GPU's process that are offloaded to the host's memory.
         offloaded: the same tensors if the GPU and the host share one memory (`in_one_pool`).
         counted: whether the memory comes from a dry probe instead of a formula.
@@ -135,6 +136,7 @@ class MemoryBreakdown:
     phase: Phase
     communication: float = 0.0
     nccl: float = 0.0
+    engine: float = 0.0
     pools: float = 0.0
     host: float = 0.0
     offloaded: float = 0.0
@@ -161,8 +163,8 @@ class MemoryBreakdown:
 
     @property
     def peak_reserved_gib(self) -> float:
-        """The memory that the allocator holds at the peak, plus NCCL's memory and `offloaded`."""
-        return self.peak_gib + self.reserved + self.nccl + self.offloaded
+        """What the allocator holds at the peak, plus NCCL's memory, `engine` and `offloaded`."""
+        return self.peak_gib + self.reserved + self.nccl + self.engine + self.offloaded
 
     @property
     def roomy_gib(self) -> float:

@@ -51,6 +51,7 @@ COLUMNS = {
     Objective.KTO: "prompt, completion and label, or pairs of chosen and rejected",
     Objective.REWARD: "chosen and rejected",
     Objective.CLASSIFICATION: "text and label",
+    Objective.GRPO: "prompt",
 }
 # Some datasets store the prompt in a column with one of these names. TRL does not read these
 # columns.
@@ -295,6 +296,10 @@ def rows_of(objective: Objective, row: dict[str, Any]) -> list[list[dict[str, An
     if objective is Objective.CLASSIFICATION:
         label_of(columns)
         return [[{"text": columns["text"]}]]
+    if objective.generates:
+        _require(objective, columns, "prompt")
+        prompt = columns["prompt"]
+        return [[{"text": prompt} if isinstance(prompt, str) else {"messages": prompt}]]
     if objective is Objective.KTO and "completion" in columns:
         _require(objective, columns, "prompt", "label")
         return [[_answer_row(columns, columns["completion"])]]

@@ -94,19 +94,26 @@ class Setup:
 
 
 def set_up(
-    spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None
+    spec: StudySpec,
+    target: Target | DeviceSpec,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    generates: bool = False,
 ) -> Setup:
     """Resolve the names of a spec and narrow its space.
 
     If `target` is a Target, probes run on this machine. Values that need a missing package are
     removed. A worker later reports which features the model's layers support (`adapt_to_layers`).
     If `target` is a DeviceSpec, the study is only estimated, and the catalogue gives the features
-    of the layers. `say` gets progress messages while examples are read.
+    of the layers. `say` gets progress messages while examples are read. `generates` says that the
+    caller can handle an objective for which the model generates answers.
 
     Raises:
-        UsageError: for an unknown name, an unreadable file, or a knob without a possible value.
+        UsageError: for an unknown name, an unreadable file, for such an objective without
+            `generates`, or a knob without a possible value.
         EnvironmentProblem: if a package is missing that every probe needs.
     """
+    refuse_generation(spec, allowed=generates)
     probes_run_here = isinstance(target, Target)
     model = resolve_model(spec.model)
     if probes_run_here and spec.dataset is not None and spec.tokenizer is None and is_demo(model):
@@ -198,6 +205,16 @@ def set_up(
     )
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def refuse_generation(spec: StudySpec, *, allowed: bool = False) -> None:
+    """Raise UsageError if the model would generate answers, unless that is allowed."""
+    if Objective(spec.objective).generates and not allowed:
+        raise UsageError(
+            f"no probe generates the answers that {spec.objective} trains on",
+            remedy=f"`autotune plan --objective {spec.objective}` estimates the memory of a run, "
+            "and `autotune check FILE` that of another tool's run",
+        )
 
 
 def _space_of(spec: StudySpec, device: DeviceSpec) -> SearchSpace:

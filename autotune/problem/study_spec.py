@@ -29,6 +29,12 @@ ALTERNATIVES = (
     ("global_batch", "global_batch_tokens"),
     (*LENGTH_KEYS, "p99_tokens", "tokenizer", "split"),
     ("dataset", "image_size"),
+    ("completions", "mean_completion", "p99_completion"),
+)
+# Fields for the objective grpo
+ROLLOUTS = (
+    *("mean_completion", "p99_completion", "completions", "max_completion"),
+    *("num_generations", "prompts_per_step", "steps_per_generation", "iterations", "beta"),
 )
 MAX_COUNT = 10**15  # the largest accepted number; larger numbers would overflow in costs
 
@@ -181,7 +187,7 @@ class StudySpec:
         "sft",
         Objective,
         "The objective: sft (the next token), dpo or kto (preferred answers), reward (a score),"
-        " or classification.",
+        " classification, or grpo (rewarded answers; only `plan` and `check`).",
     )
     trainer: str | None = _choice(
         None,
@@ -249,6 +255,45 @@ class StudySpec:
         None,
         "Tokens in each optimizer step, instead of --global-batch; met approximately.",
         is_rare=True,
+    )
+    mean_completion: float | None = _count(
+        None, "For grpo: mean tokens of a completion; needs --p99-completion.", shown_default="600"
+    )
+    p99_completion: float | None = _count(
+        None,
+        "For grpo: 99th percentile of the tokens of completions.",
+        shown_default="2000",
+    )
+    completions: str | None = _option(
+        None,
+        "For grpo: file with the tokens of completions, one number per line.",
+        metavar="FILE",
+    )
+    max_completion: int | None = _count(
+        None,
+        "For grpo: tokens at which a completion is cut off.",
+        shown_default="the 99th percentile, or the file's longest",
+    )
+    num_generations: int | None = _option(
+        None,
+        "For grpo: completions to each prompt.",
+        allows=lambda number: 2 <= number <= MAX_COUNT,
+        shown_default="8",
+    )
+    prompts_per_step: int | None = _count(
+        None, "For grpo: prompts in each optimizer step.", shown_default="8"
+    )
+    steps_per_generation: int | None = _count(
+        None, "For grpo: optimizer steps on the completions of a generation.", shown_default="1"
+    )
+    iterations: int | None = _count(
+        None, "For grpo: updates with the same completions.", shown_default="1"
+    )
+    beta: float | None = _option(
+        None,
+        "For grpo: weight of the distance from the untrained model; above 0, it computes too.",
+        allows=lambda beta: 0 <= beta < math.inf,
+        shown_default="0",
     )
     eval_share: float = _option(
         0.0,
@@ -407,6 +452,7 @@ class StudySpec:
             raise InvalidSpec("give global_batch or global_batch_tokens, not both")
         if (self.mean_tokens is None) is not (self.p99_tokens is None):
             raise InvalidSpec("give mean_tokens and p99_tokens together")
+        _check_rollouts(self)
         if self.tokenizer is not None and self.dataset is None:
             raise InvalidSpec("a tokenizer counts the tokens of a dataset: give dataset too")
         if self.eval_steps is not None and not self.eval_share:
@@ -476,6 +522,19 @@ def _refuse(objective: Any, loss_on: str | None) -> None:
         raise InvalidSpec(
             f"loss_on is for sft only: the examples of {objective} determine the tokens to train on"
         )
+
+
+def _check_rollouts(spec: StudySpec) -> None:
+    """Raise InvalidSpec for fields of GRPO with another objective, and for contradictory fields."""
+    given = [name for name in ROLLOUTS if getattr(spec, name) is not None]
+    if not Objective(spec.objective).generates:
+        if given:
+            raise InvalidSpec(f"{', '.join(given)}: only objective grpo generates completions")
+        return
+    if (spec.mean_completion is None) is not (spec.p99_completion is None):
+        raise InvalidSpec("give mean_completion and p99_completion together")
+    if spec.completions is not None and spec.mean_completion is not None:
+        raise InvalidSpec("give completions or mean_completion, not both")
 
 
 def _check_suite(configs: tuple[NamedConfig, ...], source: str | None) -> None:

@@ -3,7 +3,7 @@
 Each answer is made once, from the frozen dataclass that the command returns, for all renderers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -20,6 +20,7 @@ from autotune.report.values.check import VERDICTS, CheckReport
 from autotune.report.values.estimate import Estimate
 from autotune.report.values.longest import LongestAnswer, LongestRow
 from autotune.report.values.plan import LITTLE_KNOWN, Plan
+from autotune.report.values.rollouts import RolloutPlan
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.scaling import GpuPlan, RankPlan
 from autotune.study.summary import Recipe
@@ -159,6 +160,37 @@ def _plan_verdict(plan: Plan) -> str:
         need = f"it needs at least {fmt_gib(min(cell.chosen.need_gib for cell in cells))}"
     speed = ", at an unknown speed" if plan.reason in LITTLE_KNOWN else ""
     return f"{model} {verdict} {card}{speed}: {need} of {fmt_gib(plan.limit_gib)} (estimated)"
+
+
+def rollout_answer(plan: RolloutPlan) -> Answer:
+    """Return an answer with the best layout of a GRPO run on one card."""
+    chosen = plan.best or plan.leanest
+    rollouts = chosen.rollouts
+    engine = rollouts.engine
+    model = plan.task.model.short
+    card = plan.task.device.label
+    sleep = ", asleep during updates" if engine.sleeps else ""
+    layout = f"{shape(chosen.config)}, {engine.share:.0%} of the GPU for vLLM{sleep}"
+    need = f"{fmt_gib(chosen.need_gib)} of {fmt_gib(plan.limit_gib)}"
+    verdict = f"{model} fits {card} with grpo: {layout}, {need} (estimated)"
+    if plan.best is None:
+        state = "does not fit" if chosen.state == OOM else "does not surely fit"
+        verdict = f"{model} {state} {card} with grpo: the leanest layout needs {need} (estimated)"
+
+    change = f"{plan.change} makes it fit" if plan.change else ""
+    if plan.fits_up_to:
+        longest = f"{rollouts.completion_tokens:,}"
+        cut = f"completions fit up to {plan.fits_up_to:,} of {longest} tokens"
+        change = f"{change}; {cut}" if change else cut
+    return Answer(
+        answer=verdict,
+        needs=phases_text(chosen.bounds_of_phases),
+        cost="" if plan.best is None else f"{DASH} (the time to generate completions is unknown)",
+        certainty=f"estimated, {plan.how_sure}",
+        reason=plan.reason,
+        change=change,
+        details=plan,
+    )
 
 
 def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
@@ -398,7 +430,28 @@ def check_answer(report: CheckReport) -> Answer:
 
 
 def _moment(phase: Phase) -> str:
-    return "an evaluation" if phase is Phase.EVALUATE else f"the {phase} pass"
+    others = {
+        Phase.EVALUATE: "an evaluation",
+        Phase.ROLLOUT: "the rollout",
+        Phase.LOG_PROBS: "the log-probabilities",
+    }
+    return others.get(phase, f"the {phase} pass")
+
+
+def phases_text(phases: Mapping[str, tuple[float, float | None]]) -> str:
+    """List the bounds of each phase's memory in GiB, such as 'rollout 33.1 to 34.7 GiB'."""
+    texts = []
+    for phase, (least, most) in phases.items():
+        name = str(phase).replace("_", "-")
+        name = name if phase in (Phase.ROLLOUT, Phase.LOG_PROBS) else "update"
+        if most is None:
+            texts.append(f"{name} at least {least:.1f} GiB")
+        else:
+            same = f"{least:.1f}" == f"{most:.1f}"
+            texts.append(
+                f"{name} {least:.1f} GiB" if same else f"{name} {least:.1f} to {most:.1f} GiB"
+            )
+    return ", ".join(texts)
 
 
 def verdict(report: CheckReport) -> str:
@@ -413,8 +466,9 @@ def verdict(report: CheckReport) -> str:
     device = report.device.label
     num_gpus = checked.run.num_gpus or 1
     place = f"each of {num_gpus} {device}" if num_gpus > 1 else device
-    if checked.state != FITS and bounds.reported.phase is Phase.EVALUATE:
-        place += " in an evaluation"
+    phase = bounds.reported.phase
+    if checked.state != FITS and phase in (Phase.EVALUATE, Phase.ROLLOUT, Phase.LOG_PROBS):
+        place += f" in {_moment(phase)}"
 
     # Describe the memory that the run needs, or its range.
     least = bounds.least.peak_reserved_gib

@@ -27,6 +27,7 @@ from autotune.report.values.compared import Compared
 from autotune.report.values.longest import LongestAnswer
 from autotune.report.values.plan import Plan
 from autotune.report.values.profile import ProfileReport
+from autotune.report.values.rollouts import RolloutPlan
 from autotune.report.values.trainable import Trainable
 from autotune.study.ablation import Ablation
 from autotune.study.learning import Learning
@@ -47,6 +48,7 @@ ANSWERS: dict[str, Any] = {
     "plan --spec": list[SourcedResult],
     "plan --gpu": Trainable,
     "plan --gpus": GpuPlan,
+    "plan --objective grpo": RolloutPlan,
     "compare": Compared,
     "check": CheckReport,
     "run": SummaryFile,

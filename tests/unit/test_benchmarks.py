@@ -662,6 +662,12 @@ SAID = [
     ),
     ("learn", "with at most {cost_share_max:.1%} of the sweep's steps"),
     ("reports", "**{right} of {cases} right**: 20 public reports"),
+    (
+        "rollout_reports",
+        "**{agree} of {reports} agree**: {reports} public reports about the memory",
+    ),
+    ("rollout_reports", "on one GPU, from {sources} sources"),
+    ("rollout_reports", "It says of {dangerous} runs that failed that they fit"),
     ("fuzz", "**{faults} faults**: {tried:,} mutated datasets and files of other tools"),
     ("lost_text", "In {tried:,} random conversations with 72 chat templates"),
     (
@@ -1134,7 +1140,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "transfer",
         "waiting",
     }
-    of_rows = {"fuzz", "labels", "lost_text", "reports"}
+    of_rows = {"fuzz", "labels", "lost_text", "reports", "rollout_reports"}
     others = {"catalogue", "day_zero", "fleet", "gate", "mutation", "strange_inputs"}
     assert without_device <= others | of_rows | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards

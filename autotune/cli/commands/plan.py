@@ -17,8 +17,9 @@ from autotune.cli.terminal import (
     print_text,
 )
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.objective import Objective
 from autotune.problem.gpu_counts import NETWORKS, split_count
-from autotune.problem.study_spec import StudySpec
+from autotune.problem.study_spec import ROLLOUTS, StudySpec
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan that tries many mod
 DETAILED_COLUMNS = ("configuration", "published")  # columns that only --details shows
 
 
-@with_study_options("model", *PLANNED)
+@with_study_options("model", *PLANNED, *ROLLOUTS)
 def plan_command(
     gpu: Gpu = None,
     gpus: Annotated[
@@ -89,6 +90,14 @@ def plan_command(
         )
 
     spec = spec_of(options | {"gpu": gpu})
+    if Objective(spec.objective).generates:
+        if any(value is not None for value in gpu_options.values()):
+            raise UsageError(
+                "a plan for grpo is for one GPU",
+                remedy="leave --gpus, --nodes, --network and --within out",
+            )
+        plan_grpo(spec, as_json=json_, details=details)
+        return
     if spec.gpus not in (None, 1):  # the spec file sets several GPUs
         gpu_options |= {
             name: getattr(spec, name) for name in ("gpus", "within") if gpu_options[name] is None
@@ -137,6 +146,32 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
         )
 
 
+def plan_grpo(spec: StudySpec, *, as_json: bool = False, details: bool = False) -> None:
+    """Print a plan for a GRPO run: the layout of training and vLLM, with the memory of each phase.
+
+    Raises:
+        UsageError: a value in the spec is unknown or invalid, or the memory cannot be computed.
+        NothingFits: no layout is certain to fit.
+    """
+    from autotune.planning.rollout_plan import plan_rollouts
+
+    with notes_last() as say:
+        result = plan_rollouts(spec, say=say)
+        if as_json:
+            print_answer_json(result)
+        else:
+            from autotune.cli.plan_text import print_rollout_plan
+
+            print_rollout_plan(result, details=details)
+
+    if result.best is None:
+        larger = "take a larger GPU or a smaller model"
+        raise NothingFits(
+            f"no layout of the training and vLLM surely fits {result.task.device.name}",
+            remedy=f"give {result.change}, or {larger}" if result.change else larger,
+        )
+
+
 def plan_named_configs(
     spec: StudySpec, device: "DeviceSpec", *, evidence: Path, as_json: bool, details: bool
 ) -> None:
@@ -168,7 +203,6 @@ def _print_named_configs(
     spec: StudySpec, device: "DeviceSpec", results: "list[ConfigResult]", *, details: bool
 ) -> None:
     """Print how many configurations fit, and a table; with `details`, also the configurations."""
-    from autotune.core.objective import Objective
     from autotune.planning.device_estimate import accuracy_text
     from autotune.prediction.transfer import calibrated_parts
     from autotune.problem.run_cost import FITS

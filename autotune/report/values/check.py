@@ -9,13 +9,15 @@ from autotune.core.json_view import add_prefix, keys
 from autotune.core.notebook import ShownAsTable
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import Evidence, Phase
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate, Evaluation, MemoryBounds
 from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.problem.rollouts import Rollouts
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
 
+SWIFT = "ms-swift"  # a key of translated files, which no tool has
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 Edits = dict[str, Any]
 FP32_BASE = (
@@ -65,8 +67,9 @@ class ForeignConfig:
     together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
     speed and that `config` lacks. If `needs_more` is true, one of these settings needs memory that
     the estimate leaves out. `evaluation` is None if the run does not evaluate between its steps.
-    `uncounted` has the memory savings that no formula covers. `on_one_gpu` is the strategy of a run
-    of DeepSpeed on one GPU, which the knob `sharding` cannot express. `ignored` is a sentence that
+    `rollouts` is None unless the run generates the completions that it is trained on. `uncounted`
+    has the memory savings that no formula covers. `on_one_gpu` is the strategy of a run of
+    DeepSpeed on one GPU, which the knob `sharding` cannot express. `ignored` is a sentence that
     names the keys that the tool ignores because it does not know them, or "".
     """
 
@@ -83,10 +86,16 @@ class ForeignConfig:
     objective: Objective = Objective.SFT
     needs_more: bool = False
     evaluation: Evaluation | None = None
+    rollouts: Rollouts | None = None
     uncounted: Uncounted | None = None
     on_one_gpu: str | None = None
     ignored: str = ""
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tool(self) -> str:
+        """The tool that runs the file: `format`, or ms-swift, whose keys are read as TRL's."""
+        return SWIFT if self.values.get(SWIFT) else self.format
 
     @property
     def parallelism(self) -> Parallelism:
@@ -197,16 +206,16 @@ class CheckReport(ShownAsTable):
 
     `fix` is the run with the changes that make it fit. `fix` is None if the unchanged run fits, or
     if no changes suffice. Each of `fixes` is a run with a single change, and the GiB that this
-    change saves. `smallest_card` is the smallest card that holds the unchanged run, or None if the
-    run fits already or fits no known card. `runnable` is the unchanged run or, if this run is out
-    of memory, `fix`.
+    change saves. `phases` has the memory of each phase of a GRPO step. `smallest_card` is the
+    smallest card that holds the unchanged run, or None if the run fits already or fits no known
+    card. `runnable` is the unchanged run or, if this run is out of memory, `fix`.
     `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers rest on a
     calibration, and when it was made.
     """
 
     RUN: ClassVar = keys(
         "file",
-        format="checked.run.format",
+        format="checked.run.tool",
         objective="checked.run.objective",
         model="model.name",
         device="device.name",
@@ -225,6 +234,7 @@ class CheckReport(ShownAsTable):
         change="fix",
         each_change="each_change",
         smallest_card="smallest_card.name",
+        phases="bounds_of_phases",
     )
     JSON: ClassVar = RUN | add_prefix("checked", CHECKED) | REST
     evidence: ClassVar[Evidence] = Evidence.ESTIMATED
@@ -244,6 +254,7 @@ class CheckReport(ShownAsTable):
     notes: tuple[str, ...]
     how_sure: str
     calibrated: str | None
+    phases: dict[Phase, MemoryBounds] = field(default_factory=dict)
 
     def facts(self) -> dict[str, str]:
         """Return the verdict on the file, and the estimates of its run."""
@@ -253,6 +264,11 @@ class CheckReport(ShownAsTable):
             edits = ", ".join(f"{key}: {value}" for key, value in self.fix.edits.items())
             facts["change"] = f"{edits} ({self.fix.verdict})"
         return facts
+
+    @property
+    def bounds_of_phases(self) -> dict[str, tuple[float, float | None]]:
+        """The lowest and the highest possible peak of each phase of a GRPO step, in GiB."""
+        return {str(phase): bounds.bounds_gib for phase, bounds in self.phases.items()}
 
     @property
     def each_change(self) -> tuple[SingleChange, ...]:

@@ -73,8 +73,10 @@ def test_an_objective_has_its_trainer_and_what_that_can_do(
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="dpo is trained by trl"):
         StudySpec(model="demo-3m", objective="dpo", trainer="transformers")
-    with pytest.raises(UsageError, match="objective grpo is not offered: it generates answers"):
-        StudySpec(model="demo-3m", objective="grpo")
+    with pytest.raises(UsageError, match="objective ppo is not offered: it generates answers"):
+        StudySpec(model="demo-3m", objective="ppo")
+    with pytest.raises(UsageError, match="no probe generates the answers that grpo trains on"):
+        setup("grpo")
     with pytest.raises(UsageError, match="objective cannot be 'sfft'"):
         StudySpec(model="demo-3m", objective="sfft")
     with pytest.raises(UsageError, match="loss_on is for sft"):

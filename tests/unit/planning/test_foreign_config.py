@@ -775,11 +775,11 @@ REFUSED = {
     (
         "axolotl",
         "rl: orpo",
-    ): "'orpo' is none of the objectives dpo, ipo, kto: no probe trains for it",
+    ): "'orpo' is none of the objectives dpo, grpo, ipo, kto: no probe trains for it",
     (
         "axolotl",
         "process_reward_model: true",
-    ): "its objective is none of sft, dpo, kto and reward, and autotune cannot train for it",
+    ): "its objective is none of sft, dpo, kto, reward and grpo, and autotune cannot train for it",
     ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
@@ -801,7 +801,7 @@ REFUSED = {
         "trl",
         "beta: 0.1",
     ): "the file does not say if the objective is dpo, kto or another; only TRL's command says it",
-    ("trl", "loss_type: grpo"): "no supported trainer of TRL has the loss 'grpo'",
+    ("trl", "loss_type: orpo"): "no supported trainer of TRL has the loss 'orpo'",
     (
         "trl",
         "max_length: null",
@@ -1276,7 +1276,7 @@ def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_file(file)
     assert caught.value.remedy == "give --objective dpo, kto or reward"
-    for named in ("classification", "grpo", "foo"):
+    for named in ("classification", "rloo", "foo"):
         with pytest.raises(UsageError, match=f"no command of TRL trains for '{named}'"):
             read_file(file, named)
     file.write_text(LORA["trl"] + "objective: foo\n")

@@ -58,6 +58,9 @@ WITHOUT_STUDY = {
     ],
     "check": [("check", "trl.yaml", "--gpu", "a10"), ("check", "trl.yaml", "--gpu", "h100")],
     "doctor": [("doctor",)],
+    "plan --objective grpo": [
+        ("plan", "--gpu", "h100", "--model", "qwen2.5-0.5b", "--objective", "grpo"),
+    ],
 }
 OF_STUDY = {
     "status": ("status", "one"),
