@@ -82,6 +82,8 @@ def run_numbers(estimated: Estimate, num_gpus: int = 1) -> str:
 def memory_text(estimated: Estimate, device: DeviceSpec) -> str:
     """Return the memory that a configuration needs, its limit, and the memory of the card."""
     card = f" (the GPU has {fmt_gib(device.memory_gib)})" if device.memory_gib else ""
+    if device.memory_gib and device.unified_memory:
+        card = f" (the GPU and its host share {fmt_gib(device.memory_gib)})"
     return f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
 
 

@@ -624,6 +624,8 @@ def test_a_card_of_the_users_own_is_marked(
     command.plan(StudySpec(model="qwen2.5-0.5b", gpu=str(file)), evidence=HERE, as_json=True)
     said = json.loads(capsys.readouterr().out)
     assert (said["device"], said["own_card"]) == ("mine", str(file))
+    command.plan(StudySpec(model="qwen2.5-0.5b", gpu="dgx-spark"), evidence=HERE)
+    assert "(the GPU and its host share 121.6 GiB)" in capsys.readouterr().out
 
 
 def test_an_unknown_price_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
