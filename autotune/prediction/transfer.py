@@ -42,14 +42,28 @@ OF_POWER = 0.3
 # 1: the predicted ratio is 15 % off, and would be 17 % off with OF_MEMORY.
 OF_MEMORY = 0.61
 # A card with an unknown power limit is assumed to reach this fraction of its peak. By the formula,
-# the cards in the catalogue reach 0.58 to 0.95, and 0.75 is about the middle.
+# the cards in the catalogue reach 0.36 to 0.95, with a median of 0.82. Cards of data centres reach
+# 0.5 to 0.8, so 0.75 may be wrong by a third in either direction.
 WITHOUT_POWER = 0.75
 CEILING = 0.95  # the largest fraction of its peak that any card is assumed to reach
-# The share of the peak FLOP/s that flash attention reaches on cards before Hopper, and from Hopper
-# on. FLOPs that the causal mask skips do not count. FlashAttention-2 reaches 0.7 on an A100 (its
-# authors say). FlashAttention-2 does not use Hopper's new matrix instructions, so it reaches less
-# on Hopper (FlashAttention-3's paper).
+# The same for cards of other makers than NVIDIA, whose libraries leave more of the peak unused: the
+# largest matrix products alone reach 0.5 to 0.65 on an MI300X.
+CEILING_OTHERS = 0.5
+# The TFLOP/s that products reach for each watt of the power limit, by compute capability. Under its
+# limit a card with a high peak and little power lowers its clock. A T4 (70 W) sustains about 23 of
+# 65 TFLOP/s, a V100 (300 W) about 100 of 125. A GA102 needs more energy for a product than an A100,
+# so an A10 (150 W) reaches about half of its 125 TFLOP/s. Ada's 0.76 is an L40S, whose published
+# speeds the formula holds.
+PER_WATT = {"7.0": 0.33, "7.5": 0.33, "8.6": 0.43, "8.9": 0.76}
+# The share of the peak FLOP/s that flash attention reaches on most cards, and on Hopper and the
+# Blackwell of data centres. FLOPs that the causal mask skips do not count. FlashAttention-2 reaches
+# 0.7 on an A100 (its authors say). FlashAttention-2 does not use Hopper's new matrix instructions,
+# so it reaches less on Hopper (FlashAttention-3's paper). Cards before compute capability 8.0 have
+# no such kernel, and use memory-efficient attention, which takes 2.7 times as long
+# (`step_time.MASKED`). No measurement is known for other makers, whose kernels are assumed to be as
+# slow.
 FLASH_SHARE, FLASH_SHARE_HOPPER = 0.7, 0.35
+WITHOUT_FLASH_SHARE = FLASH_SHARE / 2.7
 # The share of an H200's time that matrix products take in the published pairs. The share is used
 # for configurations without a formula.
 USUAL_SHARE = 0.3
@@ -63,6 +77,8 @@ WITHIN = 0.09
 # comes from its data sheet only, so its standard deviation is UNMEASURED, which is twice BETWEEN.
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
+# The same for cards of other makers than NVIDIA, whose kernels and libraries are others
+OTHER_MAKER = 0.4
 # The standard deviation of the speed ratio of two cards with the same chip, if a profile divides
 # the device's time into its parts. Between an H100 and an H200, the deviation was 2.7 % for one
 # model, whose micro batches needed the host for less than 20 % of their time.
@@ -97,6 +113,13 @@ def is_measured_kind(device: DeviceSpec) -> bool:
     The result is false if the card's power limit is unknown.
     """
     return device.arch in MEASURED_KINDS and device.tdp_w is not None
+
+
+def _between(device: DeviceSpec) -> float:
+    """Return the standard deviation of a speed ratio between this card and a measured one."""
+    if is_measured_kind(device):
+        return BETWEEN
+    return OTHER_MAKER if device.vendor == "amd" else UNMEASURED
 
 
 def interval(value: float, error: float) -> tuple[float, float]:
@@ -166,8 +189,7 @@ def speed_transfer(
         return None
 
     calibrated = replaces_data_sheet(calibration, target)
-    is_measured = is_measured_kind(source) and (calibrated or is_measured_kind(target))
-    between = BETWEEN if is_measured else UNMEASURED
+    between = max(_between(source), BETWEEN if calibrated else _between(target))
     variance = between**2
     noise = WITHIN**2
     shift = 1.0
@@ -248,7 +270,9 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
     reached_tflops = (
         REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
     )
-    return min(reached_tflops, CEILING * peak)
+    ceiling = CEILING_OTHERS if device.vendor == "amd" else CEILING
+    per_watt = PER_WATT.get(device.compute_capability or "", math.inf)
+    return min(reached_tflops, ceiling * peak, per_watt * power_w)
 
 
 def flash_tflops(device: DeviceSpec) -> float | None:
@@ -256,8 +280,11 @@ def flash_tflops(device: DeviceSpec) -> float | None:
     peak, products = peak_tflops(device), products_tflops(device)
     if peak is None or products is None:
         return None
-    is_hopper = float(device.compute_capability or 0) >= 9.0
-    return min((FLASH_SHARE_HOPPER if is_hopper else FLASH_SHARE) * peak, products)
+    capability = float(device.compute_capability or 0)
+    share = FLASH_SHARE_HOPPER if 9.0 <= capability < 12.0 else FLASH_SHARE
+    if capability < 8.0:
+        share = WITHOUT_FLASH_SHARE
+    return min(share * peak, products)
 
 
 def peak_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:
