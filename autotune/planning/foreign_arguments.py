@@ -4,10 +4,10 @@ The script is not executed. ms-swift wraps TRL's GRPO trainer, so its arguments 
 TRL's keys.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +17,79 @@ from autotune.planning.foreign_file import quote
 from autotune.report.values.check import SWIFT
 
 SCRIPTS = (".sh", ".bash")
-# The commands whose arguments are read, with the objective that each command trains for
-_COMMANDS = {("trl", "grpo"): "grpo", ("trl", "sft"): "sft", ("trl", "dpo"): "dpo"}
-_SWIFT = ("swift", "rlhf")
+# The commands whose arguments are read. For a command of TRL, the group is the objective.
+_COMMAND = re.compile(r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto)\b)")
+_MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
 _PROCESSES = re.compile(r"(?:NPROC_PER_NODE=|--(?:num_processes|nproc_per_node)[= ])(\d+)")
+_HOSTS = re.compile(r"(?:NNODES=|--nnodes[= ])(\d+)")
+_ACCELERATE = re.compile(r"--config_file[= ](\S+)")
+_ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
+SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
 
 
 def read_script(path: Path) -> dict[str, Any]:
     """Return the arguments of the training command in a shell script, as keys with values.
 
-    Raises UsageError if the script has no such command, or if an argument is a variable.
+    Raises UsageError if the script has no such command.
     """
     text = read_user_text(path).replace("\\\n", " ")
-    for line in text.splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for line in lines:
+        command = _COMMAND.search(line)
+        if command is None:
             continue
-        for place, pair in enumerate(pairwise(words)):
-            if pair == _SWIFT or pair in _COMMANDS:
-                values = _arguments(path, words[place + 2 :])
-                if processes := _PROCESSES.search(line):
-                    values.setdefault("num_processes", int(processes[1]))
-                return values | ({"objective": _COMMANDS[pair]} if pair in _COMMANDS else {})
+        try:
+            words = shlex.split(line[command.end() :])
+        except ValueError as error:
+            raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
+        values = _arguments(words)
+        before = line[: command.start()]
+        if processes := _PROCESSES.search(before):
+            hosts = _HOSTS.search(before)
+            number = int(processes[1]) * (int(hosts[1]) if hosts else 1)
+            values.setdefault("num_processes", number)
+        if (settings := _ACCELERATE.search(before)) and "fsdp" not in values:
+            values.setdefault("accelerate_config", settings[1])
+        return values | ({"objective": command[1]} if command[1] else {})
+
+    if any(map(_MEGATRON.search, lines)):
+        raise UsageError(
+            f"{path}: Megatron splits the model in its own way, which is not supported",
+            remedy="pass a script of `swift rlhf` or `trl grpo`",
+        )
     raise UsageError(
         f"{path} has no command `swift rlhf` or `trl grpo`",
         remedy="pass the script that starts the training, or the YAML file that it reads",
     )
 
 
-def _arguments(path: Path, words: list[str]) -> dict[str, Any]:
+def _arguments(words: list[str]) -> dict[str, Any]:
     """Return {key: value} of `--key value` arguments; a key without a value is true."""
-    values: dict[str, Any] = {}
     found: dict[str, list[str]] = {}
     key = ""
     for word in words:
+        if word in _ENDS or word.startswith("#"):
+            break
         if word.startswith("--"):
             key, _, value = word.removeprefix("--").partition("=")
             found[key] = [value] if value else []
-        elif word in (";", "&&", "|", "&", ">", "2>&1"):
-            break
         elif key:
             found[key].append(word)
+    values: dict[str, Any] = {}
     for key, given in found.items():
-        if any("$" in word for word in given):
-            raise UsageError(
-                f"{path}: --{key} {' '.join(given)}: the script is not executed, so the value of "
-                "the variable is unknown",
-                remedy="write the value itself",
-            )
-        parsed = [load_yaml(word) if word else word for word in given]
+        parsed = [word if "$" in word else load_yaml(word) for word in given]
         values[key] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
     return values
+
+
+def refuse_variables(values: Mapping[str, Any]) -> None:
+    """Raise UsageError if a value is a variable of the shell."""
+    for key, value in values.items():
+        if "$" in str(value):
+            raise UsageError(
+                f"{key}: the script is not executed, so the value of {value} is unknown",
+                remedy="write the value itself",
+            )
 
 
 def is_swift(values: Mapping[str, Any]) -> bool:
@@ -82,10 +103,16 @@ def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     Raises UsageError for a value that no key of TRL has.
     """
     table = _table()
-    given = {key: value for key, value in values.items() if value is not None}
+    given = {
+        key: value
+        for key, value in values.items()
+        if value is not None and key not in table["without_effect"]
+    }
+    refuse_variables(given)
     if "tuner_type" in given:
         given["train_type"] = given.pop("tuner_type")
     complete = table["defaults"] | given
+    complete.setdefault("gradient_accumulation_steps", _accumulation(complete))
     translated: dict[str, Any] = {"objective": "grpo", SWIFT: True}
     unread = []
     for key, value in complete.items():
@@ -99,7 +126,7 @@ def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             translated |= known[value]
         elif key in table["keys"]:
             translated[table["keys"][key]] = value
-        elif key not in table["without_effect"]:
+        else:
             unread.append(key)
     attention = translated.get("attn_implementation")
     if attention is not None:
@@ -108,6 +135,14 @@ def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         for key in ("lora_r", "lora_target_modules", "lora_dropout", "lora_alpha"):
             translated.pop(key, None)
     return translated, f"not counted: {', '.join(sorted(unread))}" if unread else ""
+
+
+def _accumulation(values: Mapping[str, Any]) -> int:
+    """Return the micro batches of a step, if ms-swift's file does not give their number."""
+    rows, processes = values["per_device_train_batch_size"], values.get("num_processes", 1)
+    if not isinstance(rows, int) or not isinstance(processes, int) or rows < 1 or processes < 1:
+        return 1
+    return math.ceil(SWIFT_ROWS / rows / processes)
 
 
 def trl_as_swift(edits: Mapping[str, Any]) -> dict[str, Any]:

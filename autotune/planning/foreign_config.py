@@ -26,12 +26,19 @@ from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
-from autotune.planning.foreign_arguments import SCRIPTS, is_swift, read_script, swift_as_trl
+from autotune.planning.foreign_arguments import (
+    SCRIPTS,
+    is_swift,
+    read_script,
+    refuse_variables,
+    swift_as_trl,
+)
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
 from autotune.planning.foreign_rollouts import older_key, rollouts_of, with_rollout_keys
-from autotune.report.values.check import FP32_BASE, ForeignConfig
+from autotune.problem.rollouts import COLOCATED
+from autotune.report.values.check import FP32_BASE, SWIFT, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
 
 # Modules outside the decoder layers. The estimate leaves out adapters on these modules.
@@ -80,7 +87,7 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     ):
         notes = tuple(dict.fromkeys((*notes, table("notes")[EXPERTS_BY_VERSION])))
     rollouts = run.rollouts
-    if rollouts is not None and not rollouts.engine.max_tokens:
+    if rollouts and rollouts.engine.kind == COLOCATED and not rollouts.engine.max_tokens:
         context = model.max_seq_len or rollouts.longest
         rollouts = replace(rollouts, engine=replace(rollouts.engine, max_tokens=context))
     undropped = without_dropout(config, kind)
@@ -189,6 +196,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         values, ignored = swift_as_trl(values)
     elif is_script:
         tool = "trl"
+        refuse_variables(values)
     else:
         tool = _tool_of(path, values)
         values.pop("objective", None)  # no tool has this key; only a command says it
@@ -196,7 +204,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         values["objective"] = _command_objective(objective)
 
     try:
-        ignored = ignored or _unknown_keys(values, tool)
+        ignored = ignored if SWIFT in values else _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values.get("accelerate_config"))
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))

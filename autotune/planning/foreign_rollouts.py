@@ -49,7 +49,7 @@ def rollouts_of(
     beta = file.number("beta", default=OLDER_BETA if older else 0.0, least=0)
     steps = file.whole("num_iterations", default=1) * (sequences // micro_batch)
     corrects = file.flag("vllm_importance_sampling_correction", default=not older)
-    engine = _engine(file, older, prompt + completion)
+    engine = _engine(file, older)
     uses_vllm = engine.kind != TRANSFORMERS
     return Rollouts(
         prompt_tokens=prompt,
@@ -107,23 +107,23 @@ def _sequences(file: File, micro_batch: int, accumulation: int, num_gpus: int) -
     return total // num_gpus
 
 
-def _engine(file: File, older: str, longest: int) -> Engine:
-    """Return the engine that generates the completions. `longest` is the longest sequence."""
+def _engine(file: File, older: str) -> Engine:
+    """Return the engine that generates the completions."""
     if not file.flag("use_vllm"):
-        return Engine(kind=TRANSFORMERS, max_tokens=longest)
+        return Engine(kind=TRANSFORMERS)
     at_server = file.has("vllm_server_host", "vllm_server_base_url")
     mode = file.text("vllm_mode", default="server" if older or at_server else "colocate")
     if mode not in ("server", "colocate"):
         raise Refused("vllm_mode", f"colocate or server is needed, not {mode!r}", "write colocate")
     if mode == "server":
         file.note(True, "vllm_server")
-        return Engine(kind=SERVER, max_tokens=longest)
+        return Engine(kind=SERVER)
     share = file.number("vllm_gpu_memory_utilization", default=SHARE, least=0.01)
     return Engine(
         kind=COLOCATED,
         share=share,
         sleeps=file.flag("vllm_enable_sleep_mode"),
-        # 0 stands for the model's context, see `adapt_to_model`
+        # By default, vLLM's limit is the model's context, see `adapt_to_model`.
         max_tokens=file.whole("vllm_max_model_length", "vllm_max_model_len", default=0, least=0),
         num_gpus=file.whole("vllm_tensor_parallel_size", default=1),
     )

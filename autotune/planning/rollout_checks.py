@@ -29,14 +29,7 @@ def with_prompts(run: ForeignConfig, lengths: Lengths) -> ForeignConfig:
     if rollouts is None or lengths.source == "assumed":
         return run
     assumed = table("notes")["assumed_prompts"].format(tokens=rollouts.prompt_tokens)
-    rollouts = replace(
-        rollouts,
-        prompt_tokens=lengths.longest,
-        engine=replace(
-            rollouts.engine,
-            max_tokens=rollouts.engine.max_tokens or lengths.longest + rollouts.completion_tokens,
-        ),
-    )
+    rollouts = replace(rollouts, prompt_tokens=lengths.longest)
     return replace(
         run,
         rollouts=rollouts,
@@ -58,13 +51,6 @@ def refuse_engine(model: ModelSpec, run: ForeignConfig, card_gib: float) -> None
     if rollouts is None or rollouts.engine.kind != COLOCATED:
         return
     engine = rollouts.engine
-    if engine.max_tokens < rollouts.longest:
-        raise Refused(
-            LENGTH_KEY,
-            f"vLLM accepts sequences of {engine.max_tokens:,} tokens, but a prompt and a "
-            f"completion may have {rollouts.longest:,}",
-            f"write {LENGTH_KEY}: {rollouts.longest}",
-        )
     cached = cached_tokens(model, run.config, rollouts, card_gib)
     if cached is None or cached[1] >= engine.max_tokens:
         return
@@ -106,11 +92,14 @@ def engine_edits(model: ModelSpec, run: ForeignConfig, card_gib: float) -> list[
     return edits if engine.sleeps else [*edits, {SLEEP_KEY: True}]
 
 
-def cache_note(model: ModelSpec, run: ForeignConfig, card_gib: float) -> Iterator[str]:
-    """Yield a sentence if vLLM's cache may not hold all completions of a generation at once."""
+def engine_notes(model: ModelSpec, run: ForeignConfig, card_gib: float) -> Iterator[str]:
+    """Yield a sentence if vLLM may cut completions off, or may generate them in turns."""
     rollouts = run.rollouts
     if rollouts is None or rollouts.engine.kind != COLOCATED:
         return
+    total = rollouts.prompt_tokens + rollouts.completion_tokens
+    if rollouts.longest < total:
+        yield table("notes")["cut_by_vllm"].format(tokens=rollouts.longest, total=total)
     cached = cached_tokens(model, run.config, rollouts, card_gib)
     needed = rollouts.sequences * rollouts.longest * rollouts.engine.num_gpus
     if cached is not None and cached[0] < needed:

@@ -46,7 +46,7 @@ from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
-from autotune.planning.rollout_checks import cache_note, refuse_engine, with_prompts
+from autotune.planning.rollout_checks import engine_notes, refuse_engine, with_prompts
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run, phases_of
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
@@ -478,7 +478,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "which is for a 4-bit base."
         )
 
-    yield from cache_note(context.model, run, context.card_gib)
+    yield from engine_notes(context.model, run, context.card_gib)
     yield from _evaluation_notes(context, checked)
     yield from _gpu_notes(checked)
     yield from _length_notes(context, checked)

@@ -15,15 +15,15 @@ class Engine:
         share: the share of the GPU's memory that a colocated engine takes, vLLM's
             gpu_memory_utilization.
         sleeps: whether a colocated engine frees its weights and its cache while the model trains.
-        max_tokens: the longest sequence, prompt and completion, that a colocated engine accepts; 0
-            until the model's context is known, which is vLLM's default.
+        max_tokens: the tokens at which a colocated engine stops a sequence of prompt and
+            completion, or 0 if the engine has no limit, or none is known yet.
         num_gpus: the number of GPUs that share a colocated engine (tensor parallelism).
     """
 
     kind: str = COLOCATED
     share: float = 0.3
     sleeps: bool = False
-    max_tokens: int
+    max_tokens: int = 0
     num_gpus: int = 1
 
 
@@ -59,4 +59,5 @@ class Rollouts:
     @property
     def longest(self) -> int:
         """The tokens of the longest possible sequence."""
-        return self.prompt_tokens + self.completion_tokens
+        total = self.prompt_tokens + self.completion_tokens
+        return min(total, self.engine.max_tokens or total)

@@ -35,12 +35,12 @@ TRL: dict[str, Any] = {
 }
 SWIFT = """
 # a comment with 'one quotation mark
-NPROC_PER_NODE=1 \\
+NNODES=1 NPROC_PER_NODE=1 \\
 CUDA_VISIBLE_DEVICES=0 swift rlhf \\
     --rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct \\
     --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.5 \\
     --vllm_max_model_len 3072 --train_type lora --lora_rank 8 \\
-    --dataset 'org/name#1000' --max_length 2048 --max_completion_length 1024 \\
+    --system $PROMPT --dataset org/name#1000 --max_length 2048 --max_completion_length 1024 \\
     --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --num_generations 8 \\
     --sleep_level 1 --offload_model true --move_model_batches 16 --learning_rate 1e-5
 """
@@ -191,9 +191,9 @@ def test_vllm_refuses_a_share_that_holds_no_sequence(tmp_path: Path) -> None:
     assert caught.value.remedy == (
         "write vllm_max_model_length: 1536 and vllm_gpu_memory_utilization: 0.45"
     )
-    with pytest.raises(UsageError, match="vLLM accepts sequences of 1,000 tokens") as caught:
-        checked(tmp_path, "h100", vllm_max_model_length=1000)
-    assert caught.value.remedy == "write vllm_max_model_length: 1536"
+    cut = checked(tmp_path, "h100", vllm_max_model_length=1000)
+    assert cut.checked.run.config.seq_len == 1000
+    assert any("vLLM stops a sequence at 1,000 tokens" in note for note in cut.notes)
     assert checked(tmp_path, "h100", vllm_max_model_length=None).checked.state == "fits"
 
 
@@ -249,10 +249,13 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
 def test_scripts_are_not_executed(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(SWIFT.replace("Qwen/Qwen2.5-7B-Instruct", "$MODEL"))
-    with pytest.raises(UsageError, match="--model \\$MODEL: the script is not executed"):
+    with pytest.raises(UsageError, match="model: the script is not executed, so the value"):
         read_file(script)
     script.write_text("python train.py\n")
     with pytest.raises(UsageError, match="has no command `swift rlhf` or `trl grpo`"):
+        read_file(script)
+    script.write_text("megatron rlhf --rlhf_type grpo\n")
+    with pytest.raises(UsageError, match="Megatron splits the model in its own way"):
         read_file(script)
     script.write_text(
         "accelerate launch --num_processes 2 trl grpo --model_name_or_path Qwen/Qwen3-4B \\\n"
@@ -264,7 +267,9 @@ def test_scripts_are_not_executed(tmp_path: Path) -> None:
 
 
 def test_keys_of_ms_swift_and_back() -> None:
-    values, unread = swift_as_trl({"rlhf_type": "grpo", "model": "m", "tuner_type": "full"})
+    full = {"rlhf_type": "grpo", "model": "m", "tuner_type": "full", "num_processes": 3}
+    values, unread = swift_as_trl(full)
+    assert values["gradient_accumulation_steps"] == 6  # 16 sequences, 3 in each micro batch
     assert not values["use_peft"] and "lora_r" not in values and not unread
     assert values["vllm_gpu_memory_utilization"] == 0.9 and values["beta"] == 0.04
     assert trl_as_swift({"vllm_enable_sleep_mode": True, "load_in_4bit": True}) == {
