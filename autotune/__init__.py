@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 from autotune.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from autotune.api import StudyResult, calibrate, check, compare, load_study, plan, tune
+    from autotune.api import (
+        PreflightCallback,
+        StudyResult,
+        calibrate,
+        check,
+        compare,
+        load_study,
+        plan,
+        tune,
+    )
     from autotune.core.errors import AutotuneError
     from autotune.core.train_config import TrainConfig
     from autotune.problem.search_space import SearchSpace
@@ -13,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutotuneError",
+    "PreflightCallback",
     "SearchSpace",
     "StudyResult",
     "StudySpec",

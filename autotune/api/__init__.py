@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autotune.api.estimates import calibrate, check, compare, longest, plan
     from autotune.api.studies import StudyResult, load_study, result_of, tune
+    from autotune.api.trainer_callback import PreflightCallback
     from autotune.core.errors import AutotuneError
     from autotune.core.train_config import TrainConfig
     from autotune.problem.search_space import SearchSpace
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # Each name is imported from its module on first use, so that planning imports few modules.
 HOMES = {
     "AutotuneError": "autotune.core.errors",
+    "PreflightCallback": "autotune.api.trainer_callback",
     "SearchSpace": "autotune.problem.search_space",
     "StudyResult": "autotune.api.studies",
     "StudySpec": "autotune.problem.study_spec",
@@ -33,6 +35,7 @@ HOMES = {
 }
 __all__ = [
     "AutotuneError",
+    "PreflightCallback",
     "SearchSpace",
     "StudyResult",
     "StudySpec",

@@ -7,12 +7,12 @@ steps, it prints the real peak and speed next to the estimate, and writes a file
 
 import json
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +35,14 @@ MOST_LENGTHS = 2000  # examples whose lengths are read for the check
 RUN_FILE = "autotune-run.yaml"
 MEASURED_FILE = "autotune-measured.json"
 # The sizes by which a model's config is recognised as a model of the catalogue
-SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings")
+SIZES = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
 # Keys that a file of TRL and the arguments of a Trainer share
 SHARED_KEYS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
-    *("max_steps", "gradient_checkpointing", "bf16", "fp16", "torch_compile", "use_liger_kernel"),
+    *("max_steps", "bf16", "fp16", "torch_compile", "use_liger_kernel"),
     *("dataloader_num_workers", "max_length", "packing", "packing_strategy", "padding_free"),
     *("activation_offloading", "pad_to_multiple_of", "loss_type", "eval_strategy"),
     *("per_device_eval_batch_size", "train_sampling_strategy", "deepspeed", "fsdp"),
@@ -51,7 +53,6 @@ SHARED_KEYS = (
 class _Counted:
     """The micro batches since the warm-up. Tokens are tensors, so that counting never waits."""
 
-    rows: int = 0
     tokens: int = 0
     useful: Any = 0
 
@@ -61,10 +62,11 @@ class _Counted:
         if ids is None:
             return
         mask = inputs.get("attention_mask")
-        self.rows += ids.shape[0]
         self.tokens += ids.numel()
-        is_mask = mask is not None and mask.shape == ids.shape
-        self.useful = self.useful + (mask.sum() if is_mask else ids.numel())
+        if mask is not None and mask.shape == ids.shape:
+            self.useful = self.useful + mask.sum()
+        else:
+            self.useful = self.useful + ids.numel()
 
 
 class PreflightCallback(TrainerCallback):
@@ -75,6 +77,7 @@ class PreflightCallback(TrainerCallback):
         steps: the number of optimizer steps after which the measurement ends.
         file: the file for `autotune import`; by default in the Trainer's output directory.
         trainer: the name of the trainer in this file; by default TRL or transformers.
+        run: the keys of the run's own file; by default, the Trainer's arguments describe the run.
         say: prints a line.
         options: options of `autotune check`, with underscores, such as price or examples.
     """
@@ -86,6 +89,7 @@ class PreflightCallback(TrainerCallback):
         steps: int = STEPS,
         file: str | Path | None = None,
         trainer: str | None = None,
+        run: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = print,
         **options: Any,
     ) -> None:
@@ -94,7 +98,8 @@ class PreflightCallback(TrainerCallback):
         self._steps = steps
         self._file = file
         self._trainer = trainer
-        self._say = lambda text: say(f"autotune: {printable(text)}")
+        self._run = run
+        self._print = say
         self._counted = _Counted()
         self._hook: Any = None
         self._began = self._ended = 0.0  # of the timed steps, and of the last step
@@ -124,7 +129,7 @@ class PreflightCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Leave out the time of an evaluation or a save after the last step."""
         if self._paused:
-            self._began += time.perf_counter() - self._ended
+            self._began += perf_counter() - self._ended
             self._paused = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -133,10 +138,10 @@ class PreflightCallback(TrainerCallback):
             return
         warm = min(WARM_STEPS, self._steps // 2)
         starts, ends = state.global_step == warm, state.global_step >= self._steps
-        if starts or ends or control.should_evaluate or control.should_save:
+        self._paused = control.should_evaluate or control.should_save
+        if starts or ends or self._paused:
             _wait(args)
-            self._ended = time.perf_counter()
-            self._paused = True
+            self._ended = perf_counter()
         if starts:
             self._began, self._first, self._counted = self._ended, state.global_step, _Counted()
         elif ends:
@@ -146,21 +151,29 @@ class PreflightCallback(TrainerCallback):
         """End the measurement of a run that is shorter than the measurement."""
         if self._hook is not None and state.global_step > self._first > 0:
             _wait(args)
-            self._ended = self._ended if self._paused else time.perf_counter()
+            self._ended = self._ended if self._paused else perf_counter()
             self._finish(args, state, objects["model"])
+        elif self._hook is not None:
+            self._say("nothing was measured, because the run has too few steps")
         self._unhook()
+
+    def _say(self, text: str) -> None:
+        self._print(f"autotune: {printable(text)}")
 
     # --- the check
 
     def _check(self, args: Any, model: Any, loader: Any) -> "CheckReport":
-        """Write the run as a file of TRL, and check this file."""
+        """Write the run as a file of its trainer or of TRL, and check this file."""
         from autotune.api.estimates import check
 
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        values = run_values(args, model, self._shape_of(model, folder).name)
-        (folder / RUN_FILE).write_text(json.dumps(values, indent=2) + "\n")  # JSON is YAML
-        options = dict(self._options)
+        shape = self._shape_of(model, folder)
+        values = run_values(args, model, shape.name) if self._run is None else dict(self._run)
+        (folder / RUN_FILE).write_text(
+            json.dumps(values, indent=2, default=str) + "\n"
+        )  # JSON is YAML
+        options: dict[str, Any] = {"model": shape.name} | self._options
         lengths, examples = _lengths_of(loader)
         with tempfile.TemporaryDirectory() as scratch:
             if lengths and not {"lengths", "dataset", "mean_tokens"} & options.keys():
@@ -266,7 +279,10 @@ def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
     base = getattr(model, "get_base_model", lambda: model)()
     frozen = next((one for one in base.parameters() if not one.requires_grad), None)
     dtype = (next(base.parameters()) if frozen is None else frozen).dtype
+    # transformers 5.20 renamed the first of these arguments to the second.
+    recomputes = ("gradient_checkpointing", "activation_checkpointing")
     values |= {
+        "gradient_checkpointing": any(getattr(args, key, None) for key in recomputes),
         "model_name_or_path": name,
         "dataset_name": "the-dataset",
         "optim": str(getattr(args.optim, "value", args.optim)),
@@ -275,8 +291,8 @@ def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
         "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)),
         "use_peft": False,
     }
-    quantization = getattr(model.config, "quantization_config", None)
-    if getattr(quantization, "load_in_4bit", False):
+    quantization: Any = getattr(model.config, "quantization_config", None)
+    if quantization is not None and getattr(quantization, "load_in_4bit", False):
         values |= {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": quantization.bnb_4bit_quant_type,

@@ -122,7 +122,7 @@ COMMANDS = {
     ),
     "import": (
         "share:import_",
-        "Check a file that somebody else submitted, and store it as evidence.",
+        "Check a file, or a folder of files, that others submitted, and store it as evidence.",
     ),
     "spaces": ("catalogs:spaces", "List the search spaces that come with the package."),
     "suites": (

@@ -7,6 +7,7 @@ is imported only if there is a file to read.
 import functools
 import os
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,15 @@ from autotune.core.files import load_data, read_regular, write_atomic
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.observed_speed import Observation
+from autotune.problem.calibration import write_calibration
 from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
     from autotune.planning.submission import Submission
 
 Say = Callable[[str], None]
+# Submissions of other users that come with the package; CONTRIBUTING.md says how to add one
+CONTRIBUTED = Path(str(files("autotune.catalog"))) / "data" / "measured"
 
 
 def ignore_message(text: str) -> None:
@@ -31,10 +35,12 @@ def ignore_message(text: str) -> None:
 def published_observations() -> tuple[Observation, ...]:
     """Return the published measurements that come with the package."""
     unknown = {"step_time_s": None, "peak_reserved_gib": None, "model_digest": None}
-    return tuple(
+    published = (
         Observation(**unknown | row | {"config": TrainConfig(**row["config"])})
         for row in load_data("autotune.catalog", "data/sightings")
     )
+    contributed, _ = load_evidence(CONTRIBUTED)
+    return (*published, *contributed)
 
 
 def known_observations(
@@ -47,22 +53,36 @@ def known_observations(
     imported, problems = load_evidence(directory)
     for problem in problems:
         say(f"warning: {problem}")
-    return (*published_observations(), *imported)
+    return tuple(dict.fromkeys((*published_observations(), *imported)))
 
 
 def read_submission(path: Path) -> tuple[Observation, ...]:
-    """Return the observations of a submission from another user.
+    """Return the observations of a submission from another user; a calibration has none.
 
     Raises UsageError if the file is unreadable or too large, or has an unknown field.
     """
     return _observations(_load(path))
 
 
+def submissions_in(path: Path) -> tuple[Path, ...]:
+    """Return the JSON files of a folder, or the path itself if it is no folder.
+
+    Raises UsageError if the folder has no JSON file.
+    """
+    if not path.is_dir():
+        return (path,)
+    found = tuple(sorted(path.glob("*.json")))
+    if not found:
+        raise UsageError(f"{path} has no .json file", remedy="name a file, or another folder")
+    return found
+
+
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
     """Check a submission, and copy it into `directory`.
 
-    The copy's file name is the submission's digest. Returns the path of the copy, and whether the
-    copy existed before.
+    The copy's file name is the submission's digest. A calibration is also written as a file for
+    `--calibration` (`calibration_in`). Returns the path of the copy, and whether the copy existed
+    before.
 
     Raises:
         UsageError: in the cases of `read_submission`.
@@ -77,7 +97,19 @@ def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
         was_there = False
     if not was_there:
         write_atomic(target, submission.text)
+    if (calibration := submission.to_calibration()) is not None:
+        write_calibration(calibration, _calibration_path(target))
     return target, was_there
+
+
+def calibration_in(stored: Path) -> Path | None:
+    """Return the file for `--calibration` of a stored submission, or None if it has none."""
+    path = _calibration_path(stored)
+    return path if path.is_file() else None
+
+
+def _calibration_path(stored: Path) -> Path:
+    return stored.parent / "calibrations" / stored.name
 
 
 def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, ...]]:
@@ -125,7 +157,7 @@ def _observations(submission: "Submission") -> tuple[Observation, ...]:
             peak_reserved_gib=row.peak_reserved_gib,
             source=f"submission {submission.digest}",
             as_of=submission.date,
-            trainer=submission.trainer,
+            trainer=submission.trainer or "",
             evidence=row.evidence,
         )
         for row in submission.rows
@@ -153,7 +185,8 @@ def _load(path: Path) -> "Submission":
             )
         raise UsageError(
             "\n".join(problems),
-            remedy="ask for a file that `autotune submit` of this version wrote",
+            remedy="ask for a file that this version wrote: by `autotune submit`, "
+            "`calibrate --share` or the trainer's callback",
         ) from None
 
 

@@ -1,4 +1,6 @@
-"""Defines a submission: a file that shares a study's measurements without private data.
+"""Defines a submission: a file that shares measurements without private data.
+
+A study, a run of another trainer (`api/trainer_callback`) and a calibration become such a file.
 
 pydantic checks each value against a range, a pattern or a list, both when a submission is written
 and when it is read. This module loads pydantic, so import it inside the functions that need it.
@@ -7,27 +9,31 @@ and when it is read. This module loads pydantic, so import it inside the functio
 import json
 import math
 import re
+from collections.abc import Sequence
 from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from autotune.catalog import list_devices, list_models, match_device
+from autotune.catalog import ModelSpec, list_devices, list_models, match_device, resolve_device
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import CollectiveRates, DeviceRates, Evidence, Fingerprint
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.version import __version__
+from autotune.problem.calibration import Calibration
 from autotune.study.summary import Candidate, Recipe
 
 # A submission states its raw tokens/s, and also the tokens and the time of a step. The stated
 # tokens/s may differ by at most this share from the step's tokens divided by its time.
 AGREEMENT = 0.01
+RATES = ("products", "copy_gb_s", "link_gb_s", "launch_us")  # the fields of DeviceRates
 CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 Word = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}\z")]
 Version = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+_-]{0,39}\z")]
 Count = Annotated[int, Field(ge=1, le=2**24)]
+Side = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}\z")]  # a number, as a key of JSON
 Rate = Annotated[float, Field(ge=1e-6, le=1e9)]
 Gib = Annotated[float, Field(ge=1e-3, le=1e5)]
 
@@ -47,7 +53,7 @@ class MeasuredRow(BaseModel):
     useful_tokens_per_s: Rate
     raw_tokens_per_s: Rate
     step_time_s: Annotated[float, Field(ge=1e-6, le=1e7)]
-    peak_reserved_gib: Gib
+    peak_reserved_gib: Gib | None
     limit_gib: Gib
     context_gib: Annotated[float, Field(ge=0, le=1e3)] | None
     power_w: Annotated[float, Field(ge=0, le=1e5)] | None
@@ -68,11 +74,34 @@ class MeasuredRow(BaseModel):
         return self
 
 
+class SharedCalibration(BaseModel):
+    """The rates of a machine, without its driver and versions, which the submission has.
+
+    The fields have the meaning of those of `Calibration` and of its rates.
+    """
+
+    model_config = CHECKED
+
+    products: dict[Word, dict[Side, float]]
+    copy_gb_s: float
+    link_gb_s: float | None
+    launch_us: float
+    layer_ms: float
+    reference: float | None
+    processor: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ()@.,_+-]{0,99}\z")]
+    cores: float
+    memory_gib: float
+    disk_mb_s: float | None
+    collectives: list[CollectiveRates] = []
+
+
 class Submission(BaseModel):
     """The content of a submission's file. The names of the fields are the file's keys.
 
-    `rows` has the measurement of the study's winner and, if the baseline was measured, also the
-    baseline's measurement.
+    `rows` has the measurement of a run, or of a study's winner and, if it was measured, of the
+    baseline. A file with a calibration instead has no rows, no model, no trainer and no batch. In
+    version 3 of the file, `calibration` and the trainer Axolotl are new, and the peak of a run on a
+    CPU may be unknown.
 
     `gpu` and `model` are names in the catalogue; `model` is None for a model outside the catalogue.
     `product` is the driver's name of the GPU.
@@ -80,17 +109,18 @@ class Submission(BaseModel):
 
     model_config = CHECKED
 
-    schema_version: Annotated[int, Field(ge=2, le=2)]
+    schema_version: Annotated[int, Field(ge=2, le=3)]
     date: Annotated[str, Field(pattern=r"^20[0-9]{2}-[0-9]{2}-[0-9]{2}\z")]
     gpu: str
     product: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ()@.,_+-]{0,99}\z")]
     memory_gib: Annotated[float, Field(ge=0.1, le=1e5)]
     model: str | None
-    model_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{12}\z")]
-    trainer: Literal["transformers", "trl"]
-    global_batch: Count
+    model_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{12}\z")] | None
+    trainer: Literal["transformers", "trl", "axolotl"] | None
+    global_batch: Count | None
     versions: Annotated[dict[Word, Version], Field(max_length=54)]
-    rows: Annotated[list[MeasuredRow], Field(min_length=1, max_length=2)]
+    rows: Annotated[list[MeasuredRow], Field(max_length=2)]
+    calibration: SharedCalibration | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -143,70 +173,160 @@ class Submission(BaseModel):
                 f"product: {self.product!r} of {self.memory_gib:g} GiB is no {self.gpu}"
             )
 
-        if self.model is not None and not _is_catalogued(self.model, self.model_digest):
+        about_runs = (self.model_digest, self.trainer, self.global_batch)
+        if self.rows and (self.calibration is not None or None in about_runs):
+            raise ValueError("rows: need a model, a trainer and a batch, and no calibration")
+        if not self.rows and (self.calibration is None or about_runs != (None, None, None)):
+            raise ValueError("rows: empty, but the file is no calibration alone")
+
+        if self.model is not None and not _is_catalogued(self.model, self.model_digest or ""):
             raise ValueError(
                 f"model: {self.model!r} of shape {self.model_digest} is not in the catalogue of "
                 "models"
             )
-        if any(row.peak_reserved_gib > self.memory_gib for row in self.rows):
+        if any((row.peak_reserved_gib or 0.0) > self.memory_gib for row in self.rows):
             raise ValueError("peak_reserved_gib: more than the GPU's memory")
+        self.to_calibration()  # it refuses implausible numbers
         return self
+
+    def to_calibration(self) -> Calibration | None:
+        """Return the machine's calibration, or None if the file has none."""
+        if self.calibration is None:
+            return None
+        versions = dict(self.versions)
+        fingerprint = Fingerprint(
+            device=self.product,
+            compute_capability=resolve_device(self.gpu).compute_capability,
+            device_memory_gib=self.memory_gib,
+            driver=versions.pop("driver", None),
+            cuda=versions.pop("cuda", None),
+            python=versions.pop("python", ""),
+            packages=versions,
+            allocator="",
+        )
+        shared = {name: getattr(self.calibration, name) for name in SharedCalibration.model_fields}
+        shared["collectives"] = tuple(shared["collectives"])
+        rates = {name: shared.pop(name) for name in RATES}
+        rates["products"] = {
+            dtype: {int(side): rate for side, rate in by_side.items()}
+            for dtype, by_side in rates["products"].items()
+        }
+        return Calibration(
+            device=self.gpu,
+            fingerprint=fingerprint,
+            rates=DeviceRates(**rates),
+            day=date.fromisoformat(self.date),
+            **shared,
+        )
 
     @property
     def text(self) -> str:
         """The content of the submission's file, as text."""
-        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+        return json.dumps(self._data, indent=2) + "\n"
 
     @property
     def digest(self) -> str:
         """The digest of the content."""
-        return digest_of(self.model_dump(mode="json"))
+        return digest_of(self._data)
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        """The keys of the file. Version 2 has no key for a calibration."""
+        version_2 = {"calibration"} if self.schema_version == 2 else None
+        return self.model_dump(mode="json", exclude=version_2)
 
 
 def submission_of(recipe: Recipe, measured_on: str) -> Submission:
     """Return the submission of a study. `measured_on` is a day, like 2026-11-22.
 
-    Raises UsageError if the GPU is not in the catalogue, if the study's objective is not sft, or if
-    a value is out of range.
+    Raises UsageError if the study's objective is not sft, and in the cases of `make_submission`.
     """
-    spec = recipe.model
-    fingerprint = recipe.fingerprint
-    if recipe.device.name not in {device.name for device in list_devices()}:
-        raise UsageError(
-            f"{recipe.device.name} is not in the catalogue of GPUs: other users could not compare "
-            "this study",
-            remedy="add a row to autotune/catalog/data/gpus.yaml, and run the study again",
-        )
     if recipe.workload.objective is not Objective.SFT:
         raise UsageError(
             f"studies for {recipe.workload.objective} cannot be shared yet",
             remedy="share a study with the objective sft",
         )
+    return make_submission(
+        recipe.fingerprint,
+        recipe.device.name,
+        measured_on,
+        schema_version=2,
+        model=recipe.model,
+        trainer="trl" if recipe.trainer == "trl" else "transformers",
+        global_batch=recipe.workload.global_batch,
+        rows=[_row(recipe, one) for one in (recipe.winner, recipe.baseline) if one],
+    )
+
+
+def calibration_submission(calibration: Calibration) -> Submission:
+    """Return the submission of a calibration, without the name of its file.
+
+    Raises UsageError in the cases of `make_submission`.
+    """
+    rates = calibration.rates
+    shared = {
+        name: getattr(rates if name in RATES else calibration, name)
+        for name in SharedCalibration.model_fields
+    }
+    shared |= {"collectives": list(calibration.collectives)}
+    shared["processor"] = _public_product(calibration.processor)
+    shared["products"] = {
+        dtype: {str(side): rate for side, rate in by_side.items()}
+        for dtype, by_side in rates.products.items()
+    }
+    return make_submission(
+        calibration.fingerprint,
+        calibration.device,
+        calibration.day.isoformat(),
+        calibration=SharedCalibration(**shared),
+    )
+
+
+def make_submission(
+    fingerprint: Fingerprint,
+    device: str,
+    measured_on: str,
+    *,
+    schema_version: int = 3,
+    model: ModelSpec | None = None,
+    rows: Sequence[MeasuredRow] = (),
+    **details: Any,
+) -> Submission:
+    """Return a submission of what was measured on this machine, without private names.
+
+    Raises UsageError if the GPU is not in the catalogue, or if a value is out of range.
+    """
+    if device not in {known.name for known in list_devices()}:
+        raise UsageError(
+            f"{device} is not in the catalogue of GPUs: other users could not compare this",
+            remedy="add a row to autotune/catalog/data/gpus.yaml, and measure again",
+        )
 
     versions = {"autotune": __version__, "python": fingerprint.python, **fingerprint.packages}
     versions |= {"driver": fingerprint.driver or "", "cuda": fingerprint.cuda or ""}
+    known_name = model is not None and _is_catalogued(model.name, model.digest)
+    unknown = {"trainer": None, "global_batch": None}
 
     try:
         return Submission(
-            schema_version=2,
+            schema_version=schema_version,
             date=measured_on,
-            gpu=recipe.device.name,
-            product=re.sub(r"[^A-Za-z0-9 ()@.,_+-]", " ", fingerprint.device).strip()[:100],
+            gpu=device,
+            product=_public_product(fingerprint.device),
             memory_gib=fingerprint.device_memory_gib,
-            model=spec.name if _is_catalogued(spec.name, spec.digest) else None,
-            model_digest=spec.digest,
-            trainer="trl" if recipe.trainer == "trl" else "transformers",
-            global_batch=recipe.workload.global_batch,
+            model=model.name if model is not None and known_name else None,
+            model_digest=model.digest if model is not None else None,
             versions={
                 name: _public_version(version) for name, version in versions.items() if version
             },
-            rows=[_row(recipe, one) for one in (recipe.winner, recipe.baseline) if one],
+            rows=list(rows),
+            **unknown | details,
         )
     except ValidationError as error:
         reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         raise UsageError(
-            f"this study cannot be submitted: {reasons}",
-            remedy="run the study again, and submit the new results",
+            f"this cannot be submitted: {reasons}",
+            remedy="measure again, and submit the new results",
         ) from None
 
 
@@ -231,6 +351,11 @@ def _row(recipe: Recipe, candidate: Candidate) -> MeasuredRow:
 
 def _is_catalogued(name: str, digest: str) -> bool:
     return (name, digest) in {(model.name, model.digest) for model in list_models()}
+
+
+def _public_product(name: str) -> str:
+    """Return the name of a GPU or a processor, with plain characters only."""
+    return re.sub(r"[^A-Za-z0-9 ()@.,_+-]+", " ", name).strip()[:100]
 
 
 def _public_version(version: str) -> str:

@@ -9,6 +9,7 @@ from autotune.cli.options import Gpu, Json
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, Interrupted
+from autotune.core.files import write_atomic
 from autotune.core.text import printable, short_path
 from autotune.core.units import DASH, fmt_count, fmt_gib
 
@@ -21,12 +22,18 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the calibration to this file.")
     ] = None,
+    share: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also write a file that you can share: it has no private data."
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Measure this machine's device and host, keep the result and print it.
 
     Raises:
-        UsageError: the named device is unknown, or is not in this machine.
+        UsageError: the named device is unknown, is not in this machine, or cannot be shared.
         EnvironmentProblem: this machine has no GPU, or the device cannot be measured.
         StorageError: the result cannot be written.
         Interrupted: stopped by a signal; nothing is kept.
@@ -48,6 +55,10 @@ def calibrate(
 
     if out is not None:
         write_calibration(calibration, out)
+    if share is not None:
+        from autotune.planning.submission import calibration_submission
+
+        write_atomic(share, calibration_submission(calibration).text)
     if json_:
         print_json(to_data(calibration))
         return

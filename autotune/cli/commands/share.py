@@ -11,7 +11,7 @@ from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.terminal import print_answer_json
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
-from autotune.core.units import fmt_count, fmt_gib
+from autotune.core.units import DASH, fmt_count, fmt_gib
 from autotune.report.values.commands import Files, Imported, ImportedRow
 from autotune.study.storage.location import EVIDENCE, storage_url
 
@@ -72,7 +72,14 @@ def submit(
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="File that `autotune submit` wrote.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="File that `autotune submit`, `calibrate --share` or a trainer's callback wrote, "
+            "or a folder of such files.",
+        ),
+    ],
     evidence: Annotated[
         Path,
         typer.Option(
@@ -81,28 +88,50 @@ def import_(
     ] = EVIDENCE,
     json_: Json = False,
 ) -> None:
-    """Check the file of a submission, and keep it as evidence for later estimates.
+    """Check submissions, and keep them as evidence for later estimates.
+
+    All valid files of a folder are kept, even if others are invalid.
 
     Raises:
-        UsageError: the file is not a valid submission.
+        UsageError: a file is not a valid submission, or the folder has none.
         StorageError: the directory cannot be written.
     """
-    from autotune.planning.observations import read_submission, store_submission
+    from autotune.planning.observations import (
+        calibration_in,
+        read_submission,
+        store_submission,
+        submissions_in,
+    )
 
-    path, was_known = store_submission(file, evidence)
-    rows = read_submission(path)
+    problems: list[UsageError] = []
+    stored: dict[Path, bool] = {}
+    for one in submissions_in(file):
+        try:
+            path, was_known = store_submission(one, evidence)
+            stored[path] = was_known
+        except UsageError as error:
+            problems.append(error)
 
-    if json_:
-        print_answer_json(
-            Imported(file=str(path), was_known=was_known, rows=tuple(map(_row, rows)))
-        )
-        return
+    if json_ and stored:
+        rows = tuple(_row(row) for path in stored for row in read_submission(path))
+        kept = str(evidence if file.is_dir() else next(iter(stored)))
+        print_answer_json(Imported(file=kept, was_known=all(stored.values()), rows=rows))
+    for path, was_known in () if json_ else stored.items():
+        for observed in read_submission(path):
+            _print_row(observed)
+        if (calibration := calibration_in(path)) is not None:
+            print(f"calibration: add --calibration {calibration} to an estimate for this machine")
+        print(f"{path} was stored before: nothing changed" if was_known else path)
 
-    for row in rows:
-        model = row.model or f"a model of shape {row.model_digest}"
-        speed = f"{fmt_count(row.tokens_per_s)} tokens/s, {fmt_gib(row.peak_reserved_gib)}"
-        print(f"{row.device}  {model}  {row.config.label()}  {speed}  [{row.evidence}]")
-    print(f"{path} was stored before: nothing changed" if was_known else path)
+    if problems:
+        raise UsageError("\n".join(map(str, problems)), remedy=problems[0].remedy)
+
+
+def _print_row(row: "Observation") -> None:
+    model = row.model or f"a model of shape {row.model_digest}"
+    peak = DASH if row.peak_reserved_gib is None else fmt_gib(row.peak_reserved_gib)
+    speed = f"{fmt_count(row.tokens_per_s)} tokens/s, {peak}"
+    print(f"{row.device}  {model}  {row.config.label()}  {speed}  [{row.evidence}]")
 
 
 def _row(row: "Observation") -> ImportedRow:

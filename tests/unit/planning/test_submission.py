@@ -231,7 +231,7 @@ def changed(data: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        ("schema_version", 3),
+        ("schema_version", 4),
         ("schema_version", 1),
         ("schema_version", "2"),
         ("schema_version", 2.0),
@@ -572,7 +572,7 @@ def test_the_day_of_a_study_without_times(tmp_path: Path, tables: Path) -> None:
         (MeasuredRow, "limit_gib", 1e-3, 1e5),
         (MeasuredRow, "context_gib", 0.0, 1e3),
         (MeasuredRow, "power_w", 0.0, 1e5),
-        (Submission, "schema_version", 2, 2),
+        (Submission, "schema_version", 2, 3),
         (Submission, "global_batch", 1, 2**24),
     ],
 )
