@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from autotune.catalog import ModelSpec, list_models, resolve_model
-from autotune.core.errors import AutotuneError
+from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
@@ -34,12 +34,20 @@ STEPS = 20
 MOST_LENGTHS = 2000  # examples whose lengths are read for the check
 RUN_FILE = "autotune-run.yaml"
 MEASURED_FILE = "autotune-measured.json"
-# The sizes by which a model's config is recognised as a model of the catalogue
+# Two configs with equal values of these keys describe models of the same shape
 SIZES = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
 )
 # Keys that a file of TRL and the arguments of a Trainer share
+# The arguments of TRL's trainers. All other arguments must be of a trainer of a language model.
+ARGUMENTS = {
+    Objective.SFT: "SFTConfig",
+    Objective.DPO: "DPOConfig",
+    Objective.KTO: "KTOConfig",
+    Objective.REWARD: "RewardConfig",
+}
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 SHARED_KEYS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("max_steps", "bf16", "fp16", "torch_compile", "use_liger_kernel"),
@@ -59,7 +67,7 @@ class _Counted:
     def add(self, inputs: Mapping[str, Any]) -> None:
         """Count a micro batch. Tokens whose attention mask is 0 are padding."""
         ids = inputs.get("input_ids")
-        if ids is None:
+        if not isinstance(ids, torch.Tensor):
             return
         mask = inputs.get("attention_mask")
         self.tokens += ids.numel()
@@ -113,7 +121,7 @@ class PreflightCallback(TrainerCallback):
         model = objects["model"]
         try:
             self.report = self._check(args, model, objects.get("train_dataloader"))
-        except (AutotuneError, OSError) as error:
+        except Exception as error:  # whatever it is, the training is worth more than its check
             self._say(f"no check: {error}{_remedy(error)}")
         else:
             self._print_check(self.report)
@@ -154,7 +162,7 @@ class PreflightCallback(TrainerCallback):
             self._ended = self._ended if self._paused else perf_counter()
             self._finish(args, state, objects["model"])
         elif self._hook is not None:
-            self._say("nothing was measured, because the run has too few steps")
+            self._say("the run has too few steps to be measured")
         self._unhook()
 
     def _say(self, text: str) -> None:
@@ -182,6 +190,8 @@ class PreflightCallback(TrainerCallback):
                 options |= {"lengths": str(path)}
             options.setdefault("examples", examples)
             options.setdefault("gpus", args.world_size if args.world_size > 1 else None)
+            if self._run is None:
+                options["objective"] = objective_of(args, model)
             return check(folder / RUN_FILE, **options)
 
     def _shape_of(self, model: Any, folder: Path) -> ModelSpec:
@@ -222,7 +232,7 @@ class PreflightCallback(TrainerCallback):
         self._say(f"measured in {steps} steps: {fmt_count(useful)} useful tokens/s, {memory}")
         try:
             path = self._write(args, model, steps, step_s, peak, useful)
-        except (AutotuneError, OSError, ValueError) as error:
+        except Exception as error:  # as above
             self._say(f"the measurement cannot be shared: {error}{_remedy(error)}")
         else:
             self._say(f"wrote {path}; `autotune import {path}` makes estimates more accurate")
@@ -271,6 +281,25 @@ class PreflightCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def objective_of(args: Any, model: Any) -> str:
+    """Return the objective of a Trainer with these arguments.
+
+    Raises UsageError if autotune does not know the trainer, or if the model is no language model.
+    """
+    kind = type(args)
+    for objective, name in ARGUMENTS.items():
+        if kind.__name__ == name:
+            return str(objective)
+    base = getattr(model, "get_base_model", lambda: model)()
+    if kind.__module__.startswith("trl.") or not type(base).__name__.endswith(LANGUAGE_MODELS):
+        raise UsageError(
+            f"{kind.__name__} with a {type(base).__name__} is not supported",
+            remedy="use a Trainer of a causal language model, or TRL's trainer for SFT, DPO, KTO "
+            "or rewards",
+        )
+    return str(Objective.SFT)
 
 
 def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:

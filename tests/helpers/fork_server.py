@@ -53,8 +53,8 @@ READ_AT_START = (
 FLAGS, OPTIONS = ("-P", "-u"), ("-m", "-c")
 # they start no Python process
 LEAVES = ("autotune.probe.worker", "autotune.dry.worker", "autotune.probe.demo_model")
-# It imports triton, which torch for CPUs lacks.
-FOR_GPUS = ("autotune.trainer.grouped_kernels",)
+# They import triton, which torch for CPUs lacks, or another trainer.
+FOR_GPUS = ("autotune.trainer.grouped_kernels", "autotune.api.axolotl_plugin")
 PROGRAMS = (
     *LEAVES,
     "autotune.__main__",

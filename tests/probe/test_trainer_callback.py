@@ -13,13 +13,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, SFTConfig, SFTTrainer
 from typer.testing import CliRunner
 
 from autotune.api import trainer_callback
-from autotune.api.trainer_callback import PreflightCallback, catalogued, run_values
+from autotune.api.trainer_callback import PreflightCallback, catalogued, objective_of, run_values
 from autotune.catalog import resolve_model
 from autotune.cli.app import app
+from autotune.core.errors import UsageError
 from autotune.planning.observations import read_submission
 from tests.helpers.factories import FINGERPRINT
 from tests.helpers.tokenizers import byte_level
@@ -160,7 +161,7 @@ def test_a_run_that_cannot_be_checked_still_trains(tmp_path: Path) -> None:
     )
     assert trainer.train().global_step == 3
     assert "no check: " in said[0] and "did you mean 'rtx-4090'" in said[0]
-    assert "nothing was measured" in said[-1]
+    assert "too few steps to be measured" in said[-1]
     assert not (tmp_path / "autotune-measured.json").exists()
 
 
@@ -243,3 +244,58 @@ def test_a_model_is_known_by_its_sizes_whatever_its_name(tmp_path: Path) -> None
         "bfloat16",
         False,
     )
+
+
+class GRPOConfig(TrainingArguments):
+    """Stands for the arguments of a trainer that autotune does not know."""
+
+
+def test_the_objective_follows_from_the_arguments_and_the_model(tmp_path: Path) -> None:
+    model = tiny()
+    usual = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    new: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True}
+    new |= {"activation_checkpointing": True}
+    assert objective_of(usual, model) == "sft"
+    assert objective_of(SFTConfig(**new), model) == "sft"
+    assert objective_of(DPOConfig(**new), model) == "dpo"
+
+    unknown = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    type(unknown).__module__ = "trl.trainer.grpo_config"
+    with pytest.raises(UsageError, match="GRPOConfig with a LlamaForCausalLM"):
+        objective_of(unknown, model)
+    with pytest.raises(UsageError, match="with a Linear"):
+        objective_of(usual, torch.nn.Linear(2, 2))
+
+
+def test_on_a_gpu_the_peak_is_what_torch_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events of a Trainer on a GPU, by hand, with the answers of torch's allocator."""
+    said: list[str] = []
+    asked: list[str] = []
+    clock = iter([10.0, 14.0])  # the end of the warm-up, and of two more steps
+    monkeypatch.setattr(trainer_callback, "machine", lambda kind: (A2, "a2"))
+    monkeypatch.setattr(trainer_callback, "perf_counter", lambda: next(clock))
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**30)
+
+    model = get_peft_model(tiny(), LORA)
+    usual = vars(TrainingArguments(**arguments(tmp_path, gradient_accumulation_steps=1)))
+    args = SimpleNamespace(**usual, device=SimpleNamespace(type="cuda"), world_size=1)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0)
+    control = SimpleNamespace(should_evaluate=False, should_save=False)
+    callback = PreflightCallback("a2", steps=4, say=said.append)
+    callback.on_train_begin(args, state, control, model=model)
+    for step in (1, 2, 3, 4):
+        callback.on_step_begin(args, state, control, model=model)
+        model(input_ids=torch.ones(2, LENGTH, dtype=torch.long))
+        state.global_step = step
+        callback.on_step_end(args, state, control, model=model)
+
+    assert asked == ["reset_peak_memory_stats", "synchronize", "synchronize"]
+    measured = next(line for line in said if "measured in 2 steps" in line)
+    assert ": 32 useful tokens/s, 3.00 GiB (estimated: " in measured, measured
+    (observed,) = read_submission(tmp_path / "autotune-measured.json")
+    assert (observed.peak_reserved_gib, observed.step_time_s) == (3.0, 2.0)
+    assert observed.tokens_per_s == 32.0
