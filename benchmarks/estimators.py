@@ -19,9 +19,11 @@ from autotune.catalog import ModelSpec, resolve_device, resolve_model
 from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB
 from autotune.planning.named_estimates import estimate_named_configs
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
-from autotune.problem.study_spec import make_spec, shipped_suites
+from autotune.problem.study_spec import Published, make_spec, shipped_suites
+from autotune.study.named_configs import ConfigResult
 
 OURS = "autotune"
 # A run is started with about this share of the memory free, so a larger error means out of memory.
@@ -38,8 +40,9 @@ def run(args: argparse.Namespace) -> None:
     The trainings are whole models that other benchmarks measured, and suites of published results
     (`studies/published`). A training counts if its settings are those that all the tools know:
     LoRA, QLoRA or full fine-tuning in bf16 on one GPU, all or no layers recomputed, and PyTorch's
-    own kernels and loss. Some of our measurements helped to write autotune's formula (`fitted`).
-    `--packages` is a folder that has the packages of the tools:
+    own kernels and loss. Published runs that computed something else than their settings say do not
+    count; the suites say which. Some of our measurements helped to write autotune's formula
+    (`fitted`). `--packages` is a folder that has the packages of the tools:
 
         pip install --no-deps --target DIR fitcheck-llm fitscout canifinetune hf-vram-calc unsloth
     """
@@ -98,16 +101,13 @@ def published_rows() -> Iterator[dict[str, Any]]:
         if "https://" not in (spec.source or ""):  # no reader could look up the numbers
             continue
         for found in estimate_named_configs(spec, device=resolve_device(spec.gpu)):
-            theirs, config = found.case.published, found.config
-            if theirs is None or found.case.excluded or not is_plain(config):
+            config = found.config
+            if found.case.excluded or not is_plain(config) or config.num_gpus > 1:
                 continue
-            peak, ours = theirs.peak_gib, found.peak_allocated_gib
-            context = CONTEXT_GIB
-            if theirs.process_gib is not None:
-                peak, ours, context = theirs.process_gib, found.with_context_gib, 0.0
-            elif theirs.reserved_gib is not None:
-                peak, ours = theirs.reserved_gib, found.peak_reserved_gib
-            if peak is None or ours is None or config.num_gpus > 1:
+            if found.case.differs:  # it computed something else than its settings say
+                continue
+            peak = published_peak(found)
+            if peak is None:
                 continue
             model = resolve_model(found.case.model or spec.model)
             if found.case.model_overrides:  # nobody publishes the number of parameters
@@ -117,10 +117,26 @@ def published_rows() -> Iterator[dict[str, Any]]:
             yield {
                 **_asked(model, config, found.case.accumulation, spec.gpu),
                 "source": f"public, {name}",
-                "measured_gib": peak,
-                "context_gib": context,
+                **peak,
+            }
+
+
+def published_peak(found: ConfigResult) -> dict[str, Any] | None:
+    """Return the published peak, the CUDA context that it lacks, and our estimate of it."""
+    theirs = found.case.published or Published()
+    for gb, gib, ours, context_gib in (
+        (theirs.peak_gb, theirs.process_gib, found.with_context_gib, 0.0),
+        (theirs.reserved_gb, theirs.reserved_gib, found.peak_reserved_gib, CONTEXT_GIB),
+        (None, theirs.peak_gib, found.peak_allocated_gib, CONTEXT_GIB),
+    ):
+        measured = gib if gb is None else gb * 1e9 / GIB
+        if measured is not None and ours is not None:
+            return {
+                "measured_gib": measured,
+                "context_gib": context_gib,
                 "estimates": {OURS: ours},
             }
+    return None
 
 
 def is_plain(config: TrainConfig) -> bool:
