@@ -34,12 +34,8 @@ STEPS = 20
 MOST_LENGTHS = 2000  # examples whose lengths are read for the check
 RUN_FILE = "autotune-run.yaml"
 MEASURED_FILE = "autotune-measured.json"
-# Two configs with equal values of these keys describe models of the same shape
-SIZES = (
-    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
-)
-# Keys that a file of TRL and the arguments of a Trainer share
+# Whole numbers of a model's config that do not change its memory
+NO_SIZES = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 # The arguments of TRL's trainers. All other arguments must be of a trainer of a language model.
 ARGUMENTS = {
     Objective.SFT: "SFTConfig",
@@ -110,8 +106,9 @@ class PreflightCallback(TrainerCallback):
         self._print = say
         self._counted = _Counted()
         self._hook: Any = None
+        self._resumed = 0  # the steps that an earlier run has done
+        self._first: int | None = None  # the last step of the warm-up, once it is done
         self._began = self._ended = 0.0  # of the timed steps, and of the last step
-        self._first = 0  # the last step of the warm-up
         self._paused = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -119,6 +116,7 @@ class PreflightCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         model = objects["model"]
+        self._resumed = state.global_step
         try:
             self.report = self._check(args, model, objects.get("train_dataloader"))
         except Exception as error:  # whatever it is, the training is worth more than its check
@@ -144,8 +142,9 @@ class PreflightCallback(TrainerCallback):
         """Start the clock after the warm-up, and end the measurement after the last step."""
         if self._hook is None:
             return
-        warm = min(WARM_STEPS, self._steps // 2)
-        starts, ends = state.global_step == warm, state.global_step >= self._steps
+        done = state.global_step - self._resumed
+        warm = max(1, min(WARM_STEPS, self._steps // 2))
+        starts, ends = done == warm, done >= max(self._steps, warm + 1)
         self._paused = control.should_evaluate or control.should_save
         if starts or ends or self._paused:
             _wait(args)
@@ -157,7 +156,8 @@ class PreflightCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """End the measurement of a run that is shorter than the measurement."""
-        if self._hook is not None and state.global_step > self._first > 0:
+        has_begun = self._first is not None and state.global_step > self._first
+        if self._hook is not None and has_begun:
             _wait(args)
             self._ended = self._ended if self._paused else perf_counter()
             self._finish(args, state, objects["model"])
@@ -178,9 +178,8 @@ class PreflightCallback(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         shape = self._shape_of(model, folder)
         values = run_values(args, model, shape.name) if self._run is None else dict(self._run)
-        (folder / RUN_FILE).write_text(
-            json.dumps(values, indent=2, default=str) + "\n"
-        )  # JSON is YAML
+        text = json.dumps(values, indent=2, default=str) + "\n"  # JSON is YAML, too
+        (folder / RUN_FILE).write_text(text)
         options: dict[str, Any] = {"model": shape.name} | self._options
         lengths, examples = _lengths_of(loader)
         with tempfile.TemporaryDirectory() as scratch:
@@ -188,7 +187,8 @@ class PreflightCallback(TrainerCallback):
                 path = Path(scratch, "lengths.txt")
                 path.write_text("\n".join(map(str, lengths)))
                 options |= {"lengths": str(path)}
-            options.setdefault("examples", examples)
+            if "tokens" not in options:
+                options.setdefault("examples", examples)
             options.setdefault("gpus", args.world_size if args.world_size > 1 else None)
             if self._run is None:
                 options["objective"] = objective_of(args, model)
@@ -222,7 +222,7 @@ class PreflightCallback(TrainerCallback):
     def _finish(self, args: Any, state: Any, model: Any) -> None:
         """Print the real peak and speed, and write the file."""
         self._unhook()
-        steps = state.global_step - self._first
+        steps = state.global_step - (self._first or 0)
         step_s = (self._ended - self._began) / steps
         peak = torch.cuda.max_memory_reserved() / GIB if args.device.type == "cuda" else None
         useful = float(self._counted.useful) * args.world_size / (steps * step_s)
@@ -304,7 +304,7 @@ def objective_of(args: Any, model: Any) -> str:
 
 def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
     """Return a Trainer's run as the values of a TRL file. `name` names the model's shape."""
-    values = {key: getattr(args, key, None) for key in SHARED_KEYS}
+    values = {key: _plain(getattr(args, key, None)) for key in SHARED_KEYS}
     base = getattr(model, "get_base_model", lambda: model)()
     frozen = next((one for one in base.parameters() if not one.requires_grad), None)
     dtype = (next(base.parameters()) if frozen is None else frozen).dtype
@@ -314,10 +314,9 @@ def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
         "gradient_checkpointing": any(getattr(args, key, None) for key in recomputes),
         "model_name_or_path": name,
         "dataset_name": "the-dataset",
-        "optim": str(getattr(args.optim, "value", args.optim)),
+        "optim": _plain(args.optim),
         "dtype": "auto" if not dtype.is_floating_point else str(dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
-        "eval_strategy": str(getattr(args.eval_strategy, "value", args.eval_strategy)),
         "use_peft": False,
     }
     quantization: Any = getattr(model.config, "quantization_config", None)
@@ -337,13 +336,31 @@ def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, "", [])}
 
 
+def _plain(value: Any) -> Any:
+    """Return an argument as it stands in a file: names instead of enums."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return getattr(value, "value", value)
+
+
 def catalogued(config: Mapping[str, Any]) -> ModelSpec | None:
     """Return the catalogue's model with the sizes of a model's config, or None."""
-    for model in list_models():
-        known = {key: model.config[key] for key in SIZES if key in model.config}
-        if all(config.get(key) == value for key, value in known.items()):
-            return model
-    return None
+    sizes = _sizes(config)
+    same = [
+        model
+        for model in list_models()
+        if "num_hidden_layers" in (known := _sizes(model.config)) and known.items() <= sizes.items()
+    ]
+    name = config.get("_name_or_path")
+    return next((one for one in same if name in (one.name, *one.aliases)), next(iter(same), None))
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the type and the whole numbers of a config, with those of its `text_config`."""
+    flat = {**config, **(config.get("text_config") or {})}
+    numbers = {key: value for key, value in flat.items() if isinstance(value, int)}
+    kept = {key: value for key, value in numbers.items() if key not in NO_SIZES}
+    return kept | {"model_type": config.get("model_type")}
 
 
 def machine(kind: str) -> tuple[Any, str]:

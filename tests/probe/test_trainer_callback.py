@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from autotune.api import trainer_callback
 from autotune.api.trainer_callback import PreflightCallback, catalogued, objective_of, run_values
-from autotune.catalog import resolve_model
+from autotune.catalog import list_models, resolve_model
 from autotune.cli.app import app
 from autotune.core.errors import UsageError
 from autotune.planning.observations import read_submission
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 LENGTH = 32
-LONG = 256
+LONG = 512
 LORA = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 A2 = replace(FINGERPRINT, device="NVIDIA A2", device_memory_gib=14.8, compute_capability="8.6")
 
@@ -82,15 +82,15 @@ def test_in_transformers_the_imported_file_changes_a_prediction(
     the formula predicts.
     """
     said: list[str] = []
-    clock = iter([100.0, 100.0 + 2 * 0.04])  # two steps after the warm-up
+    clock = iter([100.0, 100.031])  # the end of the warm-up, and of one more step
     monkeypatch.setattr(trainer_callback, "machine", lambda kind: (A2, "a2"))
     monkeypatch.setattr(trainer_callback, "perf_counter", lambda: next(clock))
-    changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 4}
+    changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
     Trainer(
         model=get_peft_model(tiny(), LORA),
         args=TrainingArguments(**arguments(tmp_path, **changes)),
         train_dataset=rows(LONG),
-        callbacks=[PreflightCallback("a2", steps=3, say=said.append)],
+        callbacks=[PreflightCallback("a2", steps=2, say=said.append)],
     ).train()
 
     assert said[0].startswith("autotune: fits: needs ") and " on a2" in said[0]
@@ -99,8 +99,8 @@ def test_in_transformers_the_imported_file_changes_a_prediction(
     assert said[-1].startswith(f"autotune: wrote {measured}")
     (observed,) = read_submission(measured)
     assert (observed.device, observed.model, observed.trainer) == ("a2", "demo-3m", "transformers")
-    assert observed.step_time_s == pytest.approx(0.04) and observed.peak_reserved_gib is None
-    assert observed.tokens_per_s == pytest.approx(4 * LONG / 0.04)
+    assert observed.step_time_s == pytest.approx(0.031) and observed.peak_reserved_gib is None
+    assert observed.tokens_per_s == pytest.approx(4 * LONG / 0.031)
     config = observed.config
     assert (config.method, config.lora_rank, config.micro_batch_size) == ("lora", 8, 4)
     assert (config.precision, config.checkpointing) == ("bf16_mixed", "none")
@@ -299,3 +299,37 @@ def test_on_a_gpu_the_peak_is_what_torch_reserved(
     (observed,) = read_submission(tmp_path / "autotune-measured.json")
     assert (observed.peak_reserved_gib, observed.step_time_s) == (3.0, 2.0)
     assert observed.tokens_per_s == 32.0
+
+
+def test_a_resumed_run_is_measured_from_its_first_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    clock = iter([50.0, 53.0])
+    monkeypatch.setattr(trainer_callback, "perf_counter", lambda: next(clock))
+    model = tiny()
+    args = TrainingArguments(**arguments(tmp_path, gradient_accumulation_steps=1))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=500)
+    control = SimpleNamespace(should_evaluate=False, should_save=False)
+    callback = PreflightCallback("a10", steps=1, say=said.append)
+    callback.on_train_begin(args, state, control, model=model)
+    for step in (501, 502):
+        callback.on_step_begin(args, state, control, model=model)
+        model(input_ids=torch.ones(2, LENGTH, dtype=torch.long))
+        state.global_step = step
+        callback.on_step_end(args, state, control, model=model)
+    (observed,) = read_submission(tmp_path / "autotune-measured.json")
+    assert observed.step_time_s == 3.0 and "measured in 1 steps" in " ".join(said)
+
+
+def test_a_model_of_the_catalogue_is_known_by_its_sizes() -> None:
+    """A model of images has its sizes in `text_config`. A few models have no usual keys."""
+    found = [(model, catalogued(model.config)) for model in list_models()]
+    for model, known in found:
+        assert known is None or known.params == pytest.approx(model.params, rel=1e-3), model.name
+    assert sum(known is None for _, known in found) < 0.1 * len(found)
+    for model, known in found:
+        place = "text_config" if "text_config" in model.config else None
+        changed = {**(model.config[place] if place else model.config), "num_hidden_layers": 5}
+        other = {**model.config, place: changed} if place else changed
+        assert known is None or catalogued(other) is None
