@@ -41,14 +41,14 @@ def print_rollout_plan(plan: RolloutPlan, *, details: bool = False) -> None:
         f"completions {plan.completions}, cut off at {rollouts.completion_tokens:,}; "
         f"{rollouts.num_generations} to each prompt, {rollouts.sequences:,} in a generation"
     )
-    print_lines({"layout": chosen.config.label()} | _trl_settings(plan, chosen))
+    print_lines({"layout": chosen.config.label()} | trl_settings(plan, chosen))
     for phase, bounds in chosen.phases.items():
         terms = bounds.reported.terms()
         listed = " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
         print_text(f"{str(phase).replace('_', '-')}: {listed}")
 
 
-def _trl_settings(plan: RolloutPlan, layout: Layout) -> dict[str, str]:
+def trl_settings(plan: RolloutPlan, layout: Layout) -> dict[str, str]:
     """Return the settings of TRL for a layout."""
     config = layout.config
     rollouts = layout.rollouts

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import autotune
+from autotune.cli.plan_text import trl_settings
 from autotune.core.errors import UsageError
 from autotune.planning.rollout_plan import plan_rollouts
+from autotune.planning.run_check import check
 from autotune.problem.study_spec import StudySpec
 from autotune.report.answers import rollout_answer
 from autotune.report.values.rollouts import RolloutPlan
@@ -113,3 +116,25 @@ def test_python_gives_the_same_plan() -> None:
 def test_a_model_that_vllm_cannot_hold_is_refused() -> None:
     with pytest.raises(UsageError, match="vLLM cannot hold the weights and one completion"):
         plan("llama-3.3-70b", "rtx-4090")
+
+
+def test_check_agrees_with_the_planned_layout(tmp_path: Path) -> None:
+    """The settings that the plan prints, in a file of TRL."""
+    result = plan("qwen2.5-1.5b", "rtx-4090", mean_completion=300, p99_completion=900)
+    best = result.best
+    assert best is not None
+    settings = {name: yaml.safe_load(value) for name, value in trl_settings(result, best).items()}
+    config = best.config
+    recomputes = {"gradient_checkpointing": config.checkpointing == "full"}
+    assert config.checkpointing in ("none", "full")
+    file = tmp_path / "grpo.yaml"
+    model = {"model_name_or_path": "Qwen/Qwen2.5-1.5B", "reward_funcs": "a_reward"}
+    adapters = {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear"}
+    others = {"dtype": "bfloat16", "optim": config.optimizer, "use_vllm": True, "lora_dropout": 0}
+    file.write_text(yaml.safe_dump(model | adapters | others | recomputes | settings))
+    report = check(file, {"gpu": "rtx-4090", "tokens_per_example": 256})
+    assert report.checked.run.config == config
+    found = report.bounds_of_phases
+    assert found.keys() == best.bounds_of_phases.keys()
+    for phase, bounds in best.bounds_of_phases.items():
+        assert found[phase] == pytest.approx(bounds)
