@@ -43,9 +43,10 @@ OF_OBJECTIVES = (
     "another formula, 5 % off in the median of these trainings and 13 % at worst"
 )
 
+UPDATE = "memory of the update by the formula for dpo, which was within 0.9 % for 24 trainings"
+COUNTED_UPDATE = "memory of the update by counting a training step for sft without a GPU"
 OF_ROLLOUTS = (
-    "memory of the update by the formula for dpo, which was within 0.9 % for 24 trainings; no GPU "
-    "has checked the memory of rollouts and log-probabilities, so the numbers are ranges"
+    "no GPU has checked the memory of rollouts and log-probabilities, so the numbers are ranges"
 )
 RANK_ACCURACY = (
     "memory by formulas. Under FSDP2 they are off by at most 2.7 % for the four measured ranks and "
@@ -74,7 +75,7 @@ def accuracy_text(
     the GPUs was not measured. For `unchecked`, see `is_unchecked`.
     """
     if objective.generates:
-        return OF_ROLLOUTS
+        return f"{COUNTED_UPDATE if counted else UPDATE}; {OF_ROLLOUTS}"
     if num_gpus > 1 or unchecked:
         return rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
     if counted:

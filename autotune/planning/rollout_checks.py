@@ -55,7 +55,7 @@ def refuse_engine(model: ModelSpec, run: ForeignConfig, card_gib: float) -> None
     if cached is None or cached[1] >= engine.max_tokens:
         return
 
-    weights = engine_weights_gib(model, run.config, rollouts) or 0.0
+    weights, _ = engine_weights_gib(model, run.config, rollouts) or (0.0, 0.0)
     one = gib(cache_bytes(model)[0] * engine.max_tokens) / engine.num_gpus
     shortest = needed_share(model, run.config, rollouts, card_gib, rollouts.longest)
     remedy = "take a larger GPU, a 4-bit base, or vllm_mode: server"

@@ -14,7 +14,7 @@ from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count, no_count
-from autotune.planning.device_estimate import OF_ROLLOUTS, limit_of, planned_device
+from autotune.planning.device_estimate import accuracy_text, limit_of, planned_device
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import candidates
 from autotune.planning.rollout_checks import STEP, rounded_share
@@ -176,7 +176,9 @@ def plan_rollouts(
         fits_up_to=fits_up_to,
         change="" if best else _change(spec, search.task, completions, fits_up_to),
         reason=_reason(search, best) if best else "",
-        how_sure=OF_ROLLOUTS,
+        how_sure=accuracy_text(
+            counted=leanest.bounds.reported.counted, objective=search.task.workload.objective
+        ),
     )
 
 

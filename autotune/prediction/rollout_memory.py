@@ -189,20 +189,26 @@ def cache_bytes(model: ModelSpec) -> tuple[float, float]:
     return (0.0 if limited else CACHE_BYTES * values * (full or model.num_layers)), every
 
 
-def engine_weights_gib(model: ModelSpec, config: TrainConfig, rollouts: Rollouts) -> float | None:
-    """Return the GiB of a colocated engine's own weights on each GPU, or None if unknown.
+def engine_weights_gib(
+    model: ModelSpec, config: TrainConfig, rollouts: Rollouts
+) -> tuple[float, float] | None:
+    """Return bounds of the GiB of a colocated engine's own weights on each GPU, or None if unknown.
 
-    The engine loads a 4-bit base in 4 bits, and every other base in 16 bits.
+    The engine loads a 4-bit base in 4 bits, and every other base in 16 bits. If the checkpoint is
+    stored in fewer bits, the engine may load it as it is stored.
     """
     sizes = Sizes.of(model)
     params = model.params or (sizes.params if sizes else None)
     if params is None:
         return None
-    size = 2.0 * params
+    most = least = 2.0 * params
+    packed_bytes = 0.5 + NF4_STATISTICS[True]
     if config.quantization == "nf4":
         packed = sizes.linear_params if sizes else params
-        size -= packed * (1.5 - NF4_STATISTICS[True])
-    return gib(size) / rollouts.engine.num_gpus
+        least = most = most - packed * (2 - packed_bytes)
+    elif model.stored_as is not None:
+        least = packed_bytes * params
+    return gib(least) / rollouts.engine.num_gpus, gib(most) / rollouts.engine.num_gpus
 
 
 def cached_tokens(
@@ -218,17 +224,17 @@ def cached_tokens(
         return None
     engine = rollouts.engine
     least, most = (each / engine.num_gpus for each in cache_bytes(model))
-    free = engine.share * card_gib - weights
-    room = free - _activations_gib(model, rollouts) - BEYOND_SHARE[1]
-    return room * 2**30 / most, free * 2**30 / max(least, 1.0)
+    share_gib = engine.share * card_gib
+    room = share_gib - weights[1] - _activations_gib(model, rollouts) - BEYOND_SHARE[1]
+    return room * 2**30 / most, (share_gib - weights[0]) * 2**30 / max(least, 1.0)
 
 
 def needed_share(
     model: ModelSpec, config: TrainConfig, rollouts: Rollouts, card_gib: float, tokens: float
 ) -> float | None:
-    """Return the share with which a colocated engine's cache surely holds so many tokens."""
+    """Return the share with which a colocated engine's cache surely holds `tokens` tokens."""
     weights = engine_weights_gib(model, config, rollouts)
     if weights is None:
         return None
     cache = gib(tokens * cache_bytes(model)[1]) / rollouts.engine.num_gpus
-    return (weights + cache + _activations_gib(model, rollouts) + BEYOND_SHARE[1]) / card_gib
+    return (weights[1] + cache + _activations_gib(model, rollouts) + BEYOND_SHARE[1]) / card_gib

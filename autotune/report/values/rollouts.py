@@ -58,9 +58,10 @@ class Layout:
 class RolloutPlan(ShownAsTable):
     """The plan for one GRPO run on one card.
 
-    `best` is None if no layout is certain to fit; `leanest` needs the least memory. `fits_up_to` is
-    the number of tokens of a completion up to which the leanest layout fits, or None if `best` is
-    known or if none fits. `change` names options that make the run fit, or "".
+    `best` is None if no layout is certain to fit; `leanest` needs the least memory. The leanest
+    layout fits with completions of at most `fits_up_to` tokens. `fits_up_to` is None if `best` is
+    known, or if the layout fits with no length. `change` names options that make the run fit, or
+    "".
     """
 
     JSON: ClassVar = keys(

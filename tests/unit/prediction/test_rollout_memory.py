@@ -157,12 +157,15 @@ def test_an_engine_loads_a_base_in_16_bits_unless_it_is_in_4() -> None:
         engine = replace(ROLLOUTS.engine, num_gpus=num_gpus)
         config = replace(LORA, **knobs)
         size = engine_weights_gib(model, config, replace(ROLLOUTS, engine=engine))
-        assert size is not None
-        return size
+        assert size is not None and size[0] == size[1]
+        return size[1]
 
     assert gib() == pytest.approx((QWEN.params or 0) * 2 / 2**30)
     assert gib(num_gpus=2) == pytest.approx(gib() / 2)
     assert 0.25 * gib() < gib(quantization="nf4") < 0.5 * gib()
+    stored = replace(resolve_model("gpt-oss-20b"), stored_as="mxfp4")
+    bounds = engine_weights_gib(stored, LORA, ROLLOUTS)
+    assert bounds is not None and 10 < bounds[0] < 13 and 38 < bounds[1] < 40
 
 
 def test_the_needed_share_is_the_one_whose_cache_surely_holds_the_tokens() -> None:
