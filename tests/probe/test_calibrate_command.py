@@ -44,19 +44,30 @@ def output(folder: Path, *arguments: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where this machine was calibrated."""
     folder = tmp_path_factory.mktemp("calibrated")
-    printed = output(folder, "calibrate", "--gpu", "cpu", "--out", "copy.json")
+    files = ("--out", "copy.json", "--share", "shared.json")
+    printed = output(folder, "calibrate", "--gpu", "cpu", *files)
     assert "ms to issue a layer" in printed
     assert "kept in cache/autotune/calibration/cpu.json" in printed
     return folder
 
 
 def test_what_was_measured_is_kept_and_copied(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir()} == {"cache", "copy.json"}
+    assert {path.name for path in folder.iterdir()} >= {"cache", "copy.json", "shared.json"}
     assert (folder / "copy.json").read_text() == (folder / KEPT).read_text()
     made = read_calibration(folder / "copy.json")
     assert (made.device, made.processor, made.reference) == ("cpu", processor_name(), None)
     assert made.fingerprint.packages["torch"] and not made.measures_gpu
     assert 0.1 < made.layer_ms < 10_000  # from any host to a very busy one
+
+
+def test_the_shared_file_is_a_calibration_for_others(folder: Path) -> None:
+    made, shared = read_calibration(folder / "copy.json"), (folder / "shared.json").read_text()
+    assert "/" not in shared and os.uname().nodename not in shared
+    printed = output(folder, "import", "shared.json")
+    (stored,) = (folder / "runs" / "evidence" / "calibrations").iterdir()
+    assert f"--calibration {stored.relative_to(folder)}" in printed
+    theirs = read_calibration(stored)
+    assert (theirs.device, theirs.rates, theirs.layer_ms) == ("cpu", made.rates, made.layer_ms)
 
 
 def test_a_plan_for_a_gpu_takes_the_host_of_the_file(folder: Path) -> None:
