@@ -28,6 +28,13 @@ COMMAND = re.compile(r"^\s*(?:.* && |docker run .* )?autotune ([a-z].*)$")
 # These answer within a second or two, and store nothing.
 ANSWERING = {"plan", "compare", "check", "gpus", "models", "prices", "suites", "spaces", "schema"}
 NOT_RUN = ("--live", "--dataset org/")  # they need a network
+GRPO_YAML = """model_name_or_path: Qwen/Qwen3-4B
+reward_funcs: a_reward
+dtype: bfloat16
+use_peft: true
+lora_target_modules: all-linear
+use_vllm: true
+"""
 RUN_YAML = """\
 model_name_or_path: mistralai/Mistral-7B-v0.3
 use_peft: true
@@ -120,6 +127,7 @@ def test_a_command_that_needs_no_gpu_answers(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "why", "completion": "so"}))
     (tmp_path / "run.yaml").write_text(RUN_YAML)
+    (tmp_path / "grpo.yaml").write_text(GRPO_YAML)
     (tmp_path / "my-gpu.yaml").write_text(CARD)
     result = CliRunner().invoke(app.app, shlex.split(line, comments=True))
     assert result.exit_code == 0, result.output
