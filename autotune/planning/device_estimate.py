@@ -19,6 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import no_count
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown, unsupported
 from autotune.prediction.observed_speed import Observation, observed_transfer
+from autotune.prediction.transfer import REFERENCE, is_measured_kind, replaces_data_sheet
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
@@ -61,7 +62,24 @@ UNCHECKED = (
 )
 
 
+# How a speed on an H200 is converted to the GPU, by what is known of that GPU. Results of
+# `benchmarks/transfer.py compare` and `benchmarks/transfer.py pairs`
+OF_H100 = (
+    "Speeds on an H100 follow from those on an H200: 4.3 % off in the median of GPU-bound steps of "
+    "two models"
+)
+OF_MEASURED_KIND = (
+    "The speed on this GPU follows from an H200's by their data sheets: 14 % off on average for "
+    "574 published pairs of GPUs, and 8 % with a measurement on the GPU"
+)
+OF_OTHER_KIND = (
+    "No published speed checks the conversion to this kind of GPU, so the range of the speed is "
+    "wider"
+)
+
+
 def accuracy_text(
+    task: Task | None = None,
     *,
     counted: bool = False,
     objective: Objective = Objective.SFT,
@@ -71,16 +89,30 @@ def accuracy_text(
 ) -> str:
     """Say how memory and speed are estimated and how large the errors are.
 
-    The text differs between one GPU and several GPUs. With `link_by_rule`, the bandwidth between
-    the GPUs was not measured. For `unchecked`, see `is_unchecked`.
+    The text differs between one GPU and several GPUs, between formulas and counts, and between
+    kinds of GPU; without `task`, it does not name the error of the GPU. With `link_by_rule`, the
+    bandwidth between the GPUs was not measured. For `unchecked`, see `is_unchecked`.
     """
     if objective.generates:
         return f"{COUNTED_UPDATE if counted else UPDATE}; {OF_ROLLOUTS}"
+    of_one_gpu = ACCURACY if objective is Objective.SFT else OF_OBJECTIVES
+    text = COUNTED if counted else of_one_gpu
     if num_gpus > 1 or unchecked:
-        return rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
-    if counted:
-        return COUNTED
-    return ACCURACY if objective is Objective.SFT else OF_OBJECTIVES
+        text = rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
+    return ". ".join(filter(None, (text, task and _conversion_accuracy(task))))
+
+
+def _conversion_accuracy(task: Task) -> str | None:
+    """Say how accurate the conversion of speeds to the task's GPU is.
+
+    The result is None for the GPU on which the formulas were fitted, and for a calibrated one.
+    """
+    device = task.device
+    if device.name == REFERENCE or replaces_data_sheet(task.calibration, device):
+        return None
+    if device.name == "h100-sxm":
+        return OF_H100
+    return OF_MEASURED_KIND if is_measured_kind(device) else OF_OTHER_KIND
 
 
 def rank_accuracy(*, link_by_rule: bool, unchecked: bool) -> str:

@@ -191,6 +191,7 @@ def check(
             )
         ),
         how_sure=accuracy_text(
+            task,
             counted=checked.bounds.reported.counted,
             objective=context.workload.objective,
             num_gpus=run.config.num_gpus,

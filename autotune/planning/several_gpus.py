@@ -15,11 +15,11 @@ from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
 from autotune.planning.device_estimate import (
+    accuracy_text,
     is_unchecked,
     limit_of,
     no_estimate,
     planned_device,
-    rank_accuracy,
 )
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import candidates, distinguishable, planned_setup
@@ -173,7 +173,9 @@ def plan_gpus(
         task=task,
         limit_gib=limit_gib,
         rows=with_efficiency(rows, one_gpu),
-        how_sure=rank_accuracy(link_by_rule=by_rule, unchecked=unchecked),
+        how_sure=accuracy_text(
+            task, num_gpus=max(numbers), link_by_rule=by_rule, unchecked=unchecked
+        ),
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
     )

@@ -147,7 +147,7 @@ def trainable(
         lengths=str(task.workload.lengths),
         models=models,
         entries=tuple(entries),
-        how_sure=accuracy_text(),
+        how_sure=accuracy_text(task),
         calibrated=calibrated_parts(task.calibration, device),
         is_guess=not is_measured_kind(device),
     )

@@ -49,12 +49,13 @@ CEILING = 0.95  # the largest fraction of its peak that any card is assumed to r
 # The same for cards of other makers than NVIDIA, whose libraries leave more of the peak unused: the
 # largest matrix products alone reach 0.5 to 0.65 on an MI300X.
 CEILING_OTHERS = 0.5
-# The TFLOP/s that products reach for each watt of the power limit, by compute capability. Under its
+# The TFLOP/s that products reach for each watt of the power limit, by generation. Under its
 # limit a card with a high peak and little power lowers its clock. A T4 (70 W) sustains about 23 of
 # 65 TFLOP/s, a V100 (300 W) about 100 of 125. A GA102 needs more energy for a product than an A100,
 # so an A10 (150 W) reaches about half of its 125 TFLOP/s. Ada's 0.76 is an L40S, whose published
 # speeds the formula holds.
-PER_WATT = {"7.0": 0.33, "7.5": 0.33, "8.6": 0.43, "8.9": 0.76}
+PER_WATT = {"volta": 0.33, "turing": 0.33, "ampere": 0.43, "ada": 0.76}
+MOST_GDDR_GB_S = 1200.0  # a card of this generation with a higher bandwidth is an A100
 # The share of the peak FLOP/s that flash attention reaches on most cards, and on Hopper and the
 # Blackwell of data centres. FLOPs that the causal mask skips do not count. FlashAttention-2 reaches
 # 0.7 on an A100 (its authors say). FlashAttention-2 does not use Hopper's new matrix instructions,
@@ -271,7 +272,10 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
         REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
     )
     ceiling = CEILING_OTHERS if device.vendor == "amd" else CEILING
-    per_watt = PER_WATT.get(device.compute_capability or "", math.inf)
+    per_watt = PER_WATT.get(device.arch, math.inf)
+    is_ga100 = device.compute_capability == "8.0" or (device.bandwidth_gb_s or 0) > MOST_GDDR_GB_S
+    if device.arch == "ampere" and is_ga100:
+        per_watt = math.inf
     return min(reached_tflops, ceiling * peak, per_watt * power_w)
 
 
@@ -282,7 +286,7 @@ def flash_tflops(device: DeviceSpec) -> float | None:
         return None
     capability = float(device.compute_capability or 0)
     share = FLASH_SHARE_HOPPER if 9.0 <= capability < 12.0 else FLASH_SHARE
-    if capability < 8.0:
+    if 0.0 < capability < 8.0 or device.vendor == "amd":
         share = WITHOUT_FLASH_SHARE
     return min(share * peak, products)
 

@@ -568,9 +568,9 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     )
     assert ONLY_BASELINE in verdicts(made, group)
 
-    assert (
-        json_data(group.plan)["how_sure"] == COUNTED and json_data(plan())["how_sure"] == ACCURACY
-    )
+    assert json_data(group.plan)["how_sure"].startswith(COUNTED) and json_data(plan())[
+        "how_sure"
+    ].startswith(ACCURACY)
 
 
 def counted(

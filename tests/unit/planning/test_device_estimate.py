@@ -13,6 +13,9 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
+    ACCURACY,
+    COUNTED,
+    RANK_ACCURACY,
     accuracy_text,
     corrected_by_observations,
     device_limit_gib,
@@ -20,6 +23,7 @@ from autotune.planning.device_estimate import (
     planned_device,
     smallest_card,
 )
+from autotune.planning.plan import planned_setup
 from autotune.prediction.estimate import (
     Estimate,
     MemoryBounds,
@@ -236,6 +240,29 @@ def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(
         with pytest.raises(UsageError, match="no GPU is given") as caught:
             planned_device(name)
         assert caught.value.remedy == "name one: --gpu a10 (`autotune gpus`)"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ("h200", "5 % off in the median of these 11 models"),
+        ("h100", "4.3 % off in the median of GPU-bound steps of two models"),
+        ("l40s", "published pairs of GPUs, and 8 % with a measurement on the GPU"),
+        ("t4", "so the range of the speed is wider"),
+        ("mi300x", "so the range of the speed is wider"),
+    ],
+)
+def test_the_accuracy_is_that_of_the_gpu(gpu: str, said: str) -> None:
+    task = planned_setup(StudySpec(model="mistral-7b"), resolve_device(gpu)).task
+    assert accuracy_text(task).endswith(said)
+    assert accuracy_text(task, num_gpus=2).startswith(RANK_ACCURACY)
+    assert accuracy_text(task, counted=True).startswith(COUNTED)
+
+
+def test_a_calibrated_gpu_has_no_error_of_a_data_sheet() -> None:
+    task = planned_setup(StudySpec(model="mistral-7b"), A10).task
+    assert accuracy_text(task) != ACCURACY
+    assert accuracy_text(replace(task, calibration=calibration())) == ACCURACY
 
 
 def test_what_an_estimate_rests_on_is_said() -> None:

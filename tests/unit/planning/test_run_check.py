@@ -928,8 +928,8 @@ def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     text = changed(TRL, model_name_or_path="gpt2", dtype="bfloat16")
     fits, small = answer(text, "h100"), answer(text, "t4")
     assert (fits.checked.state, small.checked.state, small.fix) == (FITS, OOM, None)
-    assert json_data(fits)["how_sure"] == COUNTED
-    assert dict(lines(fits))["how"].endswith(COUNTED)
+    assert json_data(fits)["how_sure"].startswith(COUNTED)
+    assert COUNTED in dict(lines(fits))["how"]
     assert not any("casts of a float32 base take is unknown" in text for _, text in lines(fits))
     in_fp32 = answer(changed(TRL, model_name_or_path="gpt2"), "h100")
     assert in_fp32.checked.state == TIGHT and verdict(in_fp32).startswith(
@@ -1162,8 +1162,8 @@ def test_a_file_of_trl_for_another_objective_needs_what_its_formula_says(
         == bounds.most
         == memory_breakdown(found.model, run.config, steps, objective=objective)
     )
-    assert (
-        json_data(found)["objective"] == objective and json_data(found)["how_sure"] == OF_OBJECTIVES
+    assert json_data(found)["objective"] == objective and json_data(found)["how_sure"].startswith(
+        OF_OBJECTIVES
     )
     assert found.checked.estimate.tokens_per_s
 
