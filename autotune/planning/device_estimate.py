@@ -99,7 +99,8 @@ def accuracy_text(
     text = COUNTED if counted else of_one_gpu
     if num_gpus > 1 or unchecked:
         text = rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
-    return ". ".join(filter(None, (text, task and _conversion_accuracy(task))))
+    conversion = _conversion_accuracy(task) if task else None
+    return f"{text}. {conversion}" if conversion else text
 
 
 def _conversion_accuracy(task: Task) -> str | None:

@@ -267,7 +267,7 @@ def _fitting(
         elif estimated.state == OOM:
             too_large[key] = config.micro_batch_size
             if (memory := estimated.memory) and memory_state(
-                memory.lasting_gib, limit_gib, memory.error
+                memory.lasting_gib - memory.returned, limit_gib, memory.error
             ) == OOM:
                 hopeless.add(lasting)
 

@@ -156,7 +156,7 @@ class MemoryBounds:
 
     def state(self, limit_gib: float) -> str:
         """Return FITS or OOM if the bounds with their errors prove it, otherwise TIGHT."""
-        if memory_state(self.least.peak_reserved_gib, limit_gib, self.least.error) == OOM:
+        if memory_state(self.least.needed_gib, limit_gib, self.least.error) == OOM:
             return OOM
         most = self.most
         certain = most and memory_state(most.peak_reserved_gib, limit_gib, most.error) == FITS

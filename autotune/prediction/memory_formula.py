@@ -24,7 +24,7 @@ from autotune.core.units import MIB, gib
 from autotune.trainer.settings import chunk_tokens
 
 # The fields of MemoryBreakdown that are not part of the peak
-NO_TERMS = ("phase", "counted", "own_error", "pools", "host")
+NO_TERMS = ("phase", "counted", "own_error", "pools", "returned", "host")
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 # Bytes of cuBLAS's two workspaces: 32 MiB each on Hopper, less on older cards
 WORKSPACE = 64.2 * MIB
@@ -117,6 +117,8 @@ class MemoryBreakdown:
         pools: free memory that the allocator keeps for streams other than the main one, and
             releases if the GPU's memory is short.
         engine: the engine that generates the answers of a GRPO run, with its weights and cache.
+        returned: memory of other terms that is given back before a run is out of memory: free
+            segments of an allocator whose segments cannot grow, and pages of a paged optimizer.
         host: the tensors of this GPU's process that are offloaded to the host's memory.
         offloaded: the same tensors if the GPU and the host share one memory (`in_one_pool`).
         counted: whether the memory comes from a dry probe instead of a formula.
@@ -138,6 +140,7 @@ class MemoryBreakdown:
     nccl: float = 0.0
     engine: float = 0.0
     pools: float = 0.0
+    returned: float = 0.0
     host: float = 0.0
     offloaded: float = 0.0
     counted: bool = False
@@ -165,6 +168,11 @@ class MemoryBreakdown:
     def peak_reserved_gib(self) -> float:
         """What the allocator holds at the peak, plus NCCL's memory, `engine` and `offloaded`."""
         return self.peak_gib + self.reserved + self.nccl + self.engine + self.offloaded
+
+    @property
+    def needed_gib(self) -> float:
+        """The memory without which the run is out of memory, plus NCCL's memory."""
+        return self.peak_reserved_gib - self.returned
 
     @property
     def roomy_gib(self) -> float:
@@ -299,11 +307,15 @@ def _breakdown(
     gradients, activations, head = moments[moment]
 
     weights = _weights(sizes, config, base_bytes) + untrained * base_bytes
+    optimizer = gib(optimizer_state(sizes, config, trained, trained_bytes))
+    # An evaluation frees nothing: its unused memory is a fraction of each tensor.
+    layer_gib = 0.0 if micro_steps == EVALUATES else kept_gib(sizes, config)
     return MemoryBreakdown(
         weights=gib(weights + joined_bytes(sizes, config)),
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
-        optimizer=gib(optimizer_state(sizes, config, trained, trained_bytes)),
+        optimizer=optimizer,
+        returned=returned_gib(config, layer_gib, optimizer),
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE + side_workspace(config)),
@@ -355,6 +367,7 @@ def counted_breakdown(
         adapters=count.adapters_gib,
         gradients=gradients,
         optimizer=count.optimizer_gib,
+        returned=returned_gib(config, 0.0 if evaluates else layer, count.optimizer_gib),
         activations=activations,
         logits=0.0,
         workspace=workspace,
@@ -391,6 +404,16 @@ def allocator_overhead_gib(
     # CUDA graphs are captured on a separate stream, and cuBLAS allocates another workspace there.
     unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
+
+
+def returned_gib(config: TrainConfig, layer_gib: float, optimizer_gib: float) -> float:
+    """Return the GiB that are given back before a run is out of memory.
+
+    If segments cannot grow, the allocator frees whole unused segments and tries again. The driver
+    moves the pages of a paged optimizer's state to the host's memory.
+    """
+    free = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
+    return free + (optimizer_gib if config.optimizer.startswith("paged_") else 0.0)
 
 
 def evaluation_overhead_gib(activations_gib: float, logits_gib: float) -> float:

@@ -33,6 +33,7 @@ from autotune.prediction.memory_formula import (
     live_logits,
     memory_breakdown,
     optimizer_state,
+    returned_gib,
     step_moments,
     supported,
 )
@@ -346,6 +347,7 @@ def _breakdown(
         adapters=gib(adapters),
         gradients=gib(gradients),
         optimizer=gib(state),
+        returned=returned_gib(config, 0.0 if micro_steps == EVALUATES else layer_gib, gib(state)),
         activations=gib(activations),
         logits=gib(logits),
         workspace=gib(WORKSPACE),

@@ -265,6 +265,24 @@ def test_a_calibrated_gpu_has_no_error_of_a_data_sheet() -> None:
     assert accuracy_text(replace(task, calibration=calibration())) == ACCURACY
 
 
+@pytest.mark.parametrize(
+    "knobs",
+    [{"allocator": "fixed"}, {"method": "full", "optimizer": "paged_adamw_8bit"}],
+    ids=str,
+)
+def test_memory_that_is_given_back_proves_no_lack_of_memory(knobs: dict[str, Any]) -> None:
+    """Free segments and pages of a paged optimizer take memory only while there is enough."""
+    config = TrainConfig(micro_batch_size=4, seq_len=2048, checkpointing="none", **knobs)
+    memory = memory_breakdown(resolve_model("mistral-7b"), config)
+    assert memory is not None and memory.returned > 0.5
+    bounds, error = MemoryBounds(least=memory, most=memory), memory.error
+    assert bounds.state(memory.peak_reserved_gib * (1 + 1.01 * error)) == FITS
+    assert bounds.state(memory.needed_gib * (1 - 0.99 * error)) == TIGHT
+    assert bounds.state(memory.needed_gib * (1 - 1.01 * error)) == OOM
+    kept = replace(memory, returned=0.0)
+    assert MemoryBounds(least=kept, most=kept).state(kept.peak_reserved_gib * 0.95) == OOM
+
+
 def test_what_an_estimate_rests_on_is_said() -> None:
     assert estimate_basis(accuracy_text(), None).startswith(
         "Nothing was measured here. Estimated: memory by a formula"
