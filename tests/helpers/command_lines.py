@@ -40,10 +40,10 @@ ARGUMENTS = (
 # These start probes, training, servers or tests of the machine. Here they only parse their options:
 # they find no study, or end at once for want of a GPU or by an option that they lack.
 WORKING = {"run", "doctor", "calibrate", "longest", "dev", "explain", "learn", "train", "verify"}
-WORKING |= {"resume", "dashboard", "worker"}
+WORKING |= {"resume", "dashboard", "worker", "mcp"}
 ENDING = {"run": "--gpu a10 --model demo-3m", "calibrate": "--gpu a10"}
 ENDING |= {"longest": "--gpu no-such-gpu --model demo-3m"}
-ENDING |= dict.fromkeys(("dev", "doctor"), "--no-such-option")
+ENDING |= dict.fromkeys(("dev", "doctor", "mcp"), "--no-such-option")
 
 STORED = "--storage sqlite:///study.db"
 ANSWERED = (
