@@ -106,7 +106,7 @@ def _cells(row: RankPlan) -> dict[str, str]:
         if row.hosts == 1
         else f"{row.hosts} x {row.num_gpus // row.hosts}",
         "strategy": row.parallelism.name,
-        "GiB a GPU": DASH if estimated is None else f"{estimated.need_gib:.1f}",
+        "GiB a GPU": DASH if estimated is None else f"{estimated.held_gib:.1f}",
         "verdict": row.state or "impossible",
         "tokens/s of all": fmt_count(row.tokens_per_s),
         "range": DASH if row.interval is None else " to ".join(map(fmt_count, row.interval)),

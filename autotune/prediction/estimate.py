@@ -189,7 +189,7 @@ class Estimate(ShownAsTable):
         "config",
         label="config.label()",
         fits="state",
-        peak_reserved_gib="need_gib",
+        peak_reserved_gib="held_gib",
         limit_gib="limit_gib",
         memory_gib="memory",
         memory_by="memory_by",
@@ -221,7 +221,7 @@ class Estimate(ShownAsTable):
 
     def facts(self) -> dict[str, str]:
         """Return the configuration with its memory, speed, time and cost, all estimated."""
-        need = f"{fmt_gib(self.need_gib)} of {fmt_gib(self.limit_gib)}, {self.state}"
+        need = f"{fmt_gib(self.held_gib)} of {fmt_gib(self.limit_gib)}, {self.state}"
         facts = {"configuration": self.config.label(), "memory": need}
         if self.interval is not None:
             between = " to ".join(map(fmt_count, self.interval))
@@ -236,6 +236,15 @@ class Estimate(ShownAsTable):
     def margin(self) -> float:
         """(Needed memory - limit) / limit, which is negative if the run fits."""
         return self.need_gib / self.limit_gib - 1
+
+    @property
+    def held_gib(self) -> float:
+        """The memory that torch reports at the peak: the need, plus free blocks of side streams.
+
+        The allocator keeps these blocks only as long as the GPU has room for them.
+        """
+        pools = self.memory.pools if self.memory else 0.0
+        return max(self.need_gib, min(self.need_gib + pools, self.limit_gib))
 
     @property
     def memory_by(self) -> str | None:

@@ -84,7 +84,7 @@ def memory_text(estimated: Estimate, device: DeviceSpec) -> str:
     card = f" (the GPU has {fmt_gib(device.memory_gib)})" if device.memory_gib else ""
     if device.memory_gib and device.unified_memory:
         card = f" (the GPU and its host share {fmt_gib(device.memory_gib)})"
-    return f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
+    return f"{fmt_gib(estimated.held_gib)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
 
 
 def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:

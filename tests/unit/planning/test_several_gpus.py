@@ -493,3 +493,19 @@ def test_other_objectives_have_no_plan_of_several_gpus() -> None:
     """Their speeds would be those of the next token."""
     with pytest.raises(UsageError, match="--objective kto is untested on several GPUs"):
         plan_spec(StudySpec(model="mistral-7b", gpu="h100", objective="kto"), "4")
+
+
+def test_the_printed_memory_of_shards_includes_blocks_that_torch_keeps() -> None:
+    """Free blocks of side streams count in torch's report, and are freed if the GPU is full."""
+    made = planned(gpu="h100", model="llama-3.1-8b")
+    shards = next(
+        one for one in made.rows if one.num_gpus > 1 and one.parallelism.strategy == "fsdp2"
+    ).estimate
+    assert shards is not None and shards.memory is not None and shards.memory.pools > 0.1
+    assert shards.held_gib == pytest.approx(shards.need_gib + shards.memory.pools)
+    assert json_data(shards)["peak_reserved_gib"] == pytest.approx(shards.held_gib)
+    assert f"{shards.held_gib:.1f} GiB of" in shards.facts()["memory"]
+    full = replace(shards, limit_gib=shards.need_gib + 0.01)
+    assert full.held_gib == pytest.approx(full.limit_gib)
+    alone = next(one.estimate for one in made.rows if one.num_gpus == 1)
+    assert alone is not None and alone.held_gib == alone.need_gib
