@@ -25,7 +25,8 @@ from autotune.study.learning import Attempt, Learning
 from tests.helpers.tokenizers import byte_level
 from tests.unit.export.test_script import recipe
 
-OTHERS = [objective for objective in Objective if objective is not Objective.SFT]
+MEASURED = [objective for objective in Objective if not objective.generates]
+OTHERS = [objective for objective in MEASURED if objective is not Objective.SFT]
 
 
 def setup(objective: str, **options: Any) -> Setup:

@@ -717,7 +717,7 @@ def test_several_gpus_have_a_plan_of_their_own() -> None:
         plan(StudySpec(model="mistral-7b", gpu="h100", pins={"num_gpus": 2}))
 
 
-@pytest.mark.parametrize("objective", list(Objective)[1:])
+@pytest.mark.parametrize("objective", [one for one in list(Objective)[1:] if not one.generates])
 def test_trainings_for_other_objectives_are_planned(objective: Objective) -> None:
     """The table of what fits has their rows too, and none that cannot be trained."""
     made, next_token = planned(task("h100", objective=objective)), planned(task("h100"))

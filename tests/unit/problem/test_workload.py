@@ -450,7 +450,7 @@ def test_trl_gives_rows_that_differ_a_mask(objective: Objective) -> None:
 
     train.py has its own way, and so has sft.
     """
-    masked = objective in (Objective.DPO, Objective.KTO, Objective.REWARD)
+    masked = objective not in (Objective.SFT, Objective.CLASSIFICATION)
     kinds = (HALVES.lengths, Lengths.constant(300))
     several, one = (Workload(lengths=lengths, objective=objective) for lengths in kinds)
     assert (
