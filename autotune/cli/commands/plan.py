@@ -91,10 +91,11 @@ def plan_command(
 
     spec = spec_of(options | {"gpu": gpu})
     if Objective(spec.objective).generates:
-        if any(value is not None for value in gpu_options.values()):
+        counted, _ = split_count(spec.gpu)
+        if counted is not None or any(value is not None for value in gpu_options.values()):
             raise UsageError(
                 "a plan for grpo is for one GPU",
-                remedy="leave --gpus, --nodes, --network and --within out",
+                remedy="name one GPU, and leave --gpus, --nodes, --network and --within out",
             )
         plan_grpo(spec, as_json=json_, details=details)
         return

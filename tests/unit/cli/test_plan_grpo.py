@@ -43,6 +43,7 @@ def test_other_commands_refuse_it(args: tuple[str, ...]) -> None:
     assert str(error) == "no probe generates the answers that grpo trains on"
 
 
-def test_several_gpus_are_refused() -> None:
-    error = CliRunner().invoke(app, (*PLAN, "--gpus", "2")).exception
+@pytest.mark.parametrize("args", [(*PLAN, "--gpus", "2"), ("plan", "--gpu", "8xh100", *PLAN[3:])])
+def test_several_gpus_are_refused(args: tuple[str, ...]) -> None:
+    error = CliRunner().invoke(app, args).exception
     assert isinstance(error, UsageError) and str(error) == "a plan for grpo is for one GPU"
