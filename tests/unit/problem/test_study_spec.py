@@ -15,7 +15,15 @@ from autotune.core.serialization import from_data, to_data
 from autotune.problem.constraints import MAX_TRUNCATED, MIN_RANK
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import DEFAULT_EXAMPLES, DEFAULT_GLOBAL_BATCH, DEFAULT_TOKENS
-from autotune.problem.study_spec import OPTIONS, RARE, NamedConfig, Published, StudySpec, make_spec
+from autotune.problem.study_spec import (
+    OPTIONS,
+    RARE,
+    ROLLOUTS,
+    NamedConfig,
+    Published,
+    StudySpec,
+    make_spec,
+)
 
 FIELDS = {field.name for field in fields(StudySpec)}
 
@@ -120,7 +128,7 @@ def test_an_impossible_value_is_a_usage_error(name, value):
     [
         ("compile_ahead", "auto, always or never"),
         ("trainer", "transformers or trl"),
-        ("objective", "sft, dpo, kto, reward or classification"),
+        ("objective", "sft, dpo, kto, reward, classification or grpo"),
         ("loss_on", "completion, assistant or all"),
         ("vision", "frozen or trained"),
         ("report_to", "none, "),
@@ -260,8 +268,8 @@ def test_every_field_is_a_flag_or_rare():
     from autotune.cli.commands.run import run
 
     flags = set(inspect.signature(run).parameters)
-    # --set, --seq-len and --rank give the pins, and --set the rare fields.
-    assert FIELDS - flags == {"pins", "configs", "source", *RARE}
+    # --set, --seq-len and --rank give the pins, and --set the rare fields. No study has ROLLOUTS.
+    assert FIELDS - flags == {"pins", "configs", "source", *RARE, *ROLLOUTS}
     assert flags - FIELDS == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}
 
 

@@ -249,7 +249,8 @@ def test_speeds_are_projected_and_memory_is_measured():
         found[task.device.name] = selection.recipe(FINGERPRINT)
     here, there = found[own.device.name].winner, found["a10"].winner
     ratio = there.performance.tokens_per_second / here.performance.tokens_per_second
-    assert other.carried.bytes < ratio < other.carried.products
+    # The power limit of an A10 bounds its products more than its memory bounds other operations.
+    assert other.carried.products < ratio < other.carried.bytes
     assert there.cost.full_run_hours == pytest.approx(here.cost.full_run_hours / ratio)
     low, high = interval(1.0, other.carried.error)
     assert there.performance.spread[0] <= low - 1 and there.performance.spread[1] >= high - 1
