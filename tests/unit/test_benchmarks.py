@@ -566,6 +566,8 @@ SAID = [
     ("long_tails", "its winner reached {large_mfu:.0%} MFU"),
     ("first_minutes", "**{first_number_s:.0f} s and {answer_s:.0f} s**: README's first command"),
     ("first_minutes", "took {h100_first_number_s:.0f} s and {h100_answer_s:.0f} s ("),
+    ("light_install", "**{light_install_s:.1f} s and {plan_answer_s:.1f} s**: a light install"),
+    ("light_install", "the install takes {light_mb:.1f} MB"),
     (
         "side_by_side",
         "**{ratios[h100-sxm 1]:.2f} and {ratios[h200-sxm]:.2f} times**: autotune's speed relative",
@@ -735,7 +737,6 @@ def rounded(value: Any) -> Any:
 
 UNMEASURED = {
     "day_zero_fast",
-    "light_install",
     "offload",
     "sharded_nf4_70b",
     "sharded_nf4_learning",
