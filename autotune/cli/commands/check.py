@@ -18,7 +18,10 @@ from autotune.study.storage.location import EVIDENCE
 def check_command(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads."),
+        typer.Argument(
+            metavar="FILE",
+            help="The YAML of TRL, Axolotl or LLaMA-Factory, or a script of ms-swift (grpo).",
+        ),
     ],
     gpu: Gpu = None,
     gpus: Annotated[
