@@ -356,7 +356,7 @@ def catalogued(config: Mapping[str, Any]) -> ModelSpec | None:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the type and the whole numbers of a config, with those of its `text_config`."""
+    """Return the type and the whole numbers of a config. `text_config` replaces equal keys."""
     flat = {**config, **(config.get("text_config") or {})}
     numbers = {key: value for key, value in flat.items() if isinstance(value, int)}
     kept = {key: value for key, value in numbers.items() if key not in NO_SIZES}
@@ -387,7 +387,8 @@ def _lengths_of(loader: Any) -> tuple[list[int], int | None]:
     with suppress(TypeError, KeyError, IndexError, AttributeError):
         count = len(dataset)  # type: ignore[arg-type]
         step = max(1, count // MOST_LENGTHS)
-        lengths = [len(dataset[place]["input_ids"]) for place in range(0, count, step)]  # type: ignore[index]
+        examples: Any = dataset
+        lengths = [len(examples[place]["input_ids"]) for place in range(0, count, step)]
         return lengths, count
     return [], None
 

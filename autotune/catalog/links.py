@@ -15,7 +15,7 @@ NO_LINK = "none"
 # to choose algorithms (src/graph/topo.h and topo.cc). The numbers contain the overhead of the
 # protocol: a link of NVLink 4 transfers 25 GB/s, and 20.6 GB/s of them are data. An Infinity Fabric
 # link of an MI300X transfers 64 GB/s, and AMD calls 48 GB/s of them usable. A link of an MI355X
-# transfers 76.8 GB/s, of which the same share is assumed to be usable.
+# transfers 76.8 GB/s, and we assume that the same share is usable.
 LANE_GB_S = {
     "PCIe 3.0": 0.75,
     "PCIe 4.0": 1.5,

@@ -4,7 +4,6 @@ The script is not executed. ms-swift wraps TRL's GRPO trainer, so its arguments 
 TRL's keys.
 """
 
-import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -20,8 +19,8 @@ SCRIPTS = (".sh", ".bash")
 # The commands whose arguments are read. For a command of TRL, the group is the objective.
 _COMMAND = re.compile(r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto)\b)")
 _MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
-_PROCESSES = re.compile(r"(?:NPROC_PER_NODE=|--(?:num_processes|nproc_per_node)[= ])(\d+)")
-_HOSTS = re.compile(r"(?:NNODES=|--nnodes[= ])(\d+)")
+_PROCESSES = re.compile(r"(?:NPROC_PER_NODE=|--(?:num_processes|nproc_per_node)[= ])(\d{1,6})\b")
+_HOSTS = re.compile(r"(?:NNODES=|--nnodes[= ])(\d{1,6})\b")
 _ACCELERATE = re.compile(r"--config_file[= ](\S+)")
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
 SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
@@ -77,9 +76,17 @@ def _arguments(words: list[str]) -> dict[str, Any]:
             found[key].append(word)
     values: dict[str, Any] = {}
     for key, given in found.items():
-        parsed = [word if "$" in word else load_yaml(word) for word in given]
+        parsed = list(map(_value, given))
         values[key] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
     return values
+
+
+def _value(word: str) -> Any:
+    """Return the value of a word: a number or a truth value if it is one in YAML, else a text."""
+    try:
+        return word if "$" in word else load_yaml(word)
+    except Exception:  # no YAML, such as a prompt in brackets
+        return word
 
 
 def refuse_variables(values: Mapping[str, Any]) -> None:
@@ -93,8 +100,17 @@ def refuse_variables(values: Mapping[str, Any]) -> None:
 
 
 def is_swift(values: Mapping[str, Any]) -> bool:
-    """Return whether these are the arguments of ms-swift for GRPO."""
-    return values.get("rlhf_type") == "grpo"
+    """Return whether these are the arguments of ms-swift for GRPO.
+
+    Raises UsageError for another objective of ms-swift.
+    """
+    kind = values.get("rlhf_type")
+    if kind is not None and kind != "grpo":
+        raise UsageError(
+            f"rlhf_type: of ms-swift, only grpo is supported, not {quote(kind)}",
+            remedy="pass the file of a run for grpo, or of another tool",
+        )
+    return kind == "grpo"
 
 
 def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -118,18 +134,19 @@ def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     for key, value in complete.items():
         if key in table["values"]:
             known = table["values"][key]
-            if value not in known:
+            meaning = next((trl for choice, trl in known.items() if choice == value), None)
+            if meaning is None:
                 raise UsageError(
                     f"{key}: {quote(value)} is not supported",
                     remedy=f"write one of {', '.join(map(str, known))}",
                 )
-            translated |= known[value]
+            translated |= meaning
         elif key in table["keys"]:
             translated[table["keys"][key]] = value
         else:
             unread.append(key)
     attention = translated.get("attn_implementation")
-    if attention is not None:
+    if isinstance(attention, str):
         translated["attn_implementation"] = table["attentions"].get(attention, attention)
     if not translated["use_peft"]:
         for key in ("lora_r", "lora_target_modules", "lora_dropout", "lora_alpha"):
@@ -142,7 +159,7 @@ def _accumulation(values: Mapping[str, Any]) -> int:
     rows, processes = values["per_device_train_batch_size"], values.get("num_processes", 1)
     if not isinstance(rows, int) or not isinstance(processes, int) or rows < 1 or processes < 1:
         return 1
-    return math.ceil(SWIFT_ROWS / rows / processes)
+    return -(-SWIFT_ROWS // (rows * processes))  # rounded up
 
 
 def trl_as_swift(edits: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _engine(file: File, older: str) -> Engine:
     if mode == "server":
         file.note(True, "vllm_server")
         return Engine(kind=SERVER)
-    share = file.number("vllm_gpu_memory_utilization", default=SHARE, least=0.01)
+    share = file.number("vllm_gpu_memory_utilization", default=SHARE, least=0.01, most=1)
     return Engine(
         kind=COLOCATED,
         share=share,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 
-from autotune.catalog import DeviceSpec
+from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count, no_count
@@ -34,6 +34,7 @@ MEAN_COMPLETION, P99_COMPLETION = 600.0, 2000.0
 PROMPT_TOKENS = 512
 NUM_GENERATIONS, PROMPTS_PER_STEP = 8, 8
 HIGHEST_SHARE = 0.95
+LONGEST = 10_000_000  # tokens of a sequence, if the model's context is unknown
 LEAST_COMPLETION = 64  # the shortest completion for which a layout is tried
 
 
@@ -226,9 +227,7 @@ def _search(
     prompts = setup.task.workload.lengths
     if prompts.source == "assumed":
         prompts = Lengths.constant(PROMPT_TOKENS, "assumed")
-    longest = spec.max_completion or (
-        completions.longest if spec.completions else completions.quantile(0.99)
-    )
+    longest = _max_completion(spec, completions, setup.task.model, prompts.longest)
     rollouts = Rollouts(
         prompt_tokens=prompts.longest,
         completion_tokens=longest,
@@ -245,6 +244,23 @@ def _search(
         limit_gib=limit_gib,
         card_gib=device.memory_gib or limit_gib,
     )
+
+
+def _max_completion(spec: StudySpec, completions: Lengths, model: ModelSpec, prompt: int) -> int:
+    """Return the tokens at which completions are cut off, so that the context holds a sequence.
+
+    Raises UsageError if the context does not hold the longest prompt with a completion that the
+    user asked for.
+    """
+    usual = completions.longest if spec.completions else completions.quantile(0.99)
+    room = (model.max_seq_len or LONGEST) - prompt
+    if (spec.max_completion or 1) > room:
+        raise UsageError(
+            f"the longest prompt ({prompt:,} tokens) and a completion are longer than the context "
+            f"of {model.short}",
+            remedy=f"give --max-completion {room}" if room > 0 else "give shorter prompts",
+        )
+    return spec.max_completion or min(usual, room)
 
 
 def _memory(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBounds | None:

@@ -16,6 +16,7 @@ from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.problem.rollouts import Rollouts
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
+from autotune.report.values.rollouts import by_phase
 
 SWIFT = "ms-swift"  # a key of translated files, which no tool has
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
@@ -268,7 +269,7 @@ class CheckReport(ShownAsTable):
     @property
     def bounds_of_phases(self) -> dict[str, tuple[float, float | None]]:
         """The lowest and the highest possible peak of each phase of a GRPO step, in GiB."""
-        return {str(phase): bounds.bounds_gib for phase, bounds in self.phases.items()}
+        return by_phase(self.phases)
 
     @property
     def each_change(self) -> tuple[SingleChange, ...]:

@@ -14,6 +14,11 @@ from autotune.problem.rollouts import Rollouts
 from autotune.problem.task import Task
 
 
+def by_phase(phases: dict[Phase, MemoryBounds]) -> dict[str, tuple[float, float | None]]:
+    """Return the lowest and the highest possible peak of each phase, in GiB."""
+    return {str(phase): bounds.bounds_gib for phase, bounds in phases.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A configuration of the training and of the engine that generates, with its memory.
@@ -46,7 +51,7 @@ class Layout:
     @property
     def bounds_of_phases(self) -> dict[str, tuple[float, float | None]]:
         """The lowest and the highest possible peak of each phase, in GiB."""
-        return {str(phase): bounds.bounds_gib for phase, bounds in self.phases.items()}
+        return by_phase(self.phases)
 
     @property
     def need_gib(self) -> float:

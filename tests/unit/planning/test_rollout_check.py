@@ -266,6 +266,38 @@ def test_scripts_are_not_executed(tmp_path: Path) -> None:
     assert run.values["reward_funcs"] == ["a", "b"] and run.tool == "trl"
 
 
+@pytest.mark.parametrize("word", ["[a", "{a", "!!python/object:os", "2026-99-99", "[" * 3000])
+def test_a_word_that_is_no_yaml_is_a_text(word: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SWIFT.replace("$PROMPT", f"'{word}'"))
+    assert rollouts_of(read_file(script)).completion_tokens == 1024
+    script.write_text(SWIFT.replace("Qwen/Qwen2.5-7B-Instruct", f"'{word}'"))
+    assert read_file(script).model == word
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_type": ["lora"]}, "train_type: \\['lora'\\] is not supported"),
+        ({"sleep_level": {"a": 1}}, "sleep_level: {'a': 1} is not supported"),
+        ({"attn_impl": ["sdpa"]}, "attn_implementation: a name is needed"),
+        ({"num_processes": 10**400}, "num_processes: a number from 1 to"),
+        ({"rlhf_type": "dpo"}, "rlhf_type: of ms-swift, only grpo is supported, not 'dpo'"),
+        ({"vllm_gpu_memory_utilization": 3}, "vllm_gpu_memory_utilization: a number from 0.01 to"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_odd_values_of_ms_swift_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "grpo.yaml"
+    run = {"rlhf_type": "grpo", "model": "Qwen/Qwen3-4B", "use_vllm": True, "num_generations": 4}
+    run |= {"vllm_mode": "colocate"} | changes
+    file.write_text(yaml.safe_dump(run))
+    with pytest.raises(UsageError, match=message):
+        read_file(file)
+
+
 def test_keys_of_ms_swift_and_back() -> None:
     full = {"rlhf_type": "grpo", "model": "m", "tuner_type": "full", "num_processes": 3}
     values, unread = swift_as_trl(full)

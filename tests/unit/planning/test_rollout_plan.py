@@ -95,11 +95,20 @@ def test_assumptions_are_said() -> None:
         ({"mean_completion": 600.0}, "give mean_completion and p99_completion together"),
         ({"mean_completion": 600.0, "p99_completion": 60_000.0}, "no log-normal distribution"),
         ({"num_generations": 1}, "num_generations cannot be 1"),
+        (
+            {"max_completion": 10**9},
+            "the longest prompt .256 tokens. and a completion",
+        ),
+        ({"tokens_per_example": 10**9}, "are longer than the context of Qwen3-4B"),
     ],
 )
 def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan(**options)
+
+
+def test_assumed_completions_end_at_the_context() -> None:
+    assert plan("gpt2").leanest.rollouts.longest == 1024
 
 
 def test_completions_are_for_grpo_only() -> None:
