@@ -91,13 +91,7 @@ def plan_command(
 
     spec = spec_of(options | {"gpu": gpu})
     if Objective(spec.objective).generates:
-        counted, _ = split_count(spec.gpu)
-        if counted is not None or any(value is not None for value in gpu_options.values()):
-            raise UsageError(
-                "a plan for grpo is for one GPU",
-                remedy="name one GPU, and leave --gpus, --nodes, --network and --within out",
-            )
-        plan_grpo(spec, as_json=json_, details=details)
+        plan_grpo(spec, gpu_options, as_json=json_, details=details)
         return
     if spec.gpus not in (None, 1):  # the spec file sets several GPUs
         gpu_options |= {
@@ -147,14 +141,24 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
         )
 
 
-def plan_grpo(spec: StudySpec, *, as_json: bool = False, details: bool = False) -> None:
+def plan_grpo(
+    spec: StudySpec, gpu_options: dict[str, Any], *, as_json: bool = False, details: bool = False
+) -> None:
     """Print a plan for a GRPO run: the layout of training and vLLM, with the memory of each phase.
 
     Raises:
-        UsageError: a value in the spec is unknown or invalid, or the memory cannot be computed.
+        UsageError: a value in the spec is unknown or invalid, the memory cannot be computed, or
+            `gpu_options` or the spec name several GPUs.
         NothingFits: no layout is certain to fit.
     """
     from autotune.planning.rollout_plan import plan_rollouts
+
+    counted, _ = split_count(spec.gpu)
+    if counted is not None or any(value is not None for value in gpu_options.values()):
+        raise UsageError(
+            "a plan for grpo is for one GPU",
+            remedy="name one GPU, and leave --gpus, --nodes, --network and --within out",
+        )
 
     with notes_last() as say:
         result = plan_rollouts(spec, say=say)
