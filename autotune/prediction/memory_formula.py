@@ -623,16 +623,20 @@ def joined_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
     One matrix product computes the outputs of the base and of the adapters. So each of the two
     matrices of an adapter is stored twice more: in 16 bits, and inside the enlarged matrix of the
-    base.
+    base. On an fp8 base, no matrix is enlarged, but a transposed copy of each 8-bit weight is kept.
     """
-    total = 0
-    for (fan_in, fan_out), rank in _joined_groups(sizes, config):
+    total = 0.0
+    for (fan_in, fan_out), rank in joined_groups(sizes, config):
+        if config.quantization == "fp8":
+            own_rank = config.lora_rank or 0
+            total += fan_out * fan_in / 2 + rank * fan_in + own_rank * fan_out
+            continue
         pad = _joined_pad(rank)
         total += (fan_out + pad) * (fan_in + pad) - fan_out * fan_in + rank * (fan_in + fan_out)
     return 2.0 * sizes.layers * total
 
 
-def _joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
+def joined_groups(sizes: Sizes, config: TrainConfig) -> list[tuple[tuple[int, int], int]]:
     """Return, for adapters that share an input, their joint shape (in, out) and total rank."""
     if config.lora_kernels != "joined":
         return []
@@ -654,7 +658,9 @@ def _joined_pad(rank: int) -> int:
 def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Return the bytes per token that a layer keeps for its backward pass if not recomputed."""
     compiled = config.compile != "none"
-    pure = config.precision == "bf16_pure" or config.quantization == "nf4"
+    # On an fp8 base, autocast adds nothing to what joined adapters keep: the input in 16 bits.
+    in_fp8 = config.quantization == "fp8" and config.lora_kernels == "joined"
+    pure = config.precision == "bf16_pure" or config.quantization == "nf4" or in_fp8
     case = f"{config.method}_{'pure' if pure else 'mixed'}"
     eager = kept_factors("eager")[sizes.family]
     table = (
@@ -716,8 +722,11 @@ def _kept_by_joining(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     The input is multiplied by the A matrices of the adapters, and the products are stored in
     additional columns of the base's input. The output of the attention has no such columns, so it
     is copied into a wider tensor, and the copy is kept. Under autocast, such a copy exists anyway.
+    On an fp8 base, nothing is stored in additional columns.
     """
-    groups = _joined_groups(sizes, config)
+    if config.quantization == "fp8":
+        return 0.0
+    groups = joined_groups(sizes, config)
     copies = groups and pure and config.attention != "eager" and "o_proj" in sizes.adapted(config)
     copied_bytes = 2.0 * sizes.queries if copies else 0.0
     return sum(2.0 * _joined_pad(rank) for _, rank in groups) + copied_bytes

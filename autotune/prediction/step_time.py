@@ -23,6 +23,7 @@ from autotune.core.units import GIB
 from autotune.prediction.memory_formula import (
     KEPT_ANSWERS,
     MemoryBreakdown,
+    joined_groups,
     kept_bytes,
     memory_breakdown,
     rows_of,
@@ -371,14 +372,19 @@ def _step_time(
     if config.quantization == "nf4":  # the base is unpacked for every product
         moved += UNPACKED / MOVED_SHARE * sizes.linear_params * (2 + recomputed + passes)
     # An adapter reads its input and writes its output in each forward pass. The backward pass reads
-    # or writes both twice. With `lora_kernels: joined`, the base's products do half of this.
-    ends = sizes.layers * sum(sum(sizes.matrices[name]) for name in sizes.adapted(config))
-    thin = tokens * (4 + 2 * (1 + recomputed + own)) * ends
-    moved += (0.5 if config.lora_kernels == "joined" else 1.0) * thin / THIN_SHARE
+    # or writes both twice. With `lora_kernels: joined`, the base's products do half of this. On an
+    # fp8 base, joined adapters only share their input.
+    joined = config.lora_kernels == "joined"
+    in_fp8 = config.quantization == "fp8"
+    ends = sum(sum(sizes.matrices[name]) for name in sizes.adapted(config))
+    if joined and in_fp8:
+        ends = sum(fan_in + fan_out for (fan_in, fan_out), _ in joined_groups(sizes, config))
+    thin = tokens * (4 + 2 * (1 + recomputed + own)) * sizes.layers * ends
+    moved += (0.5 if joined and not in_fp8 else 1.0) * thin / THIN_SHARE
     if full:
         moved += _gradient_bytes(sizes, config, objective) / MOVED_SHARE
 
-    faster = FP8 if config.quantization == "fp8" else 1.0
+    faster = FP8 if in_fp8 else 1.0
     rate = 1e12 * (products_tflops(card) or math.nan) * faster
     attention_rate = 1e12 * (flash_tflops(card) or math.nan)
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
@@ -395,10 +401,19 @@ def _step_time(
         bytes_s=moved / bandwidth,
         host_s=_host_s(sizes, config, objective) * host.scale,
         rest_s=step_bytes / bandwidth,
-        device_error=DEVICE_ERROR if objective is Objective.SFT else COUNTED_ERROR,
+        device_error=_device_error(config, objective),
         host_error=host.error,
         side=math.cbrt(tokens * sizes.linear_params / (sizes.layers * len(sizes.matrices))),
     )
+
+
+def _device_error(config: TrainConfig, objective: Objective) -> float:
+    """Return the relative standard deviation of the device's time.
+
+    It is larger if no measurement covers the objective, or joined adapters on an fp8 base.
+    """
+    unmeasured = config.quantization == "fp8" and config.lora_kernels == "joined"
+    return COUNTED_ERROR if unmeasured or objective is not Objective.SFT else DEVICE_ERROR
 
 
 def fitted_quantities(

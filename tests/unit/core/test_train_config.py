@@ -358,15 +358,15 @@ def test_grouped_adapters_are_on_experts_of_any_base_compiled_or_not() -> None:
         assert replace(grouped, **other).lora_kernels == "grouped", other
 
 
-def test_joined_adapters_are_of_compiled_layers_on_a_base_of_16_bits() -> None:
+def test_joined_adapters_are_of_compiled_layers_on_a_base_of_16_bits_or_fp8() -> None:
     joined = TrainConfig(lora_kernels="joined", compile="per_layer", padding="bucket")
     assert joined.lora_kernels == joined.as_dict()["lora_kernels"] == "joined"
     assert joined.label().endswith(" joined-lora")
+    assert replace(joined, quantization="fp8").lora_kernels == "joined"
     for other in (
         {"compile": "none"},
         {"method": "full"},
         {"quantization": "nf4"},
-        {"quantization": "fp8"},
         {"precision": "fp32"},
         {"precision": "fp16_mixed"},
         {"lora_dropout": 0.05},

@@ -146,7 +146,7 @@ def test_what_is_zero_stays_zero_and_the_largest_is_not_lost() -> None:
     assert not layer(torch.zeros(4, FAN_IN, dtype=torch.bfloat16)).any()
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         for values in torch.tensor([[-3.0, 1.0], [2.9, -1.0], [1e4, 0.0]], dtype=torch.bfloat16):
-            cast, scale = float8._cast(values, dtype)
+            cast, scale = float8.cast(values, dtype)
             largest = float((cast.float() * scale).abs().max())
             assert scale.dtype == torch.float32
             # a factor is rounded to bf16
