@@ -22,11 +22,12 @@ def confirm_finalists(trials: SharedTrials) -> None:
 
     The likely winner and the baseline come first, because the budget may be used up before the
     other finalists are measured. A measurement that would not fit into the remaining time is
-    skipped. If the speed that the search measured for an unconfirmed configuration exceeds the
-    confirmed speeds, this configuration becomes the likely winner and is measured next. At most
-    `limits.finalists` configurations become the likely winner, one after another. A finalist that
-    fails is replaced by the next best configuration. A full run also evaluates and saves
-    checkpoints, so the winner's confirmation also evaluates and saves a checkpoint if time allows.
+    skipped. If the likely winner fails, or if the speed that the search measured for an unconfirmed
+    configuration exceeds the confirmed speeds, this other configuration becomes the likely winner
+    and is measured next. At most `limits.finalists` configurations become the likely winner, one
+    after another. A finalist that fails is replaced by the next best configuration. A full run also
+    evaluates and saves checkpoints, so the winner's confirmation also evaluates and saves a
+    checkpoint if time allows.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely = entries[:1]

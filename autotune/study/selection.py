@@ -313,20 +313,20 @@ class Selection:
     def rival(self) -> TrainConfig | None:
         """Return the configuration that would win if unconfirmed measurements were also considered.
 
-        The result is None if this configuration is confirmed, if it ties with the best confirmed
-        configuration, and before the first confirmation. The result is also None for a run with a
+        The result is None if this configuration is confirmed, or if it ties with the best confirmed
+        configuration. Once a configuration is confirmed, the result is also None for a run with a
         deadline, because only confirmations measure the run's pauses for evaluation and
         checkpoints.
         """
-        confirmed = self._score_confirmed()
-        if not confirmed or self.task.within_hours is not None:
+        contenders, confirmed = self._known_contenders(), self._score_confirmed()
+        if not contenders or (confirmed and self.task.within_hours is not None):
             return None
 
         slack = self.task.floors.slack
-        likely = choose(self._known_contenders(), slack)
-        leader = choose(confirmed, slack)
+        likely = choose(contenders, slack)
         is_new = self.record(likely.config).num_confirmations == 0
-        return likely.config if is_new and not likely.equals(leader) else None
+        ties = bool(confirmed) and likely.equals(choose(confirmed, slack))
+        return likely.config if is_new and not ties else None
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
         """Return a configuration's reference if the reference was not measured yet, or None.

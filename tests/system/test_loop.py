@@ -226,6 +226,7 @@ def test_a_finalist_that_fails_its_confirmation_is_dropped(start: Start, outcome
     session = whole(start, fails_in_evaluation, patience=100)
     asked = confirmations(session)
     assert asked.count(best) == 1  # not tried again in the second round
+    assert asked[:3] == [best, session.winner(), BASELINE]
     fastest = max(session.study.trials.rows, key=lambda row: row.tokens_per_second or 0.0)
     assert fastest.config == best
     winner = session.winner()

@@ -122,15 +122,15 @@ def test_finalists_and_baseline_once_then_whoever_may_win(
 @pytest.mark.parametrize(
     ("search", "again", "rounds", "order"),
     [
-        # The next best is behind the baseline; and there are two that are better than the baseline.
-        ({A: 1000.0, C: 900.0, B: 850.0, D: 800.0}, {A: (Outcome.OOM,)}, 1, "A1+ B1+ C1+ D1+"),
+        # The next best becomes the likely winner, so it is measured before the baseline.
+        ({A: 1000.0, C: 900.0, B: 850.0, D: 800.0}, {A: (Outcome.OOM,)}, 1, "A1+ C1+ B1+ D1+"),
         (
             {A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0},
             {A: (Outcome.CRASH,)},
             1,
-            "A1+ B1+ C1+ D1+",
+            "A1+ C1+ B1+ D1+",
         ),
-        ({A: 1000.0, C: 900.0, B: 700.0}, {A: (Outcome.CRASH,)}, 2, "A1+ B1 C1+ C2"),
+        ({A: 1000.0, C: 900.0, B: 700.0}, {A: (Outcome.CRASH,)}, 2, "A1+ C1+ B1 C2"),
         # In the second round: who joins then is measured once more, as it leads.
         (
             {A: 1000.0, B: 700.0, C: 900.0},
@@ -148,7 +148,7 @@ def test_finalists_and_baseline_once_then_whoever_may_win(
             {A: 1000.0, C: 900.0, D: 700.0},
             {A: (Outcome.OOM,), C: (Outcome.OOM,), D: (Outcome.OOM,)},
             2,
-            "A1+ C1 D1",
+            "A1+ C1+ D1",
         ),
     ],
 )
