@@ -43,6 +43,7 @@ from autotune.probe.rank_pool import RankPool
 from autotune.problem.performance import step_time_s
 from autotune.trainer.lean_trainer import LeanTrainer, sharing_arguments, training_arguments
 from autotune.trainer.model_builder import decoder_layers, load, trainable_model
+from autotune.trainer.ranks import loopback_variables
 from autotune.trainer.sharded_nf4 import shard_4_bit_layers
 
 STEPS = 10
@@ -99,7 +100,7 @@ def compare_qlora(pool: RankPool, args: argparse.Namespace, length: int) -> dict
         "reserved_gib": found.peak_reserved_gib,
         "memory_error": from_one.peak_allocated_gib / found.peak_allocated_gib - 1,
         "formula_error": by_formula.peak_gib / found.peak_allocated_gib - 1,
-        "host_gib": found.in_host_gib,
+        "formula_host_gib": by_formula.host,
         "steps": len(found.step_s),
         "step_s": step_time_s(found, 1),
         "gpus_without_offload": fewest_gpus(args, length),
@@ -158,7 +159,7 @@ def compare_offload(
         "peak_gib": real.peak_allocated_gib,
         "memory_error": fake.peak_allocated_gib / real.peak_allocated_gib - 1,
         "formula_error": by_formula.peak_gib / real.peak_allocated_gib - 1,
-        "host_gib": [by_formula.host, real.in_host_gib],
+        "formula_host_gib": by_formula.host,
         "step_s": step_time_s(real, 2),
         "host_share": real.host_share,
     }
@@ -308,11 +309,13 @@ def learn(rank: int, ranks: int, device: str, precision: str, folder: str) -> No
     given = training_arguments(config, accumulation=1, on_cpu=device == "cpu")
     given |= sharing_arguments(config, decoder_layers(model))
     given |= {"optim": "adamw_torch", "learning_rate": 2e-3, "logging_steps": 1}
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=TUNED, save_strategy="no", disable_tqdm=True, **given
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # one process would use all visible GPUs
     trainer = InOrder(
         model,
-        TrainingArguments(
-            output_dir=folder, max_steps=TUNED, save_strategy="no", disable_tqdm=True, **given
-        ),
+        arguments,
         train_dataset=chain_rows(ROWS * TUNED, seed=3),
     )
     trainer.train()
@@ -334,6 +337,7 @@ def join(rank: int, ranks: int, device: str, folder: str) -> None:
     """Join the other process. accelerate shards on a CPU only if it takes it for a GPU."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ |= dict(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
+    os.environ |= loopback_variables()
     store = dist.FileStore(str(Path(folder, "meeting")), ranks)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)

@@ -281,8 +281,10 @@ class Probe:
         self.rank = rank
         self.trace = trace
 
-        planned = _lengths(request) <= _SEEN_LENGTHS
         largest = rank.largest if rank and request.has_real_ranks else None
+        planned = _lengths(request) <= _SEEN_LENGTHS
+        if largest is not None:  # the first rank may also have probed on one GPU
+            planned = not largest(float(not planned))
         self.recorder = Recorder(
             meter, request, emit, self._state_gib, planned=planned, largest=largest
         )
@@ -1005,7 +1007,7 @@ class Probe:
             limit_gib=self.limit_gib,
             context_gib=self.context_gib,
             managed_gib=managed if meter.torch_device.type == "cuda" else 0.0,
-            alloc_retries=meter.alloc_retries(),
+            alloc_retries=meter.alloc_retries() - recorder.early_retries,
             loss_first=losses[0],
             loss_last=losses[-1],
             losses=() if self._has_random_weights else tuple(losses[:RECORDED_LOSSES]),

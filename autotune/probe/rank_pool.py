@@ -43,7 +43,9 @@ Message = dict[str, Any] | None  # a worker's message, or None after the worker'
 
 
 class RankPool:
-    """Runs probes on several devices of this host, one rank on each, or on the first device only.
+    """Runs probes on the first devices of this host, one rank on each.
+
+    A request for one GPU, or for a simulated rank, runs on the first device only.
 
     `probe` returns a result for every outcome, and raises the errors of `WorkerProber.probe`.
     """
@@ -137,27 +139,27 @@ class RankPool:
         """Run one probe, and repeat it if the machine may be to blame for the result.
 
         The first rank's output goes to the file `log`, and the other ranks' output to files in the
-        same folder. Raises UsageError if the request is for another number of ranks.
+        same folder. Raises UsageError if the request is for more ranks than the pool has.
         """
         if not request.has_real_ranks:
             return self._ranks[0].probe(request, log)
 
-        if request.parallelism.num_gpus != len(self._ranks):
-            num_gpus = request.parallelism.num_gpus
+        num_gpus = request.parallelism.num_gpus
+        if num_gpus > len(self._ranks):
             raise UsageError(
                 f"a pool of {len(self._ranks)} ranks cannot probe {num_gpus} real ranks",
-                remedy=f"request {len(self._ranks)} real ranks, or one simulated rank",
+                remedy=f"request at most {len(self._ranks)} real ranks, or one simulated rank",
             )
         return self._ranks[0].with_retry(self._probe_once, request, log)
 
     def _probe_once(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one try of a probe on all ranks, and read the sensors of the first device."""
+        """Run one try of a probe on its ranks, and read the sensors of the first device."""
         begin = time.monotonic()
         oom_kills = host_oom_kills()
         first = self._ranks[0]
         first.begin_try()
         monitor = first.monitor(log)
-        workers = self._ready_workers()
+        workers = self._ready_workers()[: request.parallelism.num_gpus]
 
         try:
             with scratch_directory() as folder:
@@ -195,7 +197,7 @@ class RankPool:
     def _send(
         self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path
     ) -> None:
-        """Send the request to all ranks.
+        """Send the request to these workers, which are the ranks of the probe.
 
         This method ignores a worker that has ended, because `_answers` notices its end later.
         """

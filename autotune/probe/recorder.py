@@ -123,9 +123,14 @@ class Recorder:
         # The phase of the allocator's first retry (it freed its cache, and tried to allocate
         # again).
         self.retry_phase: Phase | None = None
+        # The allocator's retries before the first steady round. They count as running out of
+        # memory unless the model is sharded: the streams of its communication first take memory
+        # for themselves, which the allocator takes back once.
+        self.early_retries = 0
 
         self._mark: Any = None
         self._graphs = 0
+        self._retries = 0
         self._began = 0.0
         self._agree_at = ENOUGH_ROUNDS
 
@@ -232,10 +237,13 @@ class Recorder:
         if not num_rounds and self.step >= len(schedule.lead):
             return
         graphs = count_graphs()
-        settled = not self._largest(float(graphs != self._graphs))
-        self._graphs = graphs
+        retries = self.meter.alloc_retries() if request.parallelism.shards else 0
+        settled = not self._largest(float((graphs, retries) != (self._graphs, self._retries)))
+        self._graphs, self._retries = graphs, retries
         if not num_rounds or (not settled and num_rounds < MAX_WARMUP_ROUNDS):
             return
+
+        self.early_retries = retries if settled else 0
 
         # Estimate the seconds of a step and of a micro batch from the last round.
         begin = self.step + 1 - each

@@ -146,7 +146,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         )
 
     here = gpus if target.card is None else len(visible())
-    if gpus == 1 or (here >= gpus and len(numbers) == 1 and not spec.play_ranks):
+    if gpus == 1 or (here >= gpus and not spec.play_ranks):
         return setup
 
     if spec.verify:
@@ -167,7 +167,7 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         page = document("other-gpus.md")
         remedy = f"give --gpu a file that describes your GPU, including link or link_gb_s ({page})"
         if target.card is None:
-            remedy = "on a CPU, give one number with --gpus, without play_ranks"
+            remedy = "on a CPU, omit play_ranks"
         raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
 
     if True in task.space.choices("offload"):

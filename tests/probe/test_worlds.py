@@ -17,7 +17,15 @@ import pytest
 from autotune.catalog import resolve_model
 from autotune.core.errors import Cancelled, UsageError
 from autotune.core.parallelism import ZERO
-from autotune.core.probe_types import Measurement, Outcome, Phase, ProbeRequest, ProbeResult, World
+from autotune.core.probe_types import (
+    Measurement,
+    MicroBatch,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    World,
+)
 from autotune.prediction.estimate import memory_of
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.monitor import DEADLINES
@@ -458,6 +466,21 @@ def test_what_ranks_reach_together_is_measured_and_leaves_nothing_behind(pool: R
         before.losses[:2]
     )
     assert pool.starts == starts
+
+
+def test_a_pool_probes_fewer_ranks_in_turn(pool: RankPool) -> None:
+    """The first rank then knows lengths of rows that the second has not seen."""
+    log = pool.logs / "fewer.log"
+    kinds = tuple(
+        MicroBatch(rows=((length,),) * 2, length=length, share=0.5) for length in (16, 24)
+    )
+    for num_gpus, strategy in ((1, "none"), (2, "ddp"), (1, "none")):
+        asked = replace(
+            shared(num_gpus, strategy, World.REAL, padding="masked", seq_len=24),
+            micro_batches=kinds,
+        )
+        assert asked.plans_by_length
+        assert pool.probe(asked, log).outcome is Outcome.OK
 
 
 def test_a_world_of_another_size_is_refused(pool: RankPool) -> None:

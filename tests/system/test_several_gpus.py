@@ -169,6 +169,7 @@ def test_one_study_compares_numbers_of_gpus(tmp_path: Path, linked: dict[str, An
     Which number wins depends on the deadline alone.
     """
     options = linked | {"pins": {"micro_batch_size": 2}}
+    options["play_ranks"] = True
     result = tune(**options, gpus="1,2,4", within="2h", study="numbers")
     recipe, task = result.recipe, result.record.task
     assert [one.config.num_gpus for one in recipe.by_gpus] == [
@@ -194,6 +195,15 @@ def test_one_study_compares_numbers_of_gpus(tmp_path: Path, linked: dict[str, An
     speeds = {one.config.num_gpus: one.performance.tokens_per_second for one in hurried.by_gpus}
     assert speeds[hurried.config.num_gpus] > speeds[1]
     assert any("nothing that was tried ends within 1.0 s" in caveat for caveat in hurried.caveats)
+
+
+def test_numbers_of_gpus_are_compared_on_real_ranks(linked: dict[str, Any]) -> None:
+    """One rank trains alone, and then two train together."""
+    result = tune(**linked, gpus="1,2", pins={"micro_batch_size": 2}, study="real")
+    recipe, task = result.recipe, result.record.task
+    assert not task.plays_ranks and task.search_price.usd_per_hour == 1.0
+    assert [one.config.num_gpus for one in recipe.by_gpus] == [1, 2]
+    assert Evidence.PROJECTED not in {one.evidence for one in recipe.by_gpus}
 
 
 # accelerate shards on GPUs alone, by code that runs on a processor as it is.

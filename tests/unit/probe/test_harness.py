@@ -431,6 +431,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         kinds=((1.0, 0.95),),
     )
     recorder = SimpleNamespace(
+        early_retries=1,
         times=lambda: times,
         warm_s=lambda times: 3.0,
         host_waits=lambda: True,
@@ -441,7 +442,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     probe = probe_of(
         request_of(config=TrainConfig(seq_len=128)),
         recorder=recorder,
-        meter=SimpleNamespace(torch_device=SimpleNamespace(type=device), alloc_retries=lambda: 2),
+        meter=SimpleNamespace(torch_device=SimpleNamespace(type=device), alloc_retries=lambda: 3),
         model=model_with_gradients(),
         trainer=trainer_of(1024, paged=True),
         resident=SimpleNamespace(model_gib=2.0, joined=None, adapters_gib=lambda: 1.0),

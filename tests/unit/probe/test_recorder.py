@@ -471,6 +471,46 @@ def test_the_first_phase_in_which_the_allocator_tidied_up_is_remembered() -> Non
     assert recorder.retry_phase is Phase.FORWARD
 
 
+@pytest.mark.parametrize(
+    ("config", "retried_in", "early", "first"),
+    [
+        (TrainConfig(num_gpus=2, sharding="fsdp2"), 1, 1, 1),
+        (TrainConfig(num_gpus=2, sharding="fsdp2"), 2, 2, 2),  # the first round retried too
+        (TrainConfig(num_gpus=2, sharding="fsdp2"), 99, 0, 4),  # every round retries
+        (TrainConfig(num_gpus=2, sharding="ddp"), 99, 0, 1),
+        (TrainConfig(), 99, 0, 1),
+    ],
+    ids=str,
+)
+def test_retries_before_a_steady_round_do_not_count_if_the_model_is_sharded(
+    config: TrainConfig, retried_in: int, early: int, first: int
+) -> None:
+    """The first steps, so many, each retry once."""
+
+    class Tight(Clock):
+        step = 0
+
+        def alloc_retries(self) -> int:
+            self.step += 1
+            return min(self.step, retried_in)
+
+    recorder = Recorder(
+        Tight(),  # type: ignore[arg-type]
+        ProbeRequest(config=config, model={}, memory_gib=1.0, micro_steps=1, min_timed_s=0.0),
+        lambda phase: None,
+        lambda: 0.0,
+    )
+    recorder.retry_phase = Phase.FORWARD
+    recorder.begin(Phase.FIRST_STEP)
+    done = False
+    while not done:
+        recorder.begin_micro_batch()
+        recorder.meter.now += 1.0  # type: ignore[attr-defined]
+        recorder.end_micro_batch()
+        done = recorder.end_step()
+    assert (recorder.early_retries, recorder.first_timed) == (early, first)
+
+
 def test_on_a_cpu_the_peaks_of_the_first_step_do_not_count() -> None:
     """Libraries make buffers in it, which count as context from then on."""
     meter = Scales((8.0, 8.0), peaks_are_free=False)

@@ -77,6 +77,8 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
     said: list[str] = []
     here = prepare_session(spec(model="mistral-7b", gpus=2), said.append).task
     assert (here.numbers_of_gpus, here.probing_gpus, here.plays_ranks, said) == ((2,), 2, False, [])
+    compared = prepare_session(spec(model="mistral-7b", gpus="1,2"), said.append).task
+    assert (compared.numbers_of_gpus, compared.probing_gpus, said) == ((1, 2), 2, [])
     without_formula = {"gpus": 4, "model": "falcon-h1-1.5b"}
     for asked in ({"gpus": 4}, {"gpus": 2, "play_ranks": True}, without_formula):
         task = prepare_session(spec(**({"model": "mistral-7b"} | asked)), said.append).task
