@@ -1,11 +1,9 @@
 """Measure cold studies on two GPUs: against one GPU with the same budget, and full fine-tuning."""
 
 import argparse
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from bench import (
@@ -18,6 +16,7 @@ from bench import (
     run_program,
     run_study,
     save,
+    scratch,
     set_options,
     timed_trials,
     use_empty_compile_cache,
@@ -75,19 +74,18 @@ def study_row(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
     if args.gpu == "cpu":
         options = [*TINY, *options[-2:], "--trials", "4", "--tokens-per-example", "64"]
         pins = {"compile_ahead": "always"}
-    with tempfile.TemporaryDirectory(prefix="autotune-bench-") as name:
-        folder = Path(name)
-        url = f"sqlite:///{folder}/autotune.db"
-        began = time.time()
-        found = run_study(
-            folder,
-            *("--gpu", args.gpu, "--budget", args.budget, *options, *set_options(pins)),
-            *("--study", "cold", "--out", "cold", "--storage", url, *args.options),
-        )
-        wall_s = time.time() - began
-        record = load_study("cold", url).record
-        with closing(ProbeStore(url)) as store:
-            stored = store.probes_of_study("cold")
+    folder = scratch()
+    url = f"sqlite:///{folder}/autotune.db"
+    began = time.time()
+    found = run_study(
+        folder,
+        *("--gpu", args.gpu, "--budget", args.budget, *options, *set_options(pins)),
+        *("--study", "cold", "--out", "cold", "--storage", url, *args.options),
+    )
+    wall_s = time.time() - began
+    record = load_study("cold", url).record
+    with closing(ProbeStore(url)) as store:
+        stored = store.probes_of_study("cold")
 
     winner = TrainConfig(**found["winner"]["config"])
     trials = timed_trials(stored, record.task, began)
