@@ -13,6 +13,7 @@ from autotune.core.images import Picture
 from autotune.core.model_types import text_type
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
+from autotune.core.rollout_types import EngineMeasurement, Generation
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
@@ -70,6 +71,9 @@ class Phase(StrEnum):
     STEADY = "steady"  # all timed steps together
     EVALUATE = "evaluate"
     ROLLOUT = "rollout"  # the model generates the answers that it is trained on
+    SLEEP = "sleep"  # the engine that generates frees its memory
+    WAKE = "wake"  # the engine gets its memory again
+    TRANSFER = "transfer"  # the engine gets the weights of the trained model
     LOG_PROBS = "log_probabilities"  # the model computes the probabilities of these answers
     SAVE = "save"
     PROFILE = "profile"  # one micro batch is profiled, after all other measurements
@@ -210,6 +214,8 @@ class ProbeRequest:
         flash: Whether torch's SDPA may choose FlashAttention or cuDNN. False if the card of the run
             is too old for these kernels.
         patience_s: The least time limit of a phase. A probe that exceeds a limit counts as hanging.
+        generation: The generation of a GRPO run, or None. The trainer's worker trains on given
+            completions, without an engine. The engine's worker generates them, without a trainer.
     """
 
     config: TrainConfig
@@ -236,6 +242,7 @@ class ProbeRequest:
     new_lengths: bool = True
     flash: bool = True
     patience_s: float = 0.0
+    generation: Generation | None = None
 
     @property
     def parallelism(self) -> Parallelism:
@@ -317,6 +324,7 @@ class ProbeRequest:
                 # Earlier versions kept fp8 weights in 16 bits. This key makes the digests of probes
                 # by those versions differ from today's digests.
                 **({"kept": "fp8"} if self.config.quantization == "fp8" else {}),
+                **({"generation": to_data(self.generation)} if self.generation else {}),
             }
         )
 
@@ -518,6 +526,11 @@ class Measurement:
         in_host_gib: The memory of trained weights and optimizer state that are kept in the host's
             memory.
         losses: The losses of the first micro batches.
+        phase_reserved_gib: The peak memory that the allocator reserves in each phase, for GRPO.
+        between_gib: The memory that the allocator reserves at the start of each generation, when
+            the trained model waits for completions. Growth shows fragmentation.
+        merge_s: The seconds to merge adapters into the weights and to undo this, for each transfer
+            of weights to the engine. None without adapters.
         own_cores: The mean number of cores that the study used during the timed steps; unknown if
             the system does not report it.
         other_cores: The mean number of cores that processes outside the study used during the timed
@@ -561,6 +574,9 @@ class Measurement:
     losses: tuple[float, ...] = ()
     trainable_params: int
     total_params: int
+    phase_reserved_gib: dict[Phase, float] = field(default_factory=dict)
+    between_gib: tuple[float, ...] = ()
+    merge_s: float | None = None
     telemetry: Telemetry | None = None
     own_cores: float | None = None
     other_cores: float | None = None
@@ -706,6 +722,7 @@ class ProbeResult:
     disturbed: str | None = None
     oom: OomDetail | None = None
     measurement: Measurement | None = None
+    engine: EngineMeasurement | None = None  # the measurement of the engine that generates
     seconds: dict[str, float] = field(default_factory=dict)
     warm: bool = False  # the worker had already served another probe
     notes: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from autotune.core.files import load_data, read_user_text, read_user_yaml
 from autotune.core.knobs import KNOBS, check_value
 from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.objective import NOT_OFFERED, Objective
+from autotune.core.rollout_types import COLOCATED
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
@@ -37,7 +38,6 @@ from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
 from autotune.planning.foreign_rollouts import older_key, rollouts_of, with_rollout_keys
-from autotune.problem.rollouts import COLOCATED
 from autotune.report.values.check import FP32_BASE, SWIFT, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from importlib import metadata
 
+from autotune.core.rollout_types import COLOCATED, SERVER, TRANSFORMERS, Engine
 from autotune.planning.foreign_file import File, Refused, table
-from autotune.problem.rollouts import COLOCATED, SERVER, TRANSFORMERS, Engine, Rollouts
+from autotune.problem.rollouts import Rollouts
 from autotune.report.values.check import SWIFT
 
 PROMPT_TOKENS = 512  # the longest prompt, if nothing says it; older versions of TRL cut it off here

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune.catalog import ModelSpec
+from autotune.core.rollout_types import COLOCATED
 from autotune.core.units import fmt_gib, gib
 from autotune.planning.foreign_file import Refused, table
 from autotune.prediction.rollout_memory import (
@@ -15,7 +16,6 @@ from autotune.prediction.rollout_memory import (
     needed_share,
 )
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.rollouts import COLOCATED
 from autotune.report.values.check import ForeignConfig
 
 SLEEP_KEY = "vllm_enable_sleep_mode"

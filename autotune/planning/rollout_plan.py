@@ -12,6 +12,7 @@ from pathlib import Path
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import UsageError
+from autotune.core.rollout_types import Engine
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count, no_count
 from autotune.planning.device_estimate import accuracy_text, limit_of, planned_device
@@ -22,7 +23,7 @@ from autotune.prediction.estimate import MemoryBounds, memory_of
 from autotune.prediction.memory_formula import EVALUATES, unsupported
 from autotune.prediction.rollout_memory import cached_tokens, largest, needed_share, phases
 from autotune.problem.length_distribution import Lengths, read_lengths
-from autotune.problem.rollouts import Engine, Rollouts
+from autotune.problem.rollouts import Rollouts
 from autotune.problem.run_cost import FITS
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec

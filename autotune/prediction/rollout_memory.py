@@ -14,18 +14,18 @@ from typing import Any
 from autotune.catalog import ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.probe_types import Phase
+from autotune.core.rollout_types import BATCHED_TOKENS, COLOCATED, SERVER, TRANSFORMERS
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.estimate import MemoryBounds
 from autotune.prediction.memory_formula import NF4_STATISTICS, MemoryBreakdown
-from autotune.problem.rollouts import COLOCATED, SERVER, TRANSFORMERS, Rollouts
+from autotune.problem.rollouts import Rollouts
 
 # GiB that vLLM holds beyond its share, mostly CUDA graphs: 29.9 GiB were in use with 102 graphs and
 # a share of 27.7 GiB, including a CUDA context.
 BEYOND_SHARE = (0.0, 1.6)
 # GiB that a sleeping engine keeps: 2.5 GiB were in use after `sleep`, including a CUDA context.
 ASLEEP = (0.3, 1.9)
-BATCHED_TOKENS = 4096  # tokens that TRL lets vLLM process at once
 # A cache of transformers grows by copying, so that the allocator also holds old, smaller blocks.
 # Nothing was measured: the upper bound assumes that they take as much as half of the cache.
 GROWN_CACHE = 1.5

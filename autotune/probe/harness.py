@@ -39,6 +39,7 @@ from autotune.core.probe_types import (
     Rung,
     SkewedRouting,
 )
+from autotune.core.rollout_types import TRANSFORMERS
 from autotune.core.units import gib
 from autotune.probe.accounting import (
     free_paged_state,
@@ -302,6 +303,7 @@ class Probe:
         self._has_random_weights = False
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
+        self._merge_s: float | None = None
 
         self._hooks: list[Any] = []
         # `module_names` is called now, because FSDP2 will replace the model's class by a class of
@@ -332,9 +334,11 @@ class Probe:
             if self._tries_new_lengths():
                 self._new_length_s = self._time_new_lengths()
             self._host_micro_s = self._time_host()
+            if self._merges():
+                self._merge_s = self._time_merge()
             if self._tries_skewed_routing():
                 self._skewed = self._time_skewed_routing()
-            if self.request.evaluate:
+            if self.request.evaluate and not self.request.objective.generates:
                 self._evaluate_and_save()
             measurement = self._measurement(losses)
 
@@ -351,7 +355,9 @@ class Probe:
         Raises BadLoss if a loss is unusable, unless the rank is simulated.
         """
         losses = [float(loss) for loss in self.recorder.losses]
-        usable = all(math.isfinite(loss) and loss != 0.0 for loss in losses)
+        # GRPO's loss may be 0: the advantages of a prompt's completions add up to 0.
+        may_be_zero = self.request.objective.generates
+        usable = all(math.isfinite(loss) and (loss or may_be_zero) for loss in losses)
         if not usable and not self.request.simulates_rank:
             raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
         return losses
@@ -363,7 +369,9 @@ class Probe:
         which differ from rank to rank.
         """
         request = self.request
-        return request.plans_by_length and request.new_lengths and not request.has_real_ranks
+        if request.has_real_ranks or request.objective.generates:
+            return False
+        return request.plans_by_length and request.new_lengths
 
     def _tries_skewed_routing(self) -> bool:
         """Whether to time skewed routing: only in confirming probes of random weights on one GPU.
@@ -635,7 +643,9 @@ class Probe:
         held_out = self._rows(list(schedule.evaluation), request.seed + 1)
 
         trainer: Any
-        if request.trainer == "trl":
+        if request.objective.generates:
+            trainer = self._rollout_trainer(settings, train)
+        elif request.trainer == "trl":
             from autotune.probe.trl_trainer import trl_trainer
 
             settings |= {"max_length": config.seq_len}
@@ -670,6 +680,34 @@ class Probe:
         trainer.remove_callback(ProgressCallback)
         trainer.recorder = self.recorder
         return trainer
+
+    def _rollout_trainer(self, settings: dict[str, Any], rows: list[Tensors]) -> Any:
+        """TRL's trainer for GRPO on completions that are already given."""
+        from autotune.probe.rollout_trainer import rollout_trainer
+
+        generation = self.request.generation
+        return rollout_trainer(
+            RecordingMixin,
+            self.model,
+            settings,
+            rows,
+            with_engine=generation is None or generation.engine.kind != TRANSFORMERS,
+            sleeps=generation is not None and generation.engine.sleeps,
+        )
+
+    def _merges(self) -> bool:
+        """Whether the run merges adapters into the weights to give them to an engine."""
+        return self.request.objective.generates and self.request.config.method == "lora"
+
+    def _time_merge(self) -> float:
+        """The seconds to merge the adapters into the weights, and to undo this."""
+        peft_model: Any = self.model
+        before = self.meter.mark()
+        peft_model.merge_adapter()
+        peft_model.unmerge_adapter()
+        after = self.meter.mark()
+        self.meter.synchronize()
+        return self.meter.seconds(before, after)
 
     def _join_rows(self) -> Callable[[list[Tensors]], dict[str, Any]] | None:
         """The data collator, or None if the Trainer's default collator can stack the rows."""
@@ -996,6 +1034,13 @@ class Probe:
             skewed=self._skewed,
             evaluation_s=self._evaluation_s,
             checkpoint_s=self._checkpoint_s,
+            phase_reserved_gib={
+                phase: peak
+                for phase, peak in recorder.reserved_peaks.items()
+                if self.request.objective.generates and phase not in no_phases
+            },
+            between_gib=tuple(recorder.between),
+            merge_s=self._merge_s,
             row_length=self.request.longest.length,
             model_gib=weights,
             adapters_gib=adapters,

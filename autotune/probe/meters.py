@@ -159,6 +159,11 @@ class CudaMeter:
         """The memory that the allocator holds, used or cached."""
         return gib(torch.cuda.memory_reserved()) - self.aside_gib
 
+    def used_gib(self) -> float:
+        """The memory in use on the whole device, also by other processes and contexts."""
+        free, total = torch.cuda.mem_get_info()
+        return gib(total - free)
+
     def reset_peak(self) -> None:
         """Start to measure a new peak."""
         torch.cuda.reset_peak_memory_stats()
@@ -183,6 +188,10 @@ class CudaMeter:
                 return None
             used = now - self._used_before_gib - self.others_gib
         return max(used - reserved, 0.0)
+
+    def return_unused(self) -> None:
+        """Return the memory that the allocator holds without need, in the middle of a run."""
+        torch.cuda.empty_cache()
 
     def alloc_retries(self) -> int:
         """The number of allocations since `release` that torch retried after freeing its cache."""
@@ -357,6 +366,9 @@ class CpuMeter:
     def reserved_gib(self) -> float:
         return gib(max(self._status("VmData") - self._data, 0))
 
+    def used_gib(self) -> float:
+        return gib(self._status("RssAnon"))
+
     def reset_peak(self) -> None:
         self._libc.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -372,6 +384,9 @@ class CpuMeter:
 
     def context_gib(self) -> float:
         return gib(self._first)
+
+    def return_unused(self) -> None:
+        self._libc.malloc_trim(0)
 
     def alloc_retries(self) -> int:
         return 0

@@ -118,6 +118,9 @@ class Recorder:
         # in the same step.
         self.issue_s: list[float] = []
         self.reserved = 0.0
+        # The allocator's peaks by phase, and its memory at the start of each generation.
+        self.reserved_peaks: dict[Phase, float] = {}
+        self.between: list[float] = []
         self.losses: list[torch.Tensor] = []
         self.evaluation_ends: list[Any] = []  # a mark for each evaluated micro batch
         # The phase of the allocator's first retry (it freed its cache, and tried to allocate
@@ -183,8 +186,21 @@ class Recorder:
             name = self.segment or self.phase.value
             self.segments[name] = max(self.segments.get(name, 0.0), allocated)
         self.reserved = max(self.reserved, reserved)
+        self.reserved_peaks[self.phase] = max(self.reserved_peaks.get(self.phase, 0.0), reserved)
         if self.retry_phase is None and self.meter.alloc_retries():
             self.retry_phase = self.phase
+
+    def begin_rollout(self, *, returns_memory: bool) -> None:
+        """Begin a generation, in which the trained model waits.
+
+        With `returns_memory`, the allocator returns its unused memory first, as TRL does before it
+        wakes a sleeping engine.
+        """
+        self.enter(Phase.ROLLOUT)
+        if returns_memory:
+            self.meter.return_unused()
+            self.meter.reset_peak()
+        self.between.append(self.meter.reserved_gib())
 
     def begin_micro_batch(self) -> None:
         """Begin a micro batch with its forward pass."""
@@ -230,6 +246,7 @@ class Recorder:
             if self.step == 0:
                 self.peaks.clear()
                 self.segments.clear()
+                self.reserved_peaks.clear()
                 self.reserved = 0.0
 
         schedule, request = self.schedule, self.request
@@ -328,9 +345,9 @@ class Recorder:
         """Whether the host waits for the device within a micro batch.
 
         The host waits if rows have images, because transformers reads the images' sizes back from
-        the device.
+        the device. It waits in GRPO, because TRL reads the loss's statistics back.
         """
-        return self.request.has_images
+        return self.request.has_images or self.request.objective.generates
 
     def warm_s(self, times: StepTimes) -> float:
         """The seconds that the warm-up steps would take at the speed of the timed steps."""

@@ -35,6 +35,7 @@ from autotune.probe.monitor import DEADLINES, Monitor
 from autotune.probe.tiny_probe import tiny_request
 from autotune.probe.worker_process import WorkerProcess
 
+WORKER, ENGINE = "autotune.probe.worker", "autotune.probe.engine_worker"
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
 DUMP_S = 0.5  # seconds that a hung worker has to write its stacks to the log
 EXIT_S = 5.0  # the longest wait in seconds for the exit code of a worker that has closed its socket
@@ -59,13 +60,16 @@ class WorkerProber:
         should_stop: Callable[[], bool] = lambda: False,
         card: int | str | None = None,
         threads: int | None = None,
+        module: str = WORKER,
     ) -> None:
         """Prepare the prober; the worker starts when it is first needed.
 
         `device` is "cuda" or "cpu"; `logs` is the directory of worker.log. `card` is the index or
         UUID of a GPU, by default of the first visible GPU. `threads` is the number of a CPU
-        worker's threads, by default one for each core.
+        worker's threads, by default one for each core. `module` is the worker's program; ENGINE
+        measures engines instead of training steps.
         """
+        self._module = module
         self.device = device
         self.logs = logs
         self.starts = 0
@@ -411,7 +415,9 @@ class WorkerProber:
             # CUDA context.
             self.ahead.make_room()
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._process = WorkerProcess(self.device, self.logs / "worker.log", self._variables)
+        self._process = WorkerProcess(
+            self.device, self.logs / "worker.log", self._variables, module=self._module
+        )
         self.starts += 1
 
     def has_ended(self) -> bool:

@@ -6,7 +6,8 @@ the device that makes the weights. `rows` is the number of training rows. `lengt
 lengths in tokens; a list shorter than `rows` is repeated. `held_out` lists the lengths of the rows
 in the test split. With an `objective` other than next-token training (`sft`), a row is a text of
 random letters, and each letter is one token. The last part of a row, a fraction of `trained_share`,
-is the answer.
+is the answer. For GRPO, a row is a prompt, and the padding token, which ends completions, has the
+logit 0.
 """
 
 import gc
@@ -33,16 +34,22 @@ from autotune.trainer.model_builder import build, config_of
 PAD = "<pad>"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(size: int | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer with the padding token that TRL requires, and one token for each letter.
+
+    With `size`, further tokens bring the number of tokens to `size`, so that every id that a model
+    generates has a text.
 
     A model's own tokenizer class, which splits a text into words first, may load this tokenizer's
     files. The tokens stay the same: each text is a single word, and without BPE merges each letter
     is a token.
     """
     letters = {letter: index for index, letter in enumerate(string.ascii_letters, start=1)}
+    more = {f"<{index}>": index for index in range(1 + len(letters), size or 0)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(BPE({PAD: 0} | letters, [])), pad_token=PAD, eos_token=PAD
+        tokenizer_object=Tokenizer(BPE({PAD: 0} | letters | more, [])),
+        pad_token=PAD,
+        eos_token=PAD,
     )
 
 
@@ -57,14 +64,18 @@ def main() -> None:
         TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"]
     )
     model = build(config_of(wanted["model"]), settings, torch.device(wanted["device"]))
+    objective = Objective(wanted.get("objective", Objective.SFT))
+    if objective.generates:
+        model.get_output_embeddings().weight.data[0] = 0
     model.save_pretrained("model")
 
     vocab_size = model.config.get_text_config().vocab_size
     make: Callable[[int, int], dict[str, Any]] = partial(_tokens, vocab_size)
-    objective = Objective(wanted.get("objective", Objective.SFT))
-    if objective is not Objective.SFT:
+    if objective.generates:
+        make = _prompts
+    elif objective is not Objective.SFT:
         make = partial(_texts, objective, wanted["trained_share"])
-    tokenizer().save_pretrained("model")
+    tokenizer(vocab_size if objective.generates else None).save_pretrained("model")
 
     Path("data").mkdir()
     lengths = list(itertools.islice(itertools.cycle(wanted["lengths"]), wanted["rows"]))
@@ -84,6 +95,11 @@ def _write(split: str, lengths: Iterable[int], make: Callable[[int, int], dict[s
 
 def _tokens(vocab_size: int, index: int, length: int) -> dict[str, Any]:
     return {"input_ids": torch.randint(vocab_size, (length,)).tolist()}
+
+
+def _prompts(index: int, length: int) -> dict[str, Any]:
+    """A prompt of `length` letters."""
+    return {"prompt": "".join(random.choices(string.ascii_letters, k=length))}  # noqa: S311
 
 
 def _texts(objective: Objective, trained_share: float, index: int, length: int) -> dict[str, Any]:

@@ -5,21 +5,16 @@ stderr go to the trial's log. After each probe, the process restores its state a
 this succeeded. After a failure, the parent replaces the process.
 """
 
-import faulthandler
 import gc
 import json
 import os
 import resource
-import signal
-import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,9 +30,9 @@ from autotune.core.probe_types import (
     ProbeResult,
     RankAddress,
 )
-from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
+from autotune.probe.channel import open_channel, phase_seconds, redirect_output
 from autotune.probe.fault_injection import strike
 from autotune.probe.tiny_probe import tiny_request
 from autotune.probe.turns import PATIENCE_S, Turns, held_by_others_gib
@@ -62,20 +57,7 @@ def main() -> None:
 
     Arguments: the socket's descriptor, the device, the parent's pid, a scratch directory.
     """
-    channel_handle = int(sys.argv[1])
-    device = sys.argv[2]
-    parent = int(sys.argv[3])
-    scratch = sys.argv[4]
-    die_with_parent(parent)
-    take_group_along(channel_handle, scratch=scratch)
-
-    channel = socket.socket(fileno=channel_handle)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    reader, writer = channel.makefile("r"), channel.makefile("w")
-
-    def send(**message: Any) -> None:
-        writer.write(json.dumps(message) + "\n")
-        writer.flush()
+    reader, send, device, scratch = open_channel()
 
     worker = _start(device, send, scratch)
     if worker is None:
@@ -123,13 +105,13 @@ def _probe(
     worker: "Worker", message: dict[str, Any], worker_log: int, send: Callable[..., None]
 ) -> None:
     """Run one probe, write its output to the log that the message names, and send the result."""
-    _redirect_output(message["log"])
+    redirect_output(message["log"])
     worker.log = message["log"]
     worker.address = from_data(RankAddress, message["seat"]) if "seat" in message else None
     worker.trace = message.get("trace")
     worker.shared = Path(message["turns"]) if "turns" in message else None
     result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
-    _redirect_output(worker_log)
+    redirect_output(worker_log)
 
     more: dict[str, Any] = {}
     if worker.micro_profile is not None:
@@ -281,7 +263,8 @@ class Worker:
             config=request.config,
             rung=request.rung,
             depth=request.depth,
-            seconds=_seconds(entered) | ({"compile": turns.compile_s} if turns.compile_s else {}),
+            seconds=phase_seconds(entered)
+            | ({"compile": turns.compile_s} if turns.compile_s else {}),
             warm=self._served > 1,
             started_at=started,
             **fields,
@@ -494,32 +477,6 @@ def _note_wait(entered: list[tuple[str, float]], begin: float, end: float) -> No
     if end - begin > LEAST_WAIT_S:
         phase = entered[-1][0]
         entered += [("turn", begin)] if phase == "total" else [("turn", begin), (phase, end)]
-
-
-def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
-    """The wall-clock seconds that each phase has taken so far.
-
-    `entered` has each phase's start; its first entry is `total`.
-    """
-    now = time.perf_counter()
-    seconds: dict[str, float] = {}
-    for (phase, begin), (_, end) in pairwise([*entered[1:], ("", now)]):
-        seconds[phase] = seconds.get(phase, 0.0) + end - begin
-    return seconds | {"total": now - entered[0][1]}
-
-
-def _redirect_output(target: str | int) -> None:
-    """Redirect stdout and stderr to a file, given by path or descriptor."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if isinstance(target, int):
-        handle = target
-    else:
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    if handle != target:
-        os.close(handle)
 
 
 if __name__ == "__main__":

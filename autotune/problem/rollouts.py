@@ -2,29 +2,7 @@
 
 from dataclasses import dataclass
 
-COLOCATED, SERVER, TRANSFORMERS = "vllm", "vllm server", "transformers"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """The program that generates completions.
-
-    Args:
-        kind: COLOCATED (vLLM in the training process, on the same GPU), SERVER (vLLM on GPUs of its
-            own) or TRANSFORMERS (the trained model generates, without an engine).
-        share: the share of the GPU's memory that a colocated engine takes, vLLM's
-            gpu_memory_utilization.
-        sleeps: whether a colocated engine frees its weights and its cache while the model trains.
-        max_tokens: the tokens at which a colocated engine stops a sequence of prompt and
-            completion, or 0 if the engine has no limit, or none is known yet.
-        num_gpus: the number of GPUs that share a colocated engine (tensor parallelism).
-    """
-
-    kind: str = COLOCATED
-    share: float = 0.3
-    sleeps: bool = False
-    max_tokens: int = 0
-    num_gpus: int = 1
+from autotune.core.rollout_types import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

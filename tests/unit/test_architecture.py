@@ -56,9 +56,13 @@ CHILD = {
     "probe": (
         "accounting",
         "ahead_worker",
+        "channel",
         "collective_rates",
         "device_rates",
+        "engine_worker",
+        "engines",
         "fault_injection",
+        "grpo_entry",
         "harness",
         "kernels",
         "learner",
@@ -67,9 +71,11 @@ CHILD = {
         "micro_profiler",
         "model_settings",
         "model_shape",
+        "phase_log",
         "rank",
         "recorder",
         "resident",
+        "rollout_trainer",
         "schedule",
         "skewed_routing",
         "demo_model",
@@ -428,8 +434,9 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     declared = names_of(project["dependencies"]).union(*extras.values())
     imported = packages_of(one for found in modules().values() for one in found)
     # SQLAlchemy imports psycopg, if the URL says so. Extras name this package's extra `run`. With
-    # torch for GPUs comes triton. Axolotl loads the plug-in that imports it.
-    assert imported - {"triton", "axolotl"} == declared - {"psycopg", NAME}
+    # torch for GPUs comes triton. Axolotl loads the plug-in that imports it. vLLM needs one version
+    # of torch, so its users install it themselves.
+    assert imported - {"triton", "axolotl", "vllm"} == declared - {"psycopg", NAME}
 
     tools = {"refresh_export_keys.py"}  # runs where the trainers are installed
     files = [

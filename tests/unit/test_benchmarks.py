@@ -738,6 +738,7 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "offload",
+    "rollouts",
     "sharded_nf4_70b",
     "sharded_nf4_learning",
     "two_gpus",

@@ -12,11 +12,12 @@ import yaml
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
+from autotune.core.rollout_types import COLOCATED, SERVER, TRANSFORMERS
 from autotune.planning import foreign_rollouts
 from autotune.planning.foreign_arguments import swift_as_trl, trl_as_swift
 from autotune.planning.foreign_config import parse, read_file
 from autotune.planning.run_check import check
-from autotune.problem.rollouts import COLOCATED, SERVER, TRANSFORMERS, Rollouts
+from autotune.problem.rollouts import Rollouts
 from autotune.report.values.check import CheckReport, ForeignConfig
 
 TRL: dict[str, Any] = {

@@ -7,6 +7,7 @@ import pytest
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
+from autotune.core.rollout_types import SERVER, TRANSFORMERS, Engine
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import MemoryBounds, memory_of
 from autotune.prediction.memory_formula import EVALUATES
@@ -18,7 +19,7 @@ from autotune.prediction.rollout_memory import (
     needed_share,
     phases,
 )
-from autotune.problem.rollouts import SERVER, TRANSFORMERS, Engine, Rollouts
+from autotune.problem.rollouts import Rollouts
 
 QWEN = resolve_model("qwen3-4b")
 CARD_GIB = 80.0

@@ -436,6 +436,8 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         warm_s=lambda times: 3.0,
         host_waits=lambda: True,
         peaks={Phase.FIRST_STEP: 5.0, Phase.STEADY: 4.0, Phase.BACKWARD: 3.0},
+        reserved_peaks={Phase.FIRST_STEP: 5.0, Phase.BACKWARD: 4.0},
+        between=[],
         segments={"first_step": 5.0, "steady": 4.0, "backward_layers": 2.5},
         reserved=6.0,
     )
@@ -454,6 +456,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         _skewed=SkewedRouting(hottest=4.0, ratio=1.5),
         _evaluation_s=0.75,
         _checkpoint_s=None,
+        _merge_s=None,
     )
     found = probe._measurement([float(loss) for loss in range(12, 0, -1)])
     assert (found.step_s, found.micro_step_s, found.rest_s) == ((2.0,), (0.9, 1.0), (0.1,))

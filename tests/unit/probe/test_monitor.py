@@ -154,8 +154,12 @@ def test_how_long_a_phase_may_take_by_hand() -> None:
         Phase.FIRST_STEP: 900,
         Phase.STEADY: 900,
         Phase.PROFILE: 600,
+        Phase.ROLLOUT: 900,
+        Phase.SLEEP: 120,
+        Phase.WAKE: 120,
     }
-    assert seconds | dict.fromkeys((Phase.EVALUATE, Phase.SAVE, Phase.CLEANUP), 300) == DEADLINES
+    short = (Phase.EVALUATE, Phase.SAVE, Phase.CLEANUP, Phase.TRANSFER)
+    assert seconds | dict.fromkeys(short, 300) == DEADLINES
     assert monitor.THERMAL == "hardware thermal"
 
 

@@ -192,7 +192,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
         scripts = [Script(one, code) for one in said]
         waiting = list(scripts)
         monkeypatch.setattr(
-            supervisor, "WorkerProcess", lambda device, log, variables: waiting.pop(0)
+            supervisor, "WorkerProcess", lambda device, log, variables, module: waiting.pop(0)
         )
         monkeypatch.setattr(supervisor, "DUMP_S", 0.0)
         return WorkerProber("cpu", tmp_path / "logs"), scripts
@@ -446,7 +446,7 @@ def test_a_worker_is_started_with_a_folder_for_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(supervisor, "WorkerProcess", lambda *asked: started.append(asked))
+    monkeypatch.setattr(supervisor, "WorkerProcess", lambda *asked, module: started.append(asked))
     prober = WorkerProber("cpu", tmp_path / "not" / "yet")
     for count in (1, 2):
         prober.launch()

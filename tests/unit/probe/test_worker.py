@@ -34,7 +34,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
-from autotune.probe import device_rates, harness, health, model_shape, resident, worker
+from autotune.probe import channel, device_rates, harness, health, model_shape, resident, worker
 from autotune.probe import meters as meter_module
 from autotune.probe.harness import BadLoss
 from autotune.probe.tiny_probe import tiny_request
@@ -173,9 +173,14 @@ def _thaw() -> Iterator[None]:
 def test_each_phase_takes_until_the_next_and_one_that_comes_back_is_added_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: 20.0)
+    monkeypatch.setattr(channel.time, "perf_counter", lambda: 20.0)
     entered = [("total", 1.0), ("load", 2.0), ("steady", 5.0), ("load", 9.0), ("cleanup", 16.0)]
-    assert worker._seconds(entered) == {"load": 10.0, "steady": 4.0, "cleanup": 4.0, "total": 19.0}
+    assert channel.phase_seconds(entered) == {
+        "load": 10.0,
+        "steady": 4.0,
+        "cleanup": 4.0,
+        "total": 19.0,
+    }
 
 
 def probing(limit_gib: float) -> Any:
@@ -476,11 +481,11 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
     log.write_text("before\n")
     try:
         handles = len(os.listdir("/proc/self/fd"))
-        worker._redirect_output(str(log))
+        channel.redirect_output(str(log))
         assert len(os.listdir("/proc/self/fd")) == handles
         os.write(1, b"out\n")
         os.write(2, b"err\n")
-        worker._redirect_output(kept[0])
+        channel.redirect_output(kept[0])
         os.fstat(kept[0])  # it is left open
         os.write(1, b"elsewhere\n")
     finally:
@@ -769,13 +774,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     The other end sends these messages and gets its answers.
     """
     seen: dict[str, Any] = {"logs": [], "made": []}
-    monkeypatch.setattr(worker, "die_with_parent", lambda parent: seen.setdefault("parent", parent))
     monkeypatch.setattr(
-        worker,
+        channel, "die_with_parent", lambda parent: seen.setdefault("parent", parent)
+    )
+    monkeypatch.setattr(
+        channel,
         "take_group_along",
         lambda handle, scratch: seen.setdefault("group", (handle, scratch)),
     )
-    monkeypatch.setattr(worker, "_redirect_output", lambda target: seen["logs"].append(target))
+    monkeypatch.setattr(worker, "redirect_output", lambda target: seen["logs"].append(target))
     monkeypatch.setattr(
         worker, "_describe", lambda model, send: send(event="described", shape=model)
     )
@@ -783,7 +790,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         worker, "_measure_rates", lambda measure, send: send(event="rates", rates=measure())
     )
     registered = lambda number, all_threads=False: seen.setdefault("stacks", (number, all_threads))  # noqa: E731
-    monkeypatch.setattr(worker.faulthandler, "register", registered)
+    monkeypatch.setattr(channel.faulthandler, "register", registered)
     monkeypatch.setattr(worker.time, "time", lambda: 1000.0)
     monkeypatch.setattr(
         worker.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 990.5)
@@ -895,12 +902,12 @@ def test_a_log_is_made_for_its_user_to_write_and_for_others_to_read(
     """What was printed before goes to where it was printed to."""
     flushed: list[str] = []
     stream = lambda name: SimpleNamespace(flush=lambda: flushed.append(name))  # noqa: E731
-    monkeypatch.setattr(worker.sys, "stdout", stream("out"))
-    monkeypatch.setattr(worker.sys, "stderr", stream("err"))
+    monkeypatch.setattr(channel.sys, "stdout", stream("out"))
+    monkeypatch.setattr(channel.sys, "stderr", stream("err"))
     monkeypatch.setattr(worker.os, "dup2", lambda handle, number: flushed.append(str(number)))
     before = os.umask(0)
     try:
-        worker._redirect_output(str(tmp_path / "log"))
+        channel.redirect_output(str(tmp_path / "log"))
     finally:
         os.umask(before)
     assert (

@@ -1,0 +1,132 @@
+"""Composes a GRPO step on one card from phases that were measured apart.
+
+An engine and a training were measured in processes of their own. In a run of TRL, both are in one
+process on the same card, and their phases follow each other. So seconds add up, and the memory of a
+phase is the sum of both parts' memory in it.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotune.core.probe_types import Measurement, Phase
+from autotune.core.rollout_types import EngineMeasurement
+
+UPDATE = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStep:
+    """The seconds and the memory of a generation with its updates.
+
+    Attributes:
+        phase_s: The seconds of each phase, for one generation and all updates on it. FORWARD has
+            the time of both passes, BACKWARD is not listed.
+        phase_gib: The peak of the device's memory in each phase.
+        prompts: The prompts of a generation.
+    """
+
+    phase_s: Mapping[Phase, float]
+    phase_gib: Mapping[Phase, float]
+    prompts: int
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a generation with its updates."""
+        return sum(self.phase_s.values())
+
+    @property
+    def prompts_per_s(self) -> float:
+        """The prompts whose completions are generated and trained on, per second."""
+        return self.prompts / self.seconds
+
+    @property
+    def peak(self) -> tuple[Phase, float]:
+        """The phase with the largest peak, and this peak in GiB."""
+        return max(self.phase_gib.items(), key=lambda item: item[1])
+
+
+def compose(
+    training: Measurement,
+    engine: EngineMeasurement,
+    *,
+    sleeps: bool,
+    prompts: int,
+    accumulation: int,
+    updates: int = 1,
+) -> RolloutStep:
+    """Compose the step of a layout.
+
+    Args:
+        training: the measurement of the training on given completions.
+        engine: the measurement of the engine. An engine that can sleep has the same memory and
+            speed while it is awake as an engine that cannot.
+        sleeps: whether the engine sleeps while the model trains.
+        prompts: the prompts of a generation.
+        accumulation: the micro batches of an optimizer step.
+        updates: the optimizer steps for each generation.
+
+    Raises ValueError if the layout sleeps and the engine was measured without sleep.
+    """
+    if sleeps and not engine.asleep_gib:
+        raise ValueError("this engine was measured without sleep")
+    return RolloutStep(
+        phase_s=_seconds(training, engine, sleeps, accumulation, updates),
+        phase_gib=_memory(training, engine, sleeps),
+        prompts=prompts,
+    )
+
+
+def _seconds(
+    training: Measurement, engine: EngineMeasurement, sleeps: bool, accumulation: int, updates: int
+) -> dict[Phase, float]:
+    """The seconds of each phase.
+
+    A measured step generates for its own micro batches only, so that its bookkeeping and its
+    probabilities grow with the number of micro batches, like the update.
+    """
+    micros = accumulation * updates
+    each = {
+        phase: training.phase_s.get(phase, 0.0) / training.micro_steps * micros
+        for phase in (Phase.ROLLOUT, Phase.LOG_PROBS)
+    }
+    rest_s = statistics.median(training.rest_s) if training.rest_s else 0.0
+    micro_s = (statistics.median(training.step_s) - rest_s) / training.micro_steps
+    update_s = micros * micro_s + updates * rest_s - sum(each.values())
+    phases = {
+        Phase.ROLLOUT: each[Phase.ROLLOUT] + statistics.median(engine.generate_s),
+        Phase.LOG_PROBS: each[Phase.LOG_PROBS],
+        Phase.FORWARD: update_s,
+    }
+    if engine.transfer_s:
+        merge_s = training.merge_s or 0.0
+        phases[Phase.TRANSFER] = statistics.median(engine.transfer_s) + merge_s
+    if sleeps:
+        phases[Phase.SLEEP] = statistics.median(engine.sleep_s)
+        phases[Phase.WAKE] = statistics.median(engine.wake_s)
+    return {phase: seconds for phase, seconds in phases.items() if seconds > 0}
+
+
+def _memory(training: Measurement, engine: EngineMeasurement, sleeps: bool) -> dict[Phase, float]:
+    """The device's memory at the peak of each phase.
+
+    Without sleep, the allocator keeps the memory of the update during the generation. With sleep,
+    TRL returns it before the engine wakes up.
+    """
+    context_gib = training.context_gib or 0.0
+    awake_gib = max(engine.awake_gib)
+    generating_gib = max(engine.peak_gib[Phase.ROLLOUT.value], awake_gib)
+    if sleeps:
+        resting_gib = max(training.between_gib[1:] or training.between_gib)
+        beside_gib = max(engine.asleep_gib)
+    else:
+        resting_gib, beside_gib = training.peak_reserved_gib, awake_gib
+
+    found = {Phase.ROLLOUT: context_gib + resting_gib + generating_gib}
+    for phase in (Phase.LOG_PROBS, *UPDATE):
+        if phase in training.phase_reserved_gib:
+            found[phase] = context_gib + training.phase_reserved_gib[phase] + beside_gib
+    if engine.transfer_s:
+        weights_gib = beside_gib + engine.weights_gib if sleeps else awake_gib
+        found[Phase.TRANSFER] = context_gib + resting_gib + weights_gib
+    return found

@@ -1,0 +1,259 @@
+"""Searches for the fastest layout of a GRPO run on one card: engine, sleep, and training.
+
+One engine and some trainings are measured apart, and `prediction.rollout_step` composes each pair
+of them. The score is prompts per second. Generations, prompts per step and updates per generation
+are given: they decide what the model learns, so that they are never traded for speed.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from autotune.catalog import ModelSpec
+from autotune.core.memory_budget import memory_limit_gib
+from autotune.core.objective import Objective
+from autotune.core.probe_types import MicroBatch, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.rollout_types import COLOCATED, TRANSFORMERS, Engine, Generation
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.rollout_memory import needed_share
+from autotune.prediction.rollout_step import RolloutStep, compose
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.rollouts import Rollouts
+
+STEP = 0.05  # proposed shares are multiples of this number
+HIGHEST_SHARE = 0.95
+FITS, TOO_LONG = "fits", "fits only shorter completions"
+
+
+def engine_kind(device: str) -> str:
+    """The engine that generates on this machine: vLLM if it is installed, else transformers."""
+    return COLOCATED if device == "cuda" and find_spec("vllm") else TRANSFORMERS
+
+
+class Prober(Protocol):
+    """A worker that answers requests."""
+
+    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """The result of one probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTask:
+    """The facts of a search: the run and the card.
+
+    Attributes:
+        model: The model to train.
+        device: "cuda" or "cpu".
+        card_gib: The memory of the card.
+        headroom: The share of this memory that must stay free.
+        rollouts: The generation, with the kind of its engine.
+        prompts: The lengths of the prompts.
+        completions: The lengths of the completions, which are cut off at
+            `rollouts.completion_tokens`.
+        updates: The optimizer steps for each generation.
+    """
+
+    model: ModelSpec
+    device: str
+    card_gib: float
+    headroom: float = 0.05
+    rollouts: Rollouts
+    prompts: Lengths
+    completions: Lengths
+    updates: int = 1
+
+    @property
+    def limit_gib(self) -> float:
+        """The memory that a run may use, including the CUDA context."""
+        return memory_limit_gib(self.card_gib, self.headroom)
+
+    @property
+    def rows_per_update(self) -> int:
+        """The completions of an optimizer step."""
+        return self.rollouts.sequences // self.updates
+
+    def accumulation(self, config: TrainConfig) -> int:
+        """The micro batches of an optimizer step."""
+        return self.rows_per_update // config.micro_batch_size
+
+    def generation(self, engine: Engine) -> Generation:
+        """The generation of completions whose lengths represent all completions."""
+        rollouts = self.rollouts
+        return Generation(
+            engine=replace(engine, max_tokens=rollouts.longest),
+            prompts=tuple(self.prompts.sample(rollouts.sequences, rollouts.prompt_tokens)),
+            completions=tuple(
+                self.completions.sample(rollouts.sequences, rollouts.completion_tokens)
+            ),
+        )
+
+    def micro_batches(self, config: TrainConfig, generation: Generation) -> tuple[MicroBatch, ...]:
+        """The micro batch of a usual generation, and one with the longest possible sequences.
+
+        TRL pads all completions of a generation to its longest. The second kind is not timed if no
+        usual generation has the largest length.
+        """
+        usual = max(generation.prompts) + max(generation.completions)
+        mean = sum(generation.prompts + generation.completions) // len(generation.prompts)
+        others = (min(mean, usual),) * (config.micro_batch_size - 1)
+        kinds = [
+            MicroBatch(rows=tuple((one,) for one in (usual, *others)), length=usual, share=1.0)
+        ]
+        longest = self.rollouts.longest
+        if longest > usual:
+            rows = ((longest,),) * config.micro_batch_size
+            kinds.append(MicroBatch(rows=rows, length=longest, share=0.0))
+        return tuple(kinds)
+
+    def training_request(
+        self,
+        config: TrainConfig,
+        *,
+        sleeps: bool,
+        engine_gib: float = 0.0,
+    ) -> ProbeRequest:
+        """The request to train on given completions, beside an engine that takes `engine_gib`."""
+        generation = self.generation(Engine(kind=self.rollouts.engine.kind, sleeps=sleeps))
+        kinds = self.micro_batches(config, generation)
+        longest = self.rollouts.longest
+        return ProbeRequest(
+            config=replace(config, seq_len=longest),
+            model=self.model.config,
+            device=self.device,
+            memory_gib=self.card_gib - engine_gib / (1 - self.headroom),
+            headroom=self.headroom,
+            micro_steps=min(2, self.accumulation(config)),
+            trainer="trl",
+            objective=Objective.GRPO,
+            micro_batches=kinds,
+            trained_share=self.rollouts.completion_tokens / longest,
+            generation=generation,
+        )
+
+    def engine_request(self, config: TrainConfig, share: float) -> ProbeRequest:
+        """The request to measure an engine that can sleep."""
+        engine = Engine(kind=self.rollouts.engine.kind, share=share, sleeps=True)
+        return ProbeRequest(
+            config=replace(config, seq_len=self.rollouts.longest),
+            model=self.model.config,
+            device=self.device,
+            memory_gib=self.card_gib,
+            headroom=self.headroom,
+            trainer="trl",
+            objective=Objective.GRPO,
+            generation=self.generation(engine),
+        )
+
+    def share(self, config: TrainConfig) -> float | None:
+        """The smallest share whose cache surely holds all completions of a usual generation.
+
+        None if no share holds one completion, or if the size of the weights is unknown. If no share
+        holds all completions, some of them wait; the share is then the largest.
+        """
+        if self.rollouts.engine.kind != COLOCATED:
+            return 0.0
+        generation = self.generation(Engine())
+        tokens = sum(generation.prompts + generation.completions)
+        one, every = (
+            needed_share(self.model, config, self.rollouts, self.card_gib, number)
+            for number in (self.rollouts.longest, tokens)
+        )
+        if one is None or every is None or one > HIGHEST_SHARE:
+            return None
+        return min(round(STEP * math.ceil(max(one, every) / STEP), 2), HIGHEST_SHARE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLayout:
+    """A layout with its composed step.
+
+    `state` is FITS, TOO_LONG or the outcome of a failed probe. `phase` is the phase that ran out of
+    memory. With TOO_LONG, `breaks_at` is the length of a completion from which it does.
+    `between_gib` is the memory that the training's allocator holds before each generation.
+    """
+
+    config: TrainConfig
+    share: float
+    sleeps: bool
+    state: str
+    between_gib: tuple[float, ...] = ()
+    step: RolloutStep | None = None
+    phase: Phase | None = None
+    breaks_at: int | None = None
+    reason: str | None = None
+
+    @property
+    def score(self) -> float:
+        """Prompts per second; 0 for a layout that does not surely fit."""
+        return self.step.prompts_per_s if self.step and self.state == FITS else 0.0
+
+
+def measure_layout(
+    task: RolloutTask,
+    config: TrainConfig,
+    engine: ProbeResult,
+    share: float,
+    trainer: Prober,
+    log: Path,
+    *,
+    sleeps: bool,
+    num_micros: int = 2,
+) -> MeasuredLayout:
+    """Measure the training of a layout, and compose the layout's step.
+
+    At least `num_micros` micro batches are timed.
+    """
+    config = replace(config, seq_len=task.rollouts.longest)
+    layout = MeasuredLayout(config=config, share=share, sleeps=sleeps, state=engine.outcome)
+    if engine.engine is None:
+        return replace(layout, phase=engine.phase, reason=engine.reason)
+
+    beside_gib = max(engine.engine.asleep_gib if sleeps else engine.engine.awake_gib)
+    request = task.training_request(config, sleeps=sleeps, engine_gib=beside_gib)
+    result = trainer.probe(replace(request, min_timed_micros=num_micros), log)
+    fits = result.outcome is Outcome.OK
+    if result.outcome is Outcome.OOM and len(request.micro_batches) > 1:
+        # Perhaps only the longest completions do not fit.
+        shorter = replace(request, micro_batches=request.micro_batches[:1])
+        layout = replace(layout, phase=result.phase)
+        result = trainer.probe(shorter, log)
+    if result.outcome is not Outcome.OK or result.measurement is None:
+        phase = result.phase or layout.phase
+        return replace(layout, state=result.outcome, phase=phase, reason=result.reason)
+
+    step = compose(
+        result.measurement,
+        engine.engine,
+        sleeps=sleeps,
+        prompts=task.rollouts.sequences // task.rollouts.num_generations,
+        accumulation=task.accumulation(config),
+        updates=task.updates,
+    )
+    phase, peak_gib = step.peak
+    if fits and peak_gib <= task.limit_gib:
+        return replace(layout, state=FITS, step=step, between_gib=result.measurement.between_gib)
+    return _too_long(task, replace(layout, step=step, phase=layout.phase or phase), result)
+
+
+def _too_long(task: RolloutTask, layout: MeasuredLayout, result: ProbeResult) -> MeasuredLayout:
+    """The layout with the length of the completions at which it runs out of memory.
+
+    Above the memory of weights and optimizer, the memory of an update grows with the length.
+    """
+    measured, step = result.measurement, layout.step
+    assert measured is not None
+    assert step is not None
+    state_gib = measured.model_gib + measured.adapters_gib + measured.optimizer_gib
+    phase, peak_gib = step.peak
+    in_update = measured.phase_reserved_gib.get(phase)
+    row_length = measured.row_length or task.rollouts.longest
+    if in_update is None or in_update <= state_gib:
+        return replace(layout, state=Outcome.OOM, phase=phase)
+    per_token = (in_update - state_gib) / row_length
+    room_gib = task.limit_gib - (peak_gib - in_update) - state_gib
+    breaks_at = math.floor(room_gib / per_token) - task.rollouts.prompt_tokens
+    if breaks_at <= 0:
+        return replace(layout, state=Outcome.OOM, phase=phase)
+    return replace(layout, state=TOO_LONG, phase=phase, breaks_at=breaks_at)

@@ -1,0 +1,443 @@
+"""Compare the phases of GRPO that were measured apart with TRL's real run, and the fastest layout
+with TRL's defaults.
+
+Both sides get one folder with random bf16 weights and a small tokenizer. Completions end by chance,
+with the same probability at each token, at the latest after `--longest` tokens.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench import TINY_MODEL, Mode, Rows, finish, run_program, table
+
+from autotune.catalog import ModelSpec, resolve_model
+from autotune.core.child_environment import child_environment
+from autotune.core.probe_types import Outcome, ProbeResult
+from autotune.core.rollout_types import Engine
+from autotune.core.serialization import from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.export.rollouts import engine_arguments, lora_arguments, trl_arguments
+from autotune.prediction.rollout_step import RolloutStep
+from autotune.probe.supervisor import ENGINE, WorkerProber
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.rollouts import Rollouts
+from autotune.study.rollout_search import FITS, RolloutTask, engine_kind, measure_layout
+
+MEAN, LONGEST, PROMPT = 600, 2048, 256  # tokens
+PROMPTS, GENERATIONS = 8, 8
+SHARE = 0.3  # vLLM's share in TRL's defaults
+STEPS, LONGEST_STEPS = 8, (3, 4, 5)
+ALTERNATIONS = 10
+METHODS = ("lora", "full")
+UPDATE = ("forward", "backward", "optimizer")
+COLUMNS = ["stage", "method", "layout", "state", "step_s", "peak_gib", "seconds"]
+TIMEOUT_S = 420
+
+
+class Bench:
+    """The facts of a call: the model, the workload and the rows."""
+
+    def __init__(self, args: argparse.Namespace, method: str) -> None:
+        self.args = args
+        self.method = method
+        self.on_cpu = args.device == "cpu"
+        small = replace(resolve_model(args.model), config=TINY_MODEL, params=None)
+        self.model: ModelSpec = small if self.on_cpu else resolve_model(args.model)
+        longest, mean = (24, 12) if self.on_cpu else (args.longest, MEAN)
+        prompt = 8 if self.on_cpu else PROMPT
+        sequences = 8 if self.on_cpu else PROMPTS * GENERATIONS
+        generations = 4 if self.on_cpu else GENERATIONS
+        self.mean = mean
+        self.rollouts = Rollouts(
+            prompt_tokens=prompt,
+            completion_tokens=longest,
+            mean_tokens=float(prompt + mean),
+            sequences=sequences,
+            num_generations=generations,
+            engine=Engine(kind=engine_kind(args.device), max_tokens=prompt + longest),
+        )
+
+    def task(self, card_gib: float) -> RolloutTask:
+        """The task of a search on a card."""
+        return RolloutTask(
+            model=self.model,
+            device=self.args.device,
+            card_gib=card_gib,
+            rollouts=self.rollouts,
+            prompts=Lengths.constant(self.rollouts.prompt_tokens),
+            completions=geometric(self.mean),
+        )
+
+    def configs(self) -> Iterator[TrainConfig]:
+        """The trainings to try, the fastest first for most models."""
+        config = TrainConfig(
+            method=self.method,
+            lora_rank=16 if self.method == "lora" else None,
+            precision="fp32" if self.on_cpu else "bf16_mixed",
+            allocator="fixed",
+        )
+        if self.method == "full" and not self.on_cpu:
+            config = replace(config, precision="bf16_pure")
+        for checkpointing in ("none", "full"):
+            for rows in (2, 4) if self.on_cpu else (4, 8, 16):
+                yield replace(config, micro_batch_size=rows, checkpointing=checkpointing)
+
+
+def geometric(mean: float) -> Lengths:
+    """Lengths of completions that end at each token with the same probability."""
+    rate = math.log(1 - 1 / mean)
+    return Lengths.of(
+        (max(1, math.ceil(math.log(1 - (index + 0.5) / 1000) / rate)) for index in range(1000)),
+        "given",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure the stages of each method that no earlier row has.
+
+    `engine` measures vLLM, `training` measures layouts of the training and composes their steps,
+    `trl` runs TRL's trainer with the best layout, and `defaults` with TRL's defaults. The run of
+    `trl` has eight steps; in three of them every completion has the largest length. `phase_error`
+    compares the largest peak of each phase, and `step_error` the median time of the other steps,
+    without the first. An error is the prediction divided by the measurement, minus 1.
+
+    On a CPU it makes a trial run with a tiny model and transformers' generation.
+    """
+    rows, began = Rows.of(args), time.monotonic()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = {"engine": engine, "training": training, "trl": trl, "defaults": defaults}
+    for method in args.methods:
+        bench = Bench(args, method)
+        for name, stage in stages.items():
+            late = time.monotonic() - began > args.seconds
+            if late or name not in args.stages or rows.has(stage=name, method=method, done=True):
+                continue
+            start = time.monotonic()
+            for row in stage(bench, rows, folder):
+                facts = {"stage": name, "method": method, "model": args.model}
+                rows.add(facts | row | {"seconds": time.monotonic() - start})
+                table(rows.all[-1:], COLUMNS)
+                start = time.monotonic()
+    finish(args, rows.fingerprint, rows.plain, COLUMNS)
+
+
+# --- phases, measured apart
+
+
+def engine(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
+    """Measure the engine with the smallest share whose cache holds all completions."""
+    with WorkerProber(bench.args.device, folder / "engine", module=ENGINE) as prober:
+        task = bench.task(prober.memory_gib)
+        config = next(bench.configs())
+        share = task.share(config) or SHARE
+        result = prober.probe(task.engine_request(config, share), folder / "engine" / "engine.log")
+        fingerprint = to_data(prober.fingerprint)
+    if result.outcome is not Outcome.OK:
+        print(tail(folder / "engine" / "engine.log"))
+    yield {
+        "layout": f"share {share:g}",
+        "state": result.outcome.value,
+        "share": share,
+        "card_gib": task.card_gib,
+        "result": to_data(result),
+        "fingerprint": fingerprint,
+        "done": True,
+    }
+
+
+def training(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
+    """Measure layouts of the training, with micro batches that grow until one does not fit."""
+    measured = one(rows, "engine", bench.method)
+    task = bench.task(measured["card_gib"])
+    found = from_data(ProbeResult, measured["result"])
+    failed: dict[tuple[bool, str], int] = {}  # the smallest micro batch that does not fit
+    with WorkerProber(bench.args.device, folder / "training") as prober:
+        layouts: list[dict[str, Any]] = []
+        for sleeps in (False, True):
+            if sleeps and (found.engine is None or not found.engine.asleep_gib):
+                continue
+            for config in bench.configs():
+                key = sleeps, config.checkpointing
+                if config.micro_batch_size >= failed.get(key, math.inf):
+                    continue
+                log = folder / "training" / f"{len(layouts)}.log"
+                layout = measure_layout(
+                    task, config, found, measured["share"], prober, log, sleeps=sleeps
+                )
+                if layout.state != FITS:
+                    failed[key] = config.micro_batch_size
+                layouts.append(layout_row(layout))
+                yield layouts[-1] | {"done": False}
+            if any(row["state"] == FITS for row in layouts):
+                break
+        # Ten alternations show whether the memory between phases grows.
+        best = max(layouts, key=lambda row: row["prompts_per_s"] or 0.0)
+        config, log = TrainConfig(**best["config"]), folder / "training" / "best.log"
+        options = {"sleeps": best["sleeps"], "num_micros": 2 * ALTERNATIONS}
+        layout = measure_layout(task, config, found, best["share"], prober, log, **options)
+    yield layout_row(layout) | {"done": True}
+
+
+def layout_row(layout: Any) -> dict[str, Any]:
+    """A row of a measured layout."""
+    step: RolloutStep | None = layout.step
+    return {
+        "layout": f"{layout.config.label()}, share {layout.share:g}" + layout.sleeps * ", sleeps",
+        "state": layout.state,
+        "phase": layout.phase,
+        "breaks_at": layout.breaks_at,
+        "reason": layout.reason,
+        "between_gib": layout.between_gib,
+        "config": layout.config.as_dict(),
+        "share": layout.share,
+        "sleeps": layout.sleeps,
+        "step_s": step and step.seconds,
+        "peak_gib": step and step.peak[1],
+        "prompts_per_s": layout.score or None,
+        "phase_s": step and {phase.value: value for phase, value in step.phase_s.items()},
+        "phase_gib": step and {phase.value: value for phase, value in step.phase_gib.items()},
+    }
+
+
+# --- TRL's real run
+
+
+def trl(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run TRL with the best layout, and compare its phases with the composed step."""
+    best = one(rows, "training", bench.method)
+    config = TrainConfig(**best["config"])
+    engine = replace(bench.rollouts.engine, share=best["share"], sleeps=best["sleeps"])
+    arguments = trl_arguments(config, bench.rollouts, engine)
+    done = run_trl(bench, folder, arguments, lora_arguments(config, bench.model.text_type))
+    yield compared(best, done) | {"layout": best["layout"], "done": True}
+
+
+def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run TRL with its defaults, and the same generations, prompts and lengths."""
+    rollouts, rows_each = bench.rollouts, 2 if bench.on_cpu else 8
+    arguments = {
+        "num_generations": rollouts.num_generations,
+        "max_completion_length": rollouts.completion_tokens,
+        "per_device_train_batch_size": rows_each,
+        "gradient_accumulation_steps": rollouts.sequences // rows_each,
+    } | engine_arguments(replace(rollouts.engine, share=SHARE, sleeps=False, max_tokens=0))
+    config = next(bench.configs())
+    lora = lora_arguments(config, bench.model.text_type)
+    done = run_trl(bench, folder, arguments, lora, longest=(), steps=4)
+    yield measured_row(done) | {"layout": "TRL's defaults", "done": True}
+
+
+def run_trl(
+    bench: Bench,
+    folder: Path,
+    arguments: dict[str, Any],
+    lora: dict[str, Any] | None,
+    longest: tuple[int, ...] = LONGEST_STEPS,
+    steps: int = STEPS,
+) -> dict[str, Any]:
+    """Run TRL's trainer in a process of its own, and return its last line of output.
+
+    A run that fails returns the steps that it finished and the end of its output.
+    """
+    make_model(bench, folder)
+    on_cpu = {"use_cpu": True, "bf16": False} if bench.on_cpu else {}
+    wanted = {
+        "arguments": arguments | {"max_steps": steps, "logging_steps": 1} | on_cpu,
+        "lora": lora,
+        "mean_tokens": bench.mean,
+        "longest_steps": longest,
+    }
+    (folder / "run.json").write_text(json.dumps(wanted))
+    (folder / "steps.jsonl").unlink(missing_ok=True)
+    done = run_child(bench, folder, "autotune.probe.grpo_entry", "run.json")
+    if done is not None:
+        return done
+    file = folder / "steps.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {"steps": list(map(json.loads, lines)), "failed": tail(folder / "trl.log")}
+
+
+def make_model(bench: Bench, folder: Path) -> None:
+    """Write the model and the prompts once."""
+    if (folder / "data").exists():
+        return
+    wanted = {
+        "model": bench.model.config,
+        "device": bench.args.device,
+        "rows": 64 * STEPS,
+        "lengths": [bench.rollouts.prompt_tokens],
+        "held_out": [bench.rollouts.prompt_tokens],
+        "objective": "grpo",
+    }
+    (folder / "model.json").write_text(json.dumps(wanted))
+    if run_child(bench, folder, "autotune.probe.synthetic_model", "model.json") is None:
+        raise SystemExit(tail(folder / "trl.log"))
+
+
+def run_child(bench: Bench, folder: Path, module: str, file: str) -> dict[str, Any] | None:
+    """Run a module on a file in this folder; None if it fails. Its output goes to trl.log."""
+    from os import environ
+
+    root = str(Path(__file__).parent.parent)
+    variables = child_environment(dict(environ), bench.args.device)
+    variables.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # TRL's users have the default
+    paths = filter(None, [root, environ.get("PYTHONPATH")])
+    variables |= {"PYTHONPATH": ":".join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    variables |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+    output = folder / "trl.log"
+    with output.open("w") as log:
+        try:
+            process = subprocess.run(
+                [sys.executable, "-m", module, file],
+                cwd=folder,
+                env=variables,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            log.write(f"ended after {TIMEOUT_S} s\n")
+            return None
+        log.write(process.stdout)
+    if process.returncode:
+        return None
+    last: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return last
+
+
+def measured_row(done: dict[str, Any]) -> dict[str, Any]:
+    """A row of TRL's run. The first step is not timed; its peaks count."""
+    usual = [
+        step for step in done["steps"] if step["step"] > 0 and step["step"] not in LONGEST_STEPS
+    ]
+    steps_s = [sum(step["seconds"].values()) for step in usual]
+    names = sorted({name for step in usual for name in step["seconds"]})
+    phase_s = {
+        name: statistics.median(step["seconds"].get(name, 0.0) for step in usual) for name in names
+    }
+    failed = done.get("failed")
+    return {
+        "state": "failed" if failed else "ok",
+        "out_of_memory": bool(failed) and "out of memory" in failed.lower(),
+        "steps": len(done["steps"]),
+        "step_s": statistics.median(steps_s) if steps_s else None,
+        "phase_s": phase_s,
+        "phase_gib": peaks(done["steps"]),
+        "peak_gib": max(peaks(done["steps"]).values(), default=None),
+        "start_s": done.get("start_s"),
+        "lengths": [
+            {"mean": statistics.fmean(one), "longest": max(one)} for one in done.get("lengths", [])
+        ],
+        "failed": failed,
+    }
+
+
+def peaks(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest peak of each phase in all steps."""
+    found: dict[str, float] = {}
+    for step in steps:
+        for name, peak in step["peak_gib"].items():
+            found[name] = max(found.get(name, 0.0), peak)
+    return found
+
+
+def compared(best: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+    """A row with the errors of the composed step."""
+    row = measured_row(done)
+    predicted, real = best["phase_gib"], row["phase_gib"]
+    groups = {
+        "rollout": ("rollout",),
+        "log_probabilities": ("log_probabilities",),
+        "update": UPDATE,
+    }
+    errors = {}
+    for name, phases in groups.items():
+        ours = [predicted[phase] for phase in phases if phase in predicted]
+        theirs = [real[phase] for phase in phases if phase in real]
+        if ours and theirs:
+            errors[name] = max(ours) / max(theirs) - 1
+    step_error = best["step_s"] / row["step_s"] - 1 if row["step_s"] else None
+    return row | {
+        "predicted_step_s": best["step_s"],
+        "predicted_phase_s": best["phase_s"],
+        "predicted_phase_gib": predicted,
+        "phase_errors": errors,
+        "step_error": step_error,
+    }
+
+
+def one(rows: Rows, stage: str, method: str) -> dict[str, Any]:
+    """The last row of a stage. Raises SystemExit if the stage was not measured."""
+    found = [row for row in rows.all if row["stage"] == stage and row["method"] == method]
+    if not found or not found[-1].get("done"):
+        raise SystemExit(f"{stage} of {method} was not measured: name it in --stages")
+    return found[-1]
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest errors, and the speed of the best layouts divided by that of the defaults."""
+    runs = {row["method"]: row for row in rows if row["stage"] == "trl"}
+    others = {row["method"]: row for row in rows if row["stage"] == "defaults"}
+    phase_errors = [
+        abs(error) for row in runs.values() for error in row.get("phase_errors", {}).values()
+    ]
+    step_errors = [abs(row["step_error"]) for row in runs.values() if row.get("step_error")]
+    over = {
+        method: others[method]["step_s"] / row["step_s"]
+        for method, row in runs.items()
+        if method in others and row["step_s"] and others[method]["step_s"]
+    }
+    return {
+        "layouts": sum(row["stage"] == "training" and not row["done"] for row in rows),
+        "runs": len(runs),
+        "phase_error_max": max(phase_errors, default=None),
+        "step_error_max": max(step_errors, default=None),
+        "over_defaults": min(over.values(), default=None),
+        "ooms": sum(row["out_of_memory"] for row in runs.values()),
+        "failed": sum(row["state"] == "failed" for row in (*runs.values(), *others.values())),
+    }
+
+
+MODES = {
+    "": Mode(
+        run=run,
+        result="rollouts",
+        summarize=summarize,
+        options={
+            "--device": "cuda",
+            "--model": "qwen3-4b",
+            "--methods": {"nargs": "*", "default": list(METHODS)},
+            "--stages": {"nargs": "*", "default": ["engine", "training", "trl", "defaults"]},
+            "--longest": {"type": int, "default": LONGEST, "help": "tokens of a completion"},
+            "--folder": {"type": Path, "help": "keep the model and the logs in this folder"},
+            "--seconds": {
+                "type": float,
+                "default": 400.0,
+                "help": "start no stage after this time",
+            },
+            "--rows": None,
+        },
+    )
+}
+
+
+if __name__ == "__main__":
+    run_program(MODES, __doc__)
