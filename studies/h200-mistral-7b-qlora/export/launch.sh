@@ -1,7 +1,5 @@
 #!/usr/bin/env bash
-# autotune study h200-mistral-7b-qlora: mistralai/Mistral-7B-v0.3 on h200-sxm; Configuration: lora r16 nf4 16x1024 bf16_mixed ckpt-none adamw_torch_fused compiled, 2 micro batches a step
-# Expect (measured): 1.9 s a step, 17,306 useful tokens/s, peak 83.5 GiB of 132.1 GiB; Full run: 10,000 examples, 1 epoch(s), 313 steps: 9 min 53 s (9 min 52 s to 9 min 54 s), $0.558
-# Probed with transformers on NVIDIA H200, driver 580.159.04, CUDA 13.0; Fingerprint 85cb2340ae10: python 3.12.3, accelerate 1.15.0, peft 0.21.0, torch 2.11.0, transformers 5.17.0
+# Run train.py beside this file with the interpreter in $PYTHON, or python3; options are passed on.
 set -euo pipefail
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-exec "${PYTHON:-python3}" "$(dirname -- "${BASH_SOURCE[0]}")/train.py" "$@"
+exec "${PYTHON:-python3}" -- "$(dirname -- "${BASH_SOURCE[0]}")/train.py" "$@"
