@@ -38,6 +38,7 @@ from autotune.prediction.host_exchange import host_exchange
 from autotune.prediction.sharded_memory import EXPORTED, rank_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.probe.meters import open_meter
 from autotune.probe.model_settings import model_settings
 from autotune.probe.rank_pool import RankPool
 from autotune.problem.performance import step_time_s
@@ -236,7 +237,8 @@ def run_learning(args: argparse.Namespace) -> None:
         "packed_share": runs[2]["packed_bytes"] / runs[1]["packed_bytes"],
         "losses": losses,
     }
-    finish(args, None, [row], ["precision", "fell", "difference", "adapter_difference"])
+    fingerprint = open_meter(args.device).fingerprint()
+    finish(args, fingerprint, [row], ["precision", "fell", "difference", "adapter_difference"])
 
 
 def chain_rows(number: int, *, seed: int) -> list[dict[str, torch.Tensor]]:
