@@ -226,7 +226,10 @@ SAID = [
         "**{adapter_difference:.3%}**: difference between the changes of adapters that two H200s",
     ),
     ("sharded_nf4_learning", "Over {steps} steps in fp32, the loss falls by {fell:.1f}"),
-    ("sharded_nf4_learning", "at most {difference:.0e}. Each GPU holds {packed_share:.0%} of the packed"),
+    (
+        "sharded_nf4_learning",
+        "at most {difference:.0e}. Each GPU holds {packed_share:.0%} of the packed",
+    ),
     ("mixtures", "**{gptoss_over_before:.2f} times**: gpt-oss-20b with adapters on its experts"),
     ("mixtures", "{qwen_tokens_per_s:,.0f} tokens/s at best"),
     ("mixtures", "in 4 bits, it reaches {qwen_nf4_tokens_per_s:,.0f} tokens/s"),
