@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import TINY_MODEL, Mode, Rows, finish, run_program, table
+from bench import TINY_MODEL, Failed, Mode, Rows, finish, run_program, table
 
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.child_environment import child_environment
@@ -88,8 +88,9 @@ class Bench:
         )
         if self.method == "full" and not self.on_cpu:
             config = replace(config, precision="bf16_pure")
-        for checkpointing in ("none", "full"):
-            for rows in (2, 4) if self.on_cpu else (4, 8, 16):
+        sizes = {"none": (2, 4, 8), "full": (8, 16, 32)}
+        for checkpointing, numbers in sizes.items():
+            for rows in (2, 4) if self.on_cpu else numbers:
                 yield replace(config, micro_batch_size=rows, checkpointing=checkpointing)
 
 
@@ -116,20 +117,27 @@ def run(args: argparse.Namespace) -> None:
     rows, began = Rows.of(args), time.monotonic()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
-    stages = {"engine": engine, "training": training, "trl": trl, "defaults": defaults}
     for method in args.methods:
         bench = Bench(args, method)
-        for name, stage in stages.items():
+        for name in STAGES:
             late = time.monotonic() - began > args.seconds
             if late or name not in args.stages or rows.has(stage=name, method=method, done=True):
                 continue
-            start = time.monotonic()
-            for row in stage(bench, rows, folder):
-                facts = {"stage": name, "method": method, "model": args.model}
-                rows.add(facts | row | {"seconds": time.monotonic() - start})
-                table(rows.all[-1:], COLUMNS)
-                start = time.monotonic()
+            try:
+                measure(rows, {"stage": name, "method": method, "model": args.model}, bench, folder)
+            except Failed as error:
+                print(f"{name} of {method}: {error}", flush=True)
     finish(args, rows.fingerprint, rows.plain, COLUMNS)
+
+
+def measure(rows: Rows, facts: dict[str, Any], bench: Bench, folder: Path) -> None:
+    """Measure a stage, and store and print each of its rows at once."""
+    start = time.monotonic()
+    for row in STAGES[facts["stage"]](bench, rows, folder):
+        rows.add(facts | row | {"seconds": time.monotonic() - start})
+        table(rows.all[-1:], COLUMNS)
+        sys.stdout.flush()
+        start = time.monotonic()
 
 
 # --- phases, measured apart
@@ -143,16 +151,15 @@ def engine(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
         share = task.share(config) or SHARE
         result = prober.probe(task.engine_request(config, share), folder / "engine" / "engine.log")
         fingerprint = to_data(prober.fingerprint)
-    if result.outcome is not Outcome.OK:
-        print(tail(folder / "engine" / "engine.log"))
     yield {
         "layout": f"share {share:g}",
         "state": result.outcome.value,
         "share": share,
         "card_gib": task.card_gib,
         "result": to_data(result),
+        "log": None if result.outcome is Outcome.OK else tail(folder / "engine" / "engine.log"),
         "fingerprint": fingerprint,
-        "done": True,
+        "done": result.outcome is Outcome.OK,
     }
 
 
@@ -220,7 +227,7 @@ def trl(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
     engine = replace(bench.rollouts.engine, share=best["share"], sleeps=best["sleeps"])
     arguments = trl_arguments(config, bench.rollouts, engine)
     done = run_trl(bench, folder, arguments, lora_arguments(config, bench.model.text_type))
-    yield compared(best, done) | {"layout": best["layout"], "done": True}
+    yield compared(best, done) | {"layout": best["layout"], "done": "failed" not in done}
 
 
 def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
@@ -235,7 +242,7 @@ def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]
     config = next(bench.configs())
     lora = lora_arguments(config, bench.model.text_type)
     done = run_trl(bench, folder, arguments, lora, longest=(), steps=4)
-    yield measured_row(done) | {"layout": "TRL's defaults", "done": True}
+    yield measured_row(done) | {"layout": "TRL's defaults", "done": "failed" not in done}
 
 
 def run_trl(
@@ -282,7 +289,7 @@ def make_model(bench: Bench, folder: Path) -> None:
     }
     (folder / "model.json").write_text(json.dumps(wanted))
     if run_child(bench, folder, "autotune.probe.synthetic_model", "model.json") is None:
-        raise SystemExit(tail(folder / "trl.log"))
+        raise Failed(tail(folder / "trl.log"))
 
 
 def run_child(bench: Bench, folder: Path, module: str, file: str) -> dict[str, Any] | None:
@@ -380,10 +387,10 @@ def compared(best: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
 
 
 def one(rows: Rows, stage: str, method: str) -> dict[str, Any]:
-    """The last row of a stage. Raises SystemExit if the stage was not measured."""
+    """The last row of a stage. Raises Failed if the stage was not measured."""
     found = [row for row in rows.all if row["stage"] == stage and row["method"] == method]
     if not found or not found[-1].get("done"):
-        raise SystemExit(f"{stage} of {method} was not measured: name it in --stages")
+        raise Failed(f"the stage {stage} has no measurement")
     return found[-1]
 
 
@@ -416,6 +423,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+STAGES = {"engine": engine, "training": training, "trl": trl, "defaults": defaults}
 MODES = {
     "": Mode(
         run=run,
@@ -425,7 +433,7 @@ MODES = {
             "--device": "cuda",
             "--model": "qwen3-4b",
             "--methods": {"nargs": "*", "default": list(METHODS)},
-            "--stages": {"nargs": "*", "default": ["engine", "training", "trl", "defaults"]},
+            "--stages": {"nargs": "*", "default": list(STAGES)},
             "--longest": {"type": int, "default": LONGEST, "help": "tokens of a completion"},
             "--folder": {"type": Path, "help": "keep the model and the logs in this folder"},
             "--seconds": {

@@ -186,7 +186,7 @@ def length_setter(trainer: Any, mean_tokens: float) -> Callable[[bool], None]:
         config = trainer.generation_config
         all_tokens = longest or never
         config.min_new_tokens = config.max_new_tokens if all_tokens else None
-        config.sequence_bias = None if all_tokens else [[[END], bias]]
+        config.sequence_bias = None if all_tokens else {(END,): bias}
 
     return use_vllm if trainer.use_vllm else use_transformers
 
