@@ -50,7 +50,7 @@ PANELS = {
     ),
     "The training": ("objective", "trainer", "methods", "seq_len", "rank", "set_"),
     "What may win": (
-        *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16"),
+        *("min_rank", "max_truncated", "allow_quantized", "allow_fp8", "allow_pure_bf16"),
         *("allow_any_optimizer", "max_usd", "max_hours"),
     ),
     "Memory and prices": (

@@ -62,8 +62,8 @@ CARD = ("memory_gib", "headroom", "price", "prices", "calibration")
 PLANNED = (
     *("spec", "space", "objective", *LENGTHS, "epochs", "global_batch", "global_batch_tokens"),
     *("seq_len", "rank", "set_", *CARD),
-    *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer"),
-    *("slack", "save_steps", "interruptions_per_day", "restart_minutes"),
+    *("min_rank", "max_truncated", "allow_quantized", "allow_fp8", "allow_pure_bf16"),
+    *("allow_any_optimizer", "slack", "save_steps", "interruptions_per_day", "restart_minutes"),
 )
 _OTHERS = tuple(name for name in OPTIONS if name not in ("model", "gpu", *ROLLOUTS))
 ALL = ("model", "gpu", "spec", *_OTHERS, "seq_len", "rank", "set_")

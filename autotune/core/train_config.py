@@ -51,6 +51,7 @@ class TrainConfig:
     checkpointing: str = KNOBS["checkpointing"].default
     attention: str = KNOBS["attention"].default
     compile: str = KNOBS["compile"].default
+    fp8_products: str = KNOBS["fp8_products"].default
     loss: str = KNOBS["loss"].default
     kernels: str = KNOBS["kernels"].default
     packing: bool = KNOBS["packing"].default
@@ -137,6 +138,11 @@ class TrainConfig:
     def attention_implementation(self) -> str:
         """The value of transformers' `attn_implementation`."""
         return "varlen" if self.packed_attention == "varlen" else self.attention
+
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """Whether the linear layers multiply 8-bit floats, trained or frozen."""
+        return self.quantization == "fp8" or self.fp8_products != "none"
 
     @property
     def has_any_length(self) -> bool:

@@ -58,9 +58,7 @@ def bounds(
     def seconds_of(*kinds: KernelClass) -> float:
         return sum(one.seconds for one in profile.micro_work if one.kind in kinds)
 
-    by_size = (
-        {} if config.quantization == "fp8" else rates.products.get(DTYPES[config.precision], {})
-    )
+    by_size = {} if config.multiplies_in_fp8 else rates.products.get(DTYPES[config.precision], {})
     rate = max(by_size.values(), default=0.0) * 1e12
     bandwidth = rates.copy_gb_s * 1e9
     moves = seconds_of(*(kind for kind in KernelClass if kind not in NOT_MOVED))

@@ -106,7 +106,7 @@ def _missing_feature(card: DeviceSpec, config: TrainConfig) -> str | None:
     """Return a text such as "has no bf16" if the card lacks a feature that `config` needs."""
     if config.precision.startswith("bf16") and not card.supports_bf16:
         return "has no bf16"
-    if config.quantization == "fp8" and not card.supports_fp8:
+    if config.multiplies_in_fp8 and not card.supports_fp8:
         return "has no fp8"
     return None
 

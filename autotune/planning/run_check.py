@@ -84,6 +84,7 @@ SHARED = (
     "precision",
     "optimizer",
     "optimizer_in_backward",
+    "fp8_products",
 )
 _EXAMPLE_OPTIONS = (
     "dataset",

@@ -452,6 +452,8 @@ def step_moments(
     labels = objective.num_labels is not None
     embeddings = sizes.embedding * (1 if sizes.tied or labels else 2)
     cast = trained - (embeddings if full and (labels or config.loss == "chunked") else 0)
+    if config.fp8_products != "none":  # only the head is multiplied in 16 bits
+        cast = 0 if labels or config.loss == "chunked" else sizes.embedding
     casts = (
         0.0 if config.precision == "bf16_pure" or config.lora_kernels == "joined" else 2.0 * cast
     )
@@ -684,6 +686,13 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
             "qwen3": QWEN3_EAGER[config.method],
         }
         of_queries, of_keys = other.get(sizes.family, (8, 0))
+
+    if config.fp8_products != "none":
+        # The inputs of products are kept in one byte instead of two: the outputs of both norms and
+        # the product of the MLP. The output of the attention is kept in 16 bits for its own
+        # backward pass, so its cast adds one byte.
+        of_hidden -= 1
+        of_inner -= 1
 
     keep: float = of_hidden * sizes.hidden + of_inner * sizes.intermediate
     keep += of_queries * sizes.queries + of_keys * sizes.keys + 4 * _NORMS.get(sizes.family, 2)

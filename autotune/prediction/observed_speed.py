@@ -46,17 +46,20 @@ class Observation:
 
 
 def measured_ratios(
-    observations: Sequence[Observation], device: DeviceSpec, method: str, quantization: str
+    observations: Sequence[Observation],
+    device: DeviceSpec,
+    method: str,
+    quantization: str,
+    fp8_products: str = "none",
 ) -> list[float]:
     """Return the ratios of measured speeds on this device to the speeds that the formula predicts.
 
-    Measurements with another trainer than transformers' Trainer, with another method, or with
-    another quantization are ignored.
+    Measurements with another trainer than transformers' Trainer, with another method, with another
+    quantization or with other `fp8_products` are ignored.
     """
     ratios = []
     for observed in observations:
-        kind = (observed.config.method, observed.config.quantization)
-        is_same = kind == (method, quantization)
+        is_same = _kind(observed.config) == (method, quantization, fp8_products)
         is_complete = observed.evidence is Evidence.MEASURED and observed.trainer == "transformers"
         if (
             observed.device != device.name
@@ -74,6 +77,10 @@ def measured_ratios(
     return ratios
 
 
+def _kind(config: TrainConfig) -> tuple[str, str, str]:
+    return config.method, config.quantization, config.fp8_products
+
+
 @functools.cache
 def _ratio_to_formula(observed: Observation) -> float | None:
     config = replace(
@@ -81,7 +88,7 @@ def _ratio_to_formula(observed: Observation) -> float | None:
     )
 
     step_time = estimate_step_time(resolve_model(observed.model or ""), config, UNKNOWN_HOST)
-    precision = "fp8" if config.quantization == "fp8" else "bf16"
+    precision = "fp8" if config.multiplies_in_fp8 else "bf16"
     transfer = speed_transfer(
         resolve_device(REFERENCE), resolve_device(observed.device), precision=precision
     )
@@ -107,16 +114,16 @@ def observed_transfer(
 ) -> SpeedTransfer | None:
     """Return the speed conversion between two cards, corrected by observations on the target card.
 
-    Observations with another method or quantization than the configuration's are ignored. Either
-    card may be calibrated. The result is None if a rate of either card is unknown.
+    Observations with another method, quantization or `fp8_products` than the configuration's are
+    ignored. Either card may be calibrated. The result is None if a rate of either card is unknown.
     """
-    kind = config.method, config.quantization
+    kind = _kind(config)
     return speed_transfer(
         source,
         target,
         measured_ratios(observations, target, *kind),
-        precision="fp8" if config.quantization == "fp8" else "bf16",
+        precision="fp8" if config.multiplies_in_fp8 else "bf16",
         calibration=calibration,
         side=side,
-        alike=kind == CALIBRATED_METHOD,
+        alike=(config.method, config.quantization) == CALIBRATED_METHOD,
     )

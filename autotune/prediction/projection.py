@@ -53,10 +53,10 @@ def run_performance(
 ) -> Performance:
     """Return the full run's performance on the task's device, from probes of a configuration."""
     # The model FLOPs utilisation (MFU) needs a single peak and the number of operations. No data
-    # sheet states the peak of a CPU. With an fp8 base, a part of the arithmetic runs at twice the
+    # sheet states the peak of a CPU. With fp8 products, a part of the arithmetic runs at twice the
     # bf16 rate, so there is no single peak. For objectives other than SFT, the number of operations
     # is unknown.
-    is_counted = config.quantization != "fp8" and task.workload.objective is Objective.SFT
+    is_counted = not config.multiplies_in_fp8 and task.workload.objective is Objective.SFT
     peak = peak_tflops(task.device) if is_counted else None
     speed = performance(
         config,

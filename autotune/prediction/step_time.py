@@ -220,10 +220,12 @@ def counted_step_time(
 
     The result is None if the dry probe computed only memory. The result is also None with
     activation checkpoints on the host and with CUDA graphs, because their time was never measured.
-    And the result is None if some products are not in 16 bits: with a base in int8 or fp8, products
-    are in 8 bits, and experts multiply in 16 bits only if the experts' weights are in bf16.
+    And the result is None if some products are not in 16 bits: with a base in int8 or fp8 and with
+    `fp8_products`, products are in 8 bits. Experts multiply in 16 bits only if their weights are in
+    bf16.
     """
-    in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
+    in_16_bits = config.precision != "fp32" and config.quantization != "int8"
+    in_16_bits = in_16_bits and not config.multiplies_in_fp8
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
     if not count.flops or not in_16_bits or config.offloads or config.cuda_graphs != "none":
         return None
@@ -384,7 +386,7 @@ def _step_time(
     if full:
         moved += _gradient_bytes(sizes, config, objective) / MOVED_SHARE
 
-    faster = FP8 if in_fp8 else 1.0
+    faster = FP8 if config.multiplies_in_fp8 else 1.0
     rate = 1e12 * (products_tflops(card) or math.nan) * faster
     attention_rate = 1e12 * (flash_tflops(card) or math.nan)
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
@@ -410,9 +412,12 @@ def _step_time(
 def _device_error(config: TrainConfig, objective: Objective) -> float:
     """Return the relative standard deviation of the device's time.
 
-    It is larger if no measurement covers the objective, or joined adapters on an fp8 base.
+    It is larger if no measurement covers the objective, joined adapters on an fp8 base, or trained
+    layers with fp8 products.
     """
-    unmeasured = config.quantization == "fp8" and config.lora_kernels == "joined"
+    unmeasured = config.fp8_products != "none" or (
+        config.quantization == "fp8" and config.lora_kernels == "joined"
+    )
     return COUNTED_ERROR if unmeasured or objective is not Objective.SFT else DEVICE_ERROR
 
 

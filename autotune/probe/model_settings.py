@@ -33,6 +33,7 @@ def model_settings(
         tiled=config.tiling == "tokens",
         joined=config.lora_kernels == "joined",
         grouped=config.lora_kernels == "grouped",
+        fp8_products=config.fp8_products,
         quantize_experts=config.quantize_experts,
         num_labels=objective.num_labels,
         vision=vision,

@@ -19,6 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
+from autotune.trainer.float8_training import train_in_16_bits
 from autotune.trainer.grouped_lora import restore_experts
 from autotune.trainer.joined_lora import JoinedLayers
 from autotune.trainer.lean_trainer import run_layers_eagerly
@@ -217,6 +218,7 @@ def clean(resident: ResidentModel) -> None:
         resident.joined.undo()
         resident.joined = None
     restore_experts(base)
+    train_in_16_bits(base)
     base.eval()
 
 

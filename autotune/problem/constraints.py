@@ -39,6 +39,7 @@ WORTH_PACKING = 1.05
 # have to be packed once for each value.
 MOST_LENGTHS = 16
 NO_SDPA = "transformers has no SDPA attention for this model"
+FP8_PRODUCTS = {"tensorwise", "rowwise"}
 MIN_RANK = 16
 OTHER_EXPERTS = "the model's experts do not use transformers' interface for experts"
 MAX_TRUNCATED = 0.01
@@ -49,6 +50,11 @@ NEEDS_CONSENT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
         "allow_quantized",
         lambda value: value == "none",
         "a quantised base learns differently",
+    ),
+    "fp8_products": (
+        "allow_fp8",
+        lambda value: value == "none",
+        "products in 8-bit floats learn differently",
     ),
     "optimizer": ("allow_any_optimizer", lambda value: value in ADAMW, "not AdamW"),
     "precision": ("allow_pure_bf16", lambda value: value != "bf16_pure", "no fp32 master weights"),
@@ -68,6 +74,7 @@ class Floors:
     min_rank: int | None = None
     max_truncated: float | None = None
     allow_quantized: bool = False
+    allow_fp8: bool = False
     allow_pure_bf16: bool = False
     allow_any_optimizer: bool = False
     slack: float = 0.05
@@ -358,6 +365,12 @@ def _narrow_to_other_attention(narrowing: Narrowing, others: tuple[str, ...]) ->
         narrowing.remove("attention", {"sdpa"}, NO_SDPA)
 
 
+def remove_fp8(narrowing: Narrowing, reason: str) -> None:
+    """Remove all values with products in 8-bit floats."""
+    narrowing.remove("quantization", {"fp8"}, reason)
+    narrowing.remove("fp8_products", FP8_PRODUCTS, reason)
+
+
 def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove values that the target device does not support."""
     if device.kind == "cpu" and max(narrowing.space.choices("num_gpus")) > 1:
@@ -367,7 +380,7 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
 
     _narrow_precision(narrowing, device)
     if not device.supports_fp8:
-        narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
+        remove_fp8(narrowing, f"{device.name} does not multiply 8-bit floats")
 
     if device.kind == "cpu" or device.unified_memory:
         reason = "there is no other memory to offload to"
@@ -468,6 +481,7 @@ def narrow_to_trl(
     narrowing.remove_untested("trainer", "trl")
     _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
+    narrowing.remove("fp8_products", FP8_PRODUCTS, "TRL multiplies in 16 bits")
     narrowing.remove(
         "optimizer_in_backward", {True}, "TRL's optimizer steps only after the backward pass"
     )
@@ -779,8 +793,11 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
     for name, (floor, may_win, what) in NEEDS_CONSENT.items():
         if not getattr(floors, floor):
             # In full fine-tuning, pure bf16 saves much memory, so it stays in the reserve, which is
-            # tried if nothing else fits. With adapters, pure bf16 saves little memory.
-            in_reserve = name != "precision" or "full" in narrowing.space.choices("method")
+            # tried if nothing else fits. With adapters, pure bf16 saves little memory. Products in
+            # 8-bit floats save little memory too.
+            in_reserve = name != "fp8_products" and (
+                name != "precision" or "full" in narrowing.space.choices("method")
+            )
             when = "if no other value fits" if in_reserve else "on request"
             reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
             narrowing.prefer(name, may_win, reason, reserve=not in_reserve)

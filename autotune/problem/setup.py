@@ -146,7 +146,7 @@ def set_up(
     constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
     if target.measured_on is not None and not target.measured_on.supports_fp8:
-        narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
+        constraints.remove_fp8(narrowing, f"{target.measured_on.name} cannot try it")
     if probes_run_here:
         constraints.narrow_to_packages(narrowing)
 

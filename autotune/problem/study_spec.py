@@ -367,6 +367,9 @@ class StudySpec:
         None, "Largest share of tokens that may be truncated.", shown_default="0.01"
     )
     allow_quantized: bool = _option(False, "Let a configuration with a quantised base model win.")
+    allow_fp8: bool = _option(
+        False, "Let full fine-tuning with matrix products in 8-bit floats win."
+    )
     allow_pure_bf16: bool = _option(False, "Let pure bf16 win, which has no fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
     slack: float = _share(

@@ -33,8 +33,8 @@ from autotune.study.summary import TrialRecord
 # The order of the knobs in each pass of the search. Attention comes first, because attention
 # kernels that do not store the score matrix leave room for larger micro batches. Compilation takes
 # seconds for each configuration. It comes late, so that only configurations with the best values of
-# the earlier knobs are compiled. Quantisation, which may turn on matrix products in fp8, comes
-# last, because such products are faster only in compiled layers.
+# the earlier knobs are compiled. Quantisation and `fp8_products`, which may turn on matrix products
+# in fp8, come last, because such products are faster only in compiled layers.
 ORDER = (
     "attention",
     "loss",
@@ -49,6 +49,7 @@ ORDER = (
     "cuda_graphs",
     "quantize_experts",
     "quantization",
+    "fp8_products",
 )
 # If the best configuration is CPU-bound, FEEDS_GPU comes before HUNGRY: a larger micro batch gives
 # the GPU more work for each kernel, and less recomputation would only take its memory.

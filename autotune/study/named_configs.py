@@ -527,7 +527,7 @@ def _above_peak(
     """Say by how much a published speed exceeds the peak of the GPUs, or return None."""
     flops = model.flops_per_token(config.method, config.seq_len)
     peaks = [device.bf16_tflops, device.fp16_tflops, device.fp32_tflops]
-    if config.quantization == "fp8":
+    if config.multiplies_in_fp8:
         peaks.append(device.fp8_tflops)
     peak = max(filter(None, peaks), default=None)
     if flops is None or peak is None:

@@ -24,7 +24,7 @@ def coarse_formats(config: TrainConfig) -> str:
     Example: 'fp16_mixed and adamw_8bit'.
     """
     doubtful = [config.precision] if config.precision in ("fp16_mixed", "bf16_pure") else []
-    doubtful += ["fp8"] if config.quantization == "fp8" else []
+    doubtful += ["fp8"] if config.multiplies_in_fp8 else []
     doubtful += [config.optimizer] if config.optimizer.endswith("8bit") else []
     return " and ".join(doubtful)
 
@@ -45,6 +45,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
         precision="bf16_mixed" if bf16 else "fp32",
         optimizer=optimizer,
         quantization="none" if config.quantization == "fp8" else config.quantization,
+        fp8_products="none",
         checkpointing="full",
         compile="none",
         loss="full",

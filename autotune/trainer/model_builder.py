@@ -34,6 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
+from .float8_training import train_in_fp8
 from .grouped_lora import adapted_experts, group_experts
 from .joined_lora import JoinedLayers
 from .packed_experts import (
@@ -353,6 +354,8 @@ def trainable_model(
         base.requires_grad_(True)
         for tower in frozen.values():
             tower.requires_grad_(False)
+        if settings.fp8_products != "none":
+            train_in_fp8(decoder_layers(base), settings.fp8_products)
         return base
 
     # PEFT imports bitsandbytes, which imports torch's compiler. A base without adapters needs none

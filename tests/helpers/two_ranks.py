@@ -28,6 +28,7 @@ CASES = [
     ("ddp", "grouped", True),
     ("fsdp2", "peft", False),
     ("fsdp2", "grouped", True),
+    *((strategy, "rowwise", False) for strategy in ("none", "fsdp2")),
 ]
 
 
@@ -35,7 +36,9 @@ def gradients(rank: int, strategy: str, kernels: str, *, experts: bool) -> dict[
     """The gradients of the second of two steps, averaged over all rows of both ranks."""
     from tests.probe import test_grouped_lora, test_joined_lora
 
-    if experts:
+    if kernels == "rowwise":
+        base = model = trained_in_fp8(kernels)
+    elif experts:
         base, model = test_grouped_lora.built("qwen3_moe", test_grouped_lora.EXPERTS)
     else:
         config = TrainConfig(precision="fp32", lora_rank=4, checkpointing="none")
@@ -65,6 +68,16 @@ def gradients(rank: int, strategy: str, kernels: str, *, experts: bool) -> dict[
         if number == 0:
             optimizer.step()
     return {name: whole(weight.grad) for name, weight in trained.items() if weight.grad is not None}
+
+
+def trained_in_fp8(scales: str) -> nn.Module:
+    """A model for full fine-tuning whose compiled layers multiply 8-bit floats."""
+    from tests.unit.trainer.test_float8_training import built
+
+    model: nn.Module = built(fp8_products=scales)
+    for layer in decoder_layers(model):
+        layer.compile(backend="aot_eager", dynamic=False)
+    return model.train()
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Joined and grouped adapters on two real ranks have the gradients of PEFT's own modules."""
+"""Joined and grouped adapters on two real ranks have the gradients of PEFT's own modules, and
+sharded weights those of one process.
+"""
 
 import subprocess
 import sys
@@ -41,3 +43,12 @@ def test_two_ranks_have_the_gradients_of_peft_and_of_one_process(
     assert difference({name: 0 * each for name, each in alone.items()}, alone) == 1.0
     assert difference(ours, alone) < ROUNDING
     assert difference(ours, found["ddp", "peft", experts]) < ROUNDING
+
+
+@pytest.mark.timeout(400)
+def test_sharded_weights_are_trained_by_products_in_8_bits(
+    found: dict[tuple[str, str, bool], Gradients],
+) -> None:
+    """In compiled layers under FSDP2. Each rank casts its own rows, with scales of its own."""
+    sharded, alone = (found[strategy, "rowwise", False] for strategy in ("fsdp2", "none"))
+    assert 0 < difference(sharded, alone) < 0.05

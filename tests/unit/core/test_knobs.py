@@ -76,6 +76,7 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
         ),
         "optimizer_in_backward",
         "quantize_experts",
+        "fp8_products",
     }
 
 
@@ -243,6 +244,7 @@ def test_what_is_no_choice(knob, value):
         "tiling": {},
         "cuda_graphs": {"checkpointing": "none", "padding": "bucket"},
     }
+    of_one["fp8_products"] = {"method": "full", "compile": "per_layer", "padding": "bucket"}
     of_one["lora_kernels"] = {"compile": "per_layer", "padding": "bucket"}
     shared = of_one.get(knob, {"num_gpus": 2, "sharding": "fsdp2"})
     with pytest.raises(ValueError, match=f"{knob} is one of "):

@@ -43,6 +43,7 @@ def test_only_what_has_an_effect_is_in_the_digest():
         "kbit_preparation",
         "optimizer_in_backward",
         "packed_attention",
+        "fp8_products",
     } | of_several
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
@@ -54,11 +55,13 @@ def test_only_what_has_an_effect_is_in_the_digest():
             "lora_dropout",
             "rslora",
             "packed_attention",
+            "fp8_products",
         ),
         *("quantization", "double_quant", "kbit_preparation"),
         *of_several,
     }
-    of_nf4 = set(KNOBS) - {"optimizer_in_backward", "packed_attention"} - of_several
+    absent = {"optimizer_in_backward", "packed_attention", "fp8_products"}
+    of_nf4 = set(KNOBS) - absent - of_several
     assert set(TrainConfig(quantization="nf4").as_dict()) == of_nf4
     assert set(TrainConfig(packing=True).as_dict()) == set(TrainConfig().as_dict()) - {
         "padding",
@@ -130,6 +133,8 @@ def test_every_knob_changes_the_digest():
     assert replace(packed, packed_attention="varlen").digest != packed.digest
     full = TrainConfig(method="full")
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
+    compiled = replace(full, compile="per_layer", padding="bucket")  # nor of layers that are not
+    assert replace(compiled, fp8_products="rowwise").digest != compiled.digest
     eight = replace(shards, num_gpus=8)
     assert len({replace(eight, copies=copies).digest for copies in (1, 2, 4)}) == 3
     apart = {
@@ -140,7 +145,7 @@ def test_every_knob_changes_the_digest():
         "copies",
         *of_shards,
     }
-    apart |= {"lora_kernels"}
+    apart |= {"lora_kernels", "fp8_products"}
     assert {*others, *apart} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {
         replace(base, **{name: value}).digest for name, value in others.items()

@@ -29,6 +29,7 @@ from tests.helpers.factories import summary
 from tests.helpers.hostile import NAMES
 
 CONFIGS = [
+    TrainConfig(method="full", compile="per_layer", fp8_products="rowwise"),
     TrainConfig(),
     TrainConfig(
         precision="bf16_pure",

@@ -45,6 +45,10 @@ CONFIGS = [
         precision="fp32", checkpointing="none", optimizer="adamw_torch", micro_batch_size=32
     ),
     TrainConfig(method="full", checkpointing="none", compile="per_layer", micro_batch_size=2),
+    *(
+        TrainConfig(method="full", compile="per_layer", fp8_products=scales)
+        for scales in ("tensorwise", "rowwise")
+    ),
     TrainConfig(
         method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"
     ),

@@ -695,6 +695,7 @@ def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
             "lora_dropout",
             "allocator",
             "num_gpus",
+            "fp8_products",
         ),
         *("cuda_graphs", "lora_kernels", "sharding", "copies", "sync_each_batch", "offload"),
     }

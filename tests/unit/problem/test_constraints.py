@@ -346,6 +346,7 @@ def test_what_a_card_cannot_do_is_refused_of_one_configuration(
 NOT_ON_A_CPU = {
     "precision": {"fp16_mixed"},
     "quantization": {"fp8"},
+    "fp8_products": {"tensorwise", "rowwise"},
     "optimizer": {"lion_8bit"},
     "attention": {"flash_attention_2", "flex_attention", "sdpa_cudnn"},
     "packed_attention": {"varlen"},
@@ -354,9 +355,11 @@ NOT_ON_A_CPU = {
     "checkpointing": {"offload"},
     "sharding": {"fsdp2", "fsdp2_keep", "zero1", "zero2", "zero3"},
 }
+FP8 = ("quantization", "fp8_products")
 NOT_ON_A_T4 = {  # of compute capability 7.5
     "precision": {"bf16_mixed", "bf16_pure"},
     "quantization": {"fp8"},
+    "fp8_products": {"tensorwise", "rowwise"},
     "attention": {"flash_attention_2", "sdpa_cudnn"},
     "packed_attention": {"varlen"},
 }
@@ -367,7 +370,7 @@ NOT_ON_A_T4 = {  # of compute capability 7.5
     [
         ("cpu", NOT_ON_A_CPU),
         ("t4", NOT_ON_A_T4),
-        ("a100", {"precision": {"fp16_mixed"}, "quantization": {"fp8"}}),
+        ("a100", {"precision": {"fp16_mixed"}} | {knob: NOT_ON_A_T4[knob] for knob in FP8}),
         ("h200", {"precision": {"fp16_mixed"}}),
     ],
 )

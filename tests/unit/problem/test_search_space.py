@@ -56,12 +56,14 @@ def test_every_shipped_space_loads_and_makes_configurations():
         ("lora", ((4 * 8 + 1 * 3) * 3 * 2 + 5 * 3 * 2) * 6 * 4 * 4 * 3 * 2),
         # with grouped adapters, and with experts in 4 bits
         ("qlora", (4 * 8 + 1 * 3) * 2 * 2 * 2 * 6 * 4 * 4 * 3 * 3 * 2),
-        ("full", (4 * 8 + 1 * 3) * 6 * 4 * 3 * 5 * 2),
-        # none, fp8, int8, nf4 with and without double_quant and experts in 4 bits;
+        # Compiled, in two of three precisions: also with two kinds of fp8 products
+        ("full", ((4 * 8 + 1 * 3) * 3 + 5 * 3 * 2 * 2) * 6 * 4 * 5 * 2),
+        # none, fp8, int8, nf4 with and without double_quant and experts in 4 bits; joined adapters
+        # with none and fp8;
         # flash_attention_2 packs with a mask alone
         (
             "default",
-            ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 7 * 3 * 2 + 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2,
+            ((4 * 8 + 1 * 3 + 4 * 6 + 1 * 2) * 7 * 3 * 2 + 2 * 5 * (3 + 2) * 2) * 6 * 4 * 4 * 3 * 2,
         ),
     ],
 )
