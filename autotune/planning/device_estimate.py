@@ -34,7 +34,7 @@ COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst "
     "for 36 model families on an H100. Models in int8 with random weights needed up to 9 % more. "
     "The speed comes from the step's FLOPs and memory traffic: 1.7 % off in the median of 10 dense "
-    "models on an H200 in GPU-bound steps. For 11 others on an H100, it is 5.8 % off (14 % before "
+    "models on an H200 in GPU-bound steps. For 11 others on an H100, it is 4.3 % off (14 % before "
     "the formula was adapted to these 11)"
 )
 # Results of `benchmarks/plan.py objectives`

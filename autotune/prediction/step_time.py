@@ -96,7 +96,7 @@ CAPPED = 26.0
 UNPACKED = 2.56
 # The relative standard deviation of the device's time if the time comes from a dry probe. Without
 # the six factors above that were taken from the 11 models, the 80 % interval contained 27 of the 30
-# measurements of these models. With the six factors, the median error for the 11 models is 5.8 %,
+# measurements of these models. With the six factors, the median error for the 11 models is 4.3 %,
 # but another family may use kernels that the 11 models lack.
 COUNTED_ERROR = 0.15
 
