@@ -33,6 +33,7 @@ from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
     accuracy_text,
+    conversions_accuracy,
     device_limit_gib,
     limit_of,
     smallest_card,
@@ -135,17 +136,19 @@ def _accuracy_text(groups: Sequence[Group]) -> str:
     """Return a text about how memory and speed were estimated, and how large the errors are.
 
     The estimates for the cards in `groups` come from formulas, from dry probes (which run a step on
-    the meta device), or from both. The text describes only the methods that were used.
+    the meta device), or from both. The text describes only the methods that were used, and
+    names the GPUs of each kind.
     """
     needs = [card.least for group in groups for card in group.cards if card.least]
     counted_flags = {need.memory is not None and need.memory.counted for need in needs}
-    plans = (card.plan for group in groups for card in group.cards if card.plan)
-    objective = next((plan.task.workload.objective for plan in plans), Objective.SFT)
+    tasks = [card.plan.task for group in groups for card in group.cards if card.plan]
+    objective = next((task.workload.objective for task in tasks), Objective.SFT)
 
     kinds = [False] * (counted_flags != {True}) + [True] * (True in counted_flags)
-    return ". If no formula covers a model: ".join(
+    text = ". If no formula covers a model: ".join(
         accuracy_text(counted=kind, objective=objective) for kind in kinds
     )
+    return ". ".join(filter(None, (text, conversions_accuracy(tasks))))
 
 
 def _spot(spec: StudySpec, card: DeviceSpec) -> Price | None:

@@ -69,13 +69,13 @@ OF_H100 = (
     "two models"
 )
 OF_MEASURED_KIND = (
-    "The speed on this GPU follows from an H200's by their data sheets: 14 % off on average for "
+    "The speed on {gpu} follows from an H200's by their data sheets: 14 % off on average for "
     "574 published pairs of GPUs, and 8 % with a measurement on the GPU"
 )
 OF_OTHER_KIND = (
-    "No published speed checks the conversion to this kind of GPU, so the range of the speed is "
-    "wider"
+    "No published speed checks the conversion to {gpu}, so the range of the speed is wider"
 )
+LISTED = 4  # names of GPUs in a sentence; more are counted
 
 
 def accuracy_text(
@@ -100,11 +100,33 @@ def accuracy_text(
     if num_gpus > 1 or unchecked:
         text = rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
     conversion = _conversion_accuracy(task) if task else None
-    return f"{text}. {conversion}" if conversion else text
+    return f"{text}. {conversion.format(gpu='this GPU')}" if conversion else text
+
+
+def conversions_accuracy(tasks: Sequence[Task]) -> str:
+    """Say how accurate the conversions of speeds to the GPUs of these tasks are.
+
+    Each kind of GPU has a sentence that names its GPUs. The result is "" if no speed is converted.
+    """
+    gpus: dict[str, list[str]] = {}
+    for task in tasks:
+        names = gpus.setdefault(_conversion_accuracy(task) or "", [])
+        if task.device.name not in names:
+            names.append(task.device.name)
+    gpus.pop("", None)
+    return ". ".join(text.format(gpu=_listed(names)) for text, names in gpus.items())
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names as part of a sentence, with the number of those beyond LISTED."""
+    shown, rest = list(names), len(names) - LISTED
+    if rest > 1:
+        shown = [*names[:LISTED], f"{rest} other GPUs"]
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 def _conversion_accuracy(task: Task) -> str | None:
-    """Say how accurate the conversion of speeds to the task's GPU is.
+    """Say how accurate the conversion of speeds to the task's GPU is; "{gpu}" stands for its name.
 
     The result is None for the GPU on which the formulas were fitted, and for a calibrated one.
     """

@@ -38,7 +38,12 @@ from autotune.planning.compare import (
     least_memory,
     smallest_holding,
 )
-from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib
+from autotune.planning.device_estimate import (
+    ACCURACY,
+    COUNTED,
+    OF_MEASURED_KIND,
+    device_limit_gib,
+)
 from autotune.planning.plan import (
     ONLY_BASELINE,
     ONLY_GROUPED,
@@ -524,7 +529,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert first.startswith("Mixtral-8x7B-v0.1 fits ") and "at an unknown speed: it needs" in first
     result = run(*asked, "--details", model="mixtral-8x7b")
     assert result.exit_code == 0, result.output
-    assert f": {COUNTED}." in result.stdout and ACCURACY not in result.stdout
+    assert f": {COUNTED}. " in result.stdout and ACCURACY not in result.stdout
     assert f"cheapest: {DASH} (no formula gives the speed)" in result.stdout
     assert "of all known GPUs, a10 of these" in result.stdout
     made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["t4,a10"])
@@ -544,9 +549,10 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
         == "it is unknown whether any GPU is within $1.00: no formula gives the speed"
     )
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
-    assert (
-        json.loads(mixed.stdout)["how_sure"]
-        == f"{ACCURACY}. If no formula covers a model: {COUNTED}"
+    assert json.loads(mixed.stdout)[
+        "how_sure"
+    ] == f"{ACCURACY}. If no formula covers a model: {COUNTED}. " + OF_MEASURED_KIND.format(
+        gpu="a10"
     )
 
 

@@ -15,8 +15,12 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
     ACCURACY,
     COUNTED,
+    OF_H100,
+    OF_MEASURED_KIND,
+    OF_OTHER_KIND,
     RANK_ACCURACY,
     accuracy_text,
+    conversions_accuracy,
     corrected_by_observations,
     device_limit_gib,
     limit_of,
@@ -257,6 +261,18 @@ def test_the_accuracy_is_that_of_the_gpu(gpu: str, said: str) -> None:
     assert accuracy_text(task).endswith(said)
     assert accuracy_text(task, num_gpus=2).startswith(RANK_ACCURACY)
     assert accuracy_text(task, counted=True).startswith(COUNTED)
+
+
+def test_a_comparison_names_the_gpus_of_each_kind() -> None:
+    def said(*gpus: str) -> str:
+        spec = StudySpec(model="mistral-7b")
+        return conversions_accuracy([planned_setup(spec, resolve_device(gpu)).task for gpu in gpus])
+
+    assert said("h200") == ""
+    assert said("l40s", "h200", "a10", "l40s") == OF_MEASURED_KIND.format(gpu="l40s and a10")
+    assert said("h100", "t4") == f"{OF_H100}. {OF_OTHER_KIND.format(gpu='t4')}"
+    many = said("l40s", "a10", "l4", "rtx-4090", "rtx-3090", "a100-80gb")
+    assert "The speed on l40s, a10, l4, rtx-4090 and 2 other GPUs follows" in many
 
 
 def test_a_calibrated_gpu_has_no_error_of_a_data_sheet() -> None:
