@@ -78,8 +78,9 @@ WITHIN = 0.09
 # comes from its data sheet only, so its standard deviation is UNMEASURED, which is twice BETWEEN.
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
-# The same for cards of other makers than NVIDIA, whose kernels and libraries are others
-OTHER_MAKER = 0.4
+# The same for cards that run other kernels: cards of other makers than NVIDIA, and cards before
+# compute capability 8.0, which have no flash attention
+OTHER_KERNELS = 0.4
 # The standard deviation of the speed ratio of two cards with the same chip, if a profile divides
 # the device's time into its parts. Between an H100 and an H200, the deviation was 2.7 % for one
 # model, whose micro batches needed the host for less than 20 % of their time.
@@ -120,7 +121,12 @@ def _between(device: DeviceSpec) -> float:
     """Return the standard deviation of a speed ratio between this card and a measured one."""
     if is_measured_kind(device):
         return BETWEEN
-    return OTHER_MAKER if device.vendor == "amd" else UNMEASURED
+    return OTHER_KERNELS if _lacks_flash(device) else UNMEASURED
+
+
+def _lacks_flash(device: DeviceSpec) -> bool:
+    """Return whether no flash attention is known for the card."""
+    return device.vendor == "amd" or 0.0 < float(device.compute_capability or 0) < 8.0
 
 
 def interval(value: float, error: float) -> tuple[float, float]:
@@ -268,27 +274,39 @@ def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None
     power_w = device.tdp_w
     if peak is None or power_w is None:
         return peak and WITHOUT_POWER * peak
+    return min(_at_full_clock(device, peak, power_w), _sustained_tflops(device))
+
+
+def _at_full_clock(device: DeviceSpec, peak: float, power_w: float) -> float:
+    """Return the TFLOP/s of products if the power limit does not lower the clock."""
     reached_tflops = (
         REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
     )
-    ceiling = CEILING_OTHERS if device.vendor == "amd" else CEILING
-    per_watt = PER_WATT.get(device.arch, math.inf)
+    return min(reached_tflops, (CEILING_OTHERS if device.vendor == "amd" else CEILING) * peak)
+
+
+def _sustained_tflops(device: DeviceSpec) -> float:
+    """Return the TFLOP/s of products that the power limit allows, or infinity if unknown."""
     is_ga100 = device.compute_capability == "8.0" or (device.bandwidth_gb_s or 0) > MOST_GDDR_GB_S
-    if device.arch == "ampere" and is_ga100:
-        per_watt = math.inf
-    return min(reached_tflops, ceiling * peak, per_watt * power_w)
+    if device.tdp_w is None or (device.arch == "ampere" and is_ga100):
+        return math.inf
+    return PER_WATT.get(device.arch, math.inf) * device.tdp_w
 
 
 def flash_tflops(device: DeviceSpec) -> float | None:
-    """Return the TFLOP/s of flash attention, or None if the peak is unknown."""
+    """Return the TFLOP/s of flash attention, or None if the peak is unknown.
+
+    A clock that the power limit lowers slows attention like products.
+    """
     peak, products = peak_tflops(device), products_tflops(device)
     if peak is None or products is None:
         return None
+    clock = products / _at_full_clock(device, peak, device.tdp_w) if device.tdp_w else 1.0
     capability = float(device.compute_capability or 0)
     share = FLASH_SHARE_HOPPER if 9.0 <= capability < 12.0 else FLASH_SHARE
-    if 0.0 < capability < 8.0 or device.vendor == "amd":
+    if _lacks_flash(device):
         share = WITHOUT_FLASH_SHARE
-    return min(share * peak, products)
+    return min(share * peak * clock, products)
 
 
 def peak_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:

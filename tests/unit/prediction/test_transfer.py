@@ -19,7 +19,7 @@ from autotune.prediction.transfer import (
     IN_TRAINING,
     MEASURED_KINDS,
     OF_MEMORY,
-    OTHER_MAKER,
+    OTHER_KERNELS,
     PROFILED,
     UNMEASURED,
     USUAL_SHARE,
@@ -203,15 +203,18 @@ def test_a_card_of_unknown_power_lies_in_the_middle_of_the_others_and_is_less_ce
 
 
 def test_attention_has_a_rate_of_its_own() -> None:
-    """Flash attention uses none of Hopper's own instructions, and a T4 has no flash attention."""
+    """Flash attention uses none of Hopper's own instructions, and a T4 has no flash attention.
+
+    Its power limit lowers the clock for attention as for products: to 23.1 of 49.4 TFLOP/s.
+    """
     a100, t4 = (speed_transfer(H100, card) for card in (A100, T4))
     assert a100 is not None and a100.attention == pytest.approx(
         0.7 * 312 / (0.35 * 989.4), rel=1e-3
     )
     assert t4 is not None and t4.attention == pytest.approx(
-        0.7 / 2.7 * 65 / (0.35 * 989.4), rel=1e-3
+        0.7 / 2.7 * 65 * (23.1 / 49.4) / (0.35 * 989.4), rel=1e-2
     )
-    assert t4.attention < t4.products * 1.5
+    assert t4.attention < t4.products
 
 
 def test_fp8_has_a_peak_of_its_own() -> None:
@@ -260,6 +263,5 @@ def test_a_kind_of_card_that_nobody_measured_is_uncertain_until_somebody_does() 
     for there in (T4, resolve_device("mi300x")):
         guess, known = speed_transfer(H100, there), speed_transfer(H100, there, [0.2])
         assert guess is not None and known is not None
-        between = OTHER_MAKER if there.vendor == "amd" else UNMEASURED
-        assert guess.error == pytest.approx(math.hypot(between, WITHIN))
+        assert guess.error == pytest.approx(math.hypot(OTHER_KERNELS, WITHIN))
         assert known.error < guess.error / 2
