@@ -346,8 +346,9 @@ def run_speed(args: argparse.Namespace) -> None:
     (`first_counted_s`).
 
     A count is of the code of the installed transformers. Versions differ in the bytes that they
-    move: in 5.23, mixtures of experts no longer mask the rows of other GPUs' experts. So count with the version that the rows were measured with (`measured_with`), or some errors are those of
-    the version.
+    move: in 5.23, mixtures of experts no longer mask the rows of other GPUs' experts. So count with
+    the version that the rows were measured with (`measured_with`), or some errors are those of the
+    version.
     """
     whole = [row for row in load(WHOLE) if row.get("micro_s")]
     with DryProber(shipped=False) as prober:

@@ -21,7 +21,6 @@ from bench import (
     Mode,
     Rows,
     finish,
-    largest,
     load,
     result_rows,
     run_program,
@@ -30,6 +29,8 @@ from bench import (
 )
 from depth_extrapolation import CONFIGS, EAGER
 from objectives import LENGTH, MICROS, ROWS
+from published import run_rows, suite_rows
+from published import summarize as summarize_published
 from search import TABLE, Table
 from step_fit import HOST_BOUND, Timed, fit, is_gpu_bound, leave_out
 
@@ -42,23 +43,17 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.dry.prober import DryProber
-from autotune.planning.device_estimate import device_limit_gib
-from autotune.planning.named_estimates import estimate_named_configs
 from autotune.prediction.collectives import rank_step_time, slowest_of_catalogue, traffic
 from autotune.prediction.memory_formula import (
     CONTEXT_GIB,
     NF4_STATISTICS,
-    kept_bytes,
     memory_breakdown,
-    moving_bytes,
 )
 from autotune.prediction.sharded_memory import ShardingSettings, rank_breakdown
 from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.speed_transfer import SpeedTransfer
-from autotune.problem.study_spec import Published, make_spec, shipped_suites
 
 
 def finish_compared(
@@ -90,84 +85,21 @@ def errors(rows: list[dict[str, Any]], key: str, prefix: str = "") -> dict[str, 
 
 # --- published
 
-PUBLISHED_SUITES = [
-    "torchtune-llama-3.2-3b",
-    "litgpt-a10g",
-    "fms-mistral-7b",
-    "qwen-7b",
-    "axolotl-qlora",
-]
-PUBLISHED_SUITES += ["llamafactory-llama-2-7b"]
+PUBLISHED_COLUMNS = ["source", "name", "published_gib", "predicted_gib", "memory_error", "verdict"]
+PUBLISHED_COLUMNS += ["speed_error", "inside", "gpu_bound"]
 
 
 def run_published(args: argparse.Namespace) -> None:
-    """Compare the memory peaks that `autotune plan --spec` predicts with peaks that others
-    published for one GPU.
+    """Compare the memory and the speed that `autotune plan --spec` predicts with runs that others
+    published.
 
-    The rows are the suites of other stacks in `studies/published`, which name their sources and the
-    settings that the sources left out. Rows that no configuration of autotune expresses are
-    excluded, each with its reason. An error is the prediction divided by the published peak, minus
-    1. A verdict is wrong if the opposite was observed; within the error of the prediction there is
-    no verdict. No GPU is needed.
+    The rows are the suites in `studies/published`, which name their sources and the settings that
+    the sources left out, and the runs in `data/published_2026.yaml`. Rows that no configuration of
+    autotune expresses are excluded, each with its reason. An error is the prediction divided by the
+    published number, minus 1. A verdict is wrong if the opposite was observed; within the error of
+    the prediction there is no verdict. No GPU is needed.
     """
-    rows = [row for suite in PUBLISHED_SUITES for row in compare_suite(suite)]
-    finish_compared(
-        args, rows, ["source", "model", "config", "published", "predicted", "error", "verdict"]
-    )
-
-
-def compare_suite(suite: str) -> Iterator[dict[str, Any]]:
-    """Yield the published rows of a suite with their predictions.
-
-    A published peak of None is out of memory.
-    """
-    spec = make_spec(shipped_suites()[suite], {})
-    for result in estimate_named_configs(spec, device=resolve_device(spec.gpu), counted=True):
-        case, theirs = result.case, result.case.published or Published()
-        whole_gib = theirs.process_gib
-        if theirs.peak_gb is not None:
-            whole_gib = theirs.peak_gb * 1e9 / 2**30
-        published = theirs.peak_gib if whole_gib is None else whole_gib
-        row = {
-            "source": suite.partition("-")[0],
-            "gpu": spec.gpu,
-            "model": case.model or spec.model,
-        }
-        row |= {"config": result.config.label(), "published": published, "excluded": case.excluded}
-        if row["excluded"] is None and result.outcome is Outcome.REFUSED:
-            row["excluded"] = "no formula and no count"
-        if row["excluded"] is None:
-            predicted = result.peak_allocated_gib if whole_gib is None else result.with_context_gib
-            verdict = TIGHT if result.tight else FITS if result.outcome is Outcome.OK else OOM
-            row |= {
-                "predicted": predicted,
-                "error": None
-                if published is None or predicted is None
-                else predicted / published - 1,
-                "verdict": verdict,
-                "wrong": verdict == (FITS if published is None else OOM),
-            }
-        yield row
-
-
-def summarize_published(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize all rows. `by_source` has the largest error of each source."""
-    compared = [row for row in rows if row["excluded"] is None]
-    errors: dict[str, list[float]] = {
-        source: [] for source in dict.fromkeys(row["source"] for row in compared)
-    }
-    for row in compared:
-        if row["error"] is not None:
-            errors[row["source"]].append(abs(row["error"]))
-    every = [error for of_source in errors.values() for error in of_source]
-    return {
-        "rows": len(rows),
-        "excluded": len(rows) - len(compared),
-        "memory_error_median": statistics.median(every),
-        "memory_error_max": max(every),
-        "by_source": {source: max(of_source) for source, of_source in errors.items()},
-        "verdicts_wrong": sum(row["wrong"] for row in compared),
-    }
+    finish_compared(args, [*suite_rows(), *run_rows()], PUBLISHED_COLUMNS)
 
 
 # --- speed
@@ -690,15 +622,10 @@ def run_memory(args: argparse.Namespace) -> None:
     measured before version 3 of the probe count the statistics of the base model twice, and the
     benchmark subtracts the second copy. A step time is predicted with constants that were fitted to
     all other models (`step_fit.py`).
-
-    The formula is also compared with published tables for 8,192 tokens, made with transformers 4.49
-    (`studies/published/*-8k.yaml`): once as `autotune plan` uses it, and once as the code of their
-    source computed (`as_they_ran`).
     """
     stored, fingerprint = stored_measurements()
     new = [] if args.probe is None and args.rows is None else probe_models(args)
     counted = counted_gib(args, [*stored, *new])
-    tables = [row for card in ("h100", "a100") for row in compare_table(card)]
     constants = leave_out(timed_micro_batches())
     rows = [
         row
@@ -709,27 +636,15 @@ def run_memory(args: argparse.Namespace) -> None:
         sorted(rows, key=lambda row: -abs(row["error"]))[:12],
         ["model", "config", "peak_gib", "error"],
     )
-    table(
-        tables,
-        ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"],
-    )
-    finish(args, fingerprint, [*rows, *tables])
+    finish(args, fingerprint, rows)
 
 
 def summarize_memory(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize rows of models that fitted constants, of held-out models (`heldout_`) and of tables
-    (`published_`).
-    """
-    measured, tables = (
-        [row for row in rows if "card" not in row],
-        [row for row in rows if "card" in row],
-    )
-    fitted, held_out = (
-        [row for row in measured if row["held_out"] is side] for side in (False, True)
-    )
-    by_model = Counter(row["model"] for row in measured)
+    """Summarize rows of models that fitted constants, and of held-out models (`heldout_`)."""
+    fitted, held_out = ([row for row in rows if row["held_out"] is side] for side in (False, True))
+    by_model = Counter(row["model"] for row in rows)
     summary: dict[str, Any] = {
-        "configs": len(measured),
+        "configs": len(rows),
         "fitted_configs": len(fitted),
         "heldout_configs": len(held_out),
         "models": len(by_model),
@@ -742,19 +657,10 @@ def summarize_memory(rows: list[dict[str, Any]]) -> dict[str, Any]:
             summary |= errors(group, key, name)
         paces = [row["pace_error"] for row in group if row["pace_error"] is not None]
         summary[f"{name}pace_bias"] = statistics.fmean(paces)
-    for name, group in (("", measured), ("heldout_", held_out)):
+    for name, group in (("", rows), ("heldout_", held_out)):
         insides = [row["pace_inside"] for row in group if row["pace_inside"] is not None]
         summary[f"{name}pace_within_80"] = statistics.fmean(insides)
-    nf4 = [row for row in tables if "nf4" in row["config"]]
-    return summary | {
-        "published_configs": sum(row["error"] is not None for row in tables),
-        "published_error_max": largest(tables, "error"),
-        "published_error_max_as_they_ran": largest(tables, "error_as_they_ran"),
-        "published_verdicts": len(tables),
-        "published_verdicts_wrong": sum(not row["same_verdict"] for row in tables),
-        "published_nf4_verdicts": len(nf4),
-        "published_nf4_verdicts_wrong": sum(not row["same_verdict"] for row in nf4),
-    }
+    return summary
 
 
 def compare_memory(
@@ -824,63 +730,6 @@ def counted_gib(
                 if (count := prober.count(request).count) is not None:
                     found[model.short, config.label()] = count.peak_allocated_gib
     return found
-
-
-def compare_table(card: str) -> list[dict[str, Any]]:
-    """Compare the formula with the published rows of one GPU.
-
-    Peaks are of reserved memory. The nf4 rows computed in fp32, which no configuration expresses,
-    so only their outcome is compared.
-    """
-    spec, rows = make_spec(shipped_suites()[f"{card}-8k"], {}), []
-    limit_gib = device_limit_gib(resolve_device(card), spec.headroom)
-    for case in spec.configs:
-        model = resolve_model(case.model or spec.model).with_overrides(case.model_overrides)
-        config = TrainConfig(**spec.pins | case.knobs)
-        if config.num_gpus > 1:
-            continue
-        memory = memory_breakdown(model, config, min(case.accumulation, 2))
-        assert memory is not None and case.published is not None
-        printed_gb = case.published.reserved_gb
-        peak_gib = None if printed_gb is None else gib(printed_gb * 1e9)
-        compared = peak_gib is not None and config.quantization == "none"
-        ran_gib = as_they_ran(model, config)
-        rows.append(
-            {
-                "card": card,
-                "model": model.short,
-                "config": config.label(),
-                "published_gib": peak_gib,
-                "planned_gib": memory.peak_reserved_gib,
-                "error": memory.peak_reserved_gib / peak_gib - 1 if compared else None,
-                "error_as_they_ran": ran_gib / peak_gib - 1 if compared else None,
-                "same_verdict": (memory.peak_reserved_gib <= limit_gib)
-                is (case.published.outcome != "oom"),
-            }
-        )
-    return rows
-
-
-def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
-    """Return the allocated GiB at the peak with two properties of the published runs' code.
-
-    The loss stays in bf16: at most three copies of the logits exist at once, and with capped logits
-    four. The adapters are fp32 on a bf16 base without autocast: each casts its input and has an
-    fp32 output. The allocator reserves more than is allocated, so the result should be a bit lower
-    than a published peak.
-    """
-    sizes, memory = Sizes.of(model), memory_breakdown(model, config)
-    assert sizes is not None and memory is not None
-    casts = 4 * sum(map(sum, sizes.matrices.values())) if config.method == "lora" else 0
-    body = 2 * sizes.layers * sizes.hidden
-    capped = 2 if sizes.family == "gemma2" else 0
-    head = body + (6 + capped) * sizes.vocab
-    layers = body + kept_bytes(sizes, config) + casts + moving_bytes(sizes, config)
-    states = memory.weights + memory.adapters + memory.optimizer
-    backward = states + gib(config.tokens * max(head, layers))
-    # Gradients, and the roots of AdamW's second moments, exist together in the optimizer's step.
-    step = states + 2 * (memory.weights if config.method == "full" else memory.adapters)
-    return max(backward, step)
 
 
 def stored_measurements() -> tuple[list[Measured], Fingerprint]:

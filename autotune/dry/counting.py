@@ -18,6 +18,7 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from autotune.core.objective import Objective
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
@@ -55,10 +56,11 @@ NESTED_BLOCK = 256  # bitsandbytes stores one nested scale for each block of thi
 SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 
 
-def dry_probe(request: ProbeRequest) -> DryCount:
+def dry_probe(request: ProbeRequest, other: OtherTrainer = USUAL) -> DryCount:
     """Compute the memory and work of one training step of a model with `request.depth` layers.
 
-    Raises the same errors as building and training the model.
+    The step is that of autotune's trainer, or of the trainer `other`. Raises the same errors as
+    building and training the model.
     """
     config = request.config
     if config.num_gpus > 1:
@@ -80,7 +82,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
             stack.enter_context(simulate_trl(padded=padded))
             request = replace(request, config=replace_fp16(config))
         workspace = WORKSPACE + SIDE_WORKSPACE if config.lora_kernels == "joined" else WORKSPACE
-        return CountedStep(request, META, cuda_workspace).count(workspace)
+        return CountedStep(request, META, cuda_workspace, other).count(workspace)
 
 
 class CountedStep:
@@ -91,11 +93,14 @@ class CountedStep:
         request: ProbeRequest,
         device: torch.device,
         workspace: Callable[[Any, tuple[Any, ...]], int],
+        other: OtherTrainer = USUAL,
     ) -> None:
         """Build the model; `workspace` returns the bytes that an operation's kernel allocates."""
         self._request = request
         self._config = request.config
         self._device = device
+        self._other = other
+        self._outputs: Any = None  # what the trainer holds of the model's outputs
         self._segment = ""
         self._segments: dict[str, int] = {}
 
@@ -103,7 +108,8 @@ class CountedStep:
         shape = config_of(request.model)
         if request.depth is not None:
             truncate(shape, request.depth)
-        self._base = build(shape, settings, device, quantized_linear if device == META else None)
+        quantized = partial(quantized_linear, unpacks_to_input=other.unpacks_to_input)
+        self._base = build(shape, settings, device, quantized if device == META else None)
 
         self._counter = StorageCounter(device, workspace)
         self._counter.hold_module(self._base)
@@ -148,7 +154,7 @@ class CountedStep:
             return label_loss
         if self._config.loss == "chunked" and self._request.trainer == "transformers":
             return chunked_loss(self._base)
-        return None
+        return None if self._other.upcasts_logits else _loss_of_logits
 
     def count(self, workspace: int = 0) -> DryCount:
         """Compute the memory and work of a step on the longest micro batch.
@@ -211,6 +217,7 @@ class CountedStep:
             if not (evaluates or in_backward):
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 steps[0]()
+            self._outputs = None
             self._forget_gradients()
             self._enter("")
 
@@ -291,16 +298,25 @@ class CountedStep:
 
         items = torch.ones((), dtype=torch.long, device=self._device)
         labels = batch.pop("labels") if self._loss is not None else None
-        dtype = SIXTEEN_BITS.get(self._config.precision)
+        dtype = SIXTEEN_BITS.get(self._config.precision) if self._other.autocast else None
         with torch.autocast(self._device.type, dtype=dtype) if dtype else nullcontext():
             outputs = self._model(**batch, num_items_in_batch=items)
         if dtype:
             outputs = convert_to_fp32(outputs)
 
+        self._outputs = outputs if self._other.keeps_logits else None
         if self._loss is not None:
             return self._loss(outputs, labels, num_items_in_batch=items)
         loss: torch.Tensor = outputs["loss"]
         return loss
+
+
+def _loss_of_logits(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Return the mean loss, computed in the logits' dtype instead of transformers' 32 bits."""
+    loss: torch.Tensor = nn.functional.cross_entropy(
+        outputs["logits"].flatten(0, 1), labels.flatten()
+    )
+    return loss
 
 
 def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
@@ -312,9 +328,18 @@ def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 # --- replacements for code that needs a GPU
 
 
-def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
-    """A quantised linear layer of bitsandbytes, whose weight has no values."""
-    layer = _linear_4bit(shape, settings) if settings.quantization == "nf4" else _linear_8bit(shape)
+def quantized_linear(
+    shape: tuple[int, int, bool], settings: ModelSettings, *, unpacks_to_input: bool = False
+) -> nn.Module:
+    """A quantised linear layer of bitsandbytes, whose weight has no values.
+
+    With `unpacks_to_input`, a 4-bit layer multiplies in the dtype of its input.
+    """
+    if settings.quantization == "nf4":
+        layer = _linear_4bit(shape, settings)
+        layer.compute_type_is_set = not unpacks_to_input
+    else:
+        layer = _linear_8bit(shape)
     _, fan_out, bias = shape
     if bias:
         layer.bias = nn.Parameter(

@@ -32,6 +32,7 @@ from autotune.core.files import write_atomic
 from autotune.core.installed import INSTALL, is_installed
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.objective import Objective
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.process import module_command
 from autotune.core.serialization import from_data, to_data
@@ -87,21 +88,24 @@ class DryProber:
             self._process.communicate()
             self._process = None
 
-    def count(self, request: ProbeRequest) -> DryAnswer:
-        """Run a dry probe of `request.depth` layers, or of the whole model if the depth is None."""
-        key = key_of(request, library_versions())
+    def count(self, request: ProbeRequest, other: OtherTrainer = USUAL) -> DryAnswer:
+        """Run a dry probe of `request.depth` layers, or of the whole model if the depth is None.
+
+        The step is that of autotune's trainer, or of the trainer `other`.
+        """
+        key = key_of(request, library_versions(), other)
         path = self._directory / f"{key}.json"
         with suppress(OSError, ValueError):  # the file is missing or invalid
             kept = from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
             if kept.count is not None:  # earlier versions also cached answers without a count
                 return kept
 
-        if self._with_shipped and (shipped := _shipped_answer(request)) is not None:
+        if self._with_shipped and (shipped := _shipped_answer(request, other)) is not None:
             return from_data(DryAnswer, shipped)
         if key in self._refusals:
             return self._refusals[key]
 
-        answer = self._count_uncached(request)
+        answer = self._count_uncached(request, other)
         if answer.count is None:
             self._refusals[key] = answer
         else:
@@ -109,9 +113,9 @@ class DryProber:
                 write_atomic(path, json.dumps(to_data(answer)) + "\n")
         return answer
 
-    def _count_uncached(self, request: ProbeRequest) -> DryAnswer:
+    def _count_uncached(self, request: ProbeRequest, other: OtherTrainer) -> DryAnswer:
         if request.depth is not None:
-            return self._ask_for(request)
+            return self._ask_for(request, other)
         shape = self.describe(request.model)
         if isinstance(shape, str):
             return DryAnswer(refused=shape)
@@ -123,8 +127,8 @@ class DryProber:
         # If the layers repeat, two truncated models give the count of the whole model.
         pair = counted_depths(shape, request.config.checkpoint_every)
         if pair is None:
-            return self._ask_for(request)
-        low, high = (self._ask_for(replace(request, depth=depth)) for depth in pair)
+            return self._ask_for(request, other)
+        low, high = (self._ask_for(replace(request, depth=depth), other) for depth in pair)
         if low.count is None or high.count is None:
             return low if low.count is None else high
         return DryAnswer(
@@ -141,8 +145,9 @@ class DryProber:
             self._shapes[key] = from_data(ModelShape, described["shape"])
         return self._shapes[key]
 
-    def _ask_for(self, request: ProbeRequest) -> DryAnswer:
-        return from_data(DryAnswer, self._ask({"count": to_data(request)}))
+    def _ask_for(self, request: ProbeRequest, other: OtherTrainer) -> DryAnswer:
+        message = {"count": to_data(request), "trainer": to_data(other)}
+        return from_data(DryAnswer, self._ask(message))
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         if (reason := obstacle()) is not None:
@@ -204,14 +209,14 @@ def library_versions() -> tuple[str, ...]:
     return (*found, *(f"kernels of {name}" for name in counted_packages()))
 
 
-def _shipped_answer(request: ProbeRequest) -> Any:
+def _shipped_answer(request: ProbeRequest, other: OtherTrainer) -> Any:
     """The shipped answer to this request, as parsed JSON, or None if autotune ships no answer.
 
     The shipped counts assume that no packages of fast kernels are installed.
     """
     if counted_packages(kernel_packages(request.model, request.text_type)):
         return None
-    return shipped_answers().get(key_of(request))
+    return shipped_answers().get(key_of(request, other=other))
 
 
 @cache
@@ -236,8 +241,8 @@ def _release(version: str) -> list[int]:
     return [int(number) for number in version.split(".")[:2]]
 
 
-def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
-    """The key of a stored count: a digest of the request and of `versions`.
+def key_of(request: ProbeRequest, versions: Sequence[str] = (), other: OtherTrainer = USUAL) -> str:
+    """The key of a stored count: a digest of the request, of `versions` and of a trainer `other`.
 
     The keys of shipped counts have no versions.
     """
@@ -256,4 +261,6 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
         about.append(["fp8", FP8_VERSION])
     if request.config.lora_kernels == "grouped" or request.config.quantize_experts:
         about.append(["experts", EXPERTS_VERSION])
+    if other != USUAL:
+        about.append(["trainer", to_data(other)])
     return digest_of([DRY_VERSION, *versions, *about])

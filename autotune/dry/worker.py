@@ -1,6 +1,7 @@
 """The process that runs dry probes: it reads one request per line and writes one answer per line.
 
-A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`. An answer contains
+A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`, the latter with an
+OtherTrainer as "trainer" if the step is not that of autotune's trainer. An answer contains
 `shape`, `count`, or `refused` with a sentence that gives the reason.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 
 from autotune.core.files import load_data
+from autotune.core.other_trainer import OtherTrainer
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.process import die_with_parent, pause_garbage_collection
 from autotune.core.serialization import from_data, to_data
@@ -75,7 +77,9 @@ def _answer(message: dict[str, Any], packages: tuple[str, ...] = ()) -> dict[str
             return {"shape": to_data(describe(message["describe"]))}
         from autotune.dry.counting import dry_probe
 
-        return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
+        request = from_data(ProbeRequest, message["count"])
+        other = from_data(OtherTrainer, message.get("trainer", {}))
+        return {"count": to_data(dry_probe(request, other))}
     except MemoryError:
         return {
             "refused": f"building the model takes more than {MOST_GIB} GiB, even without weights"

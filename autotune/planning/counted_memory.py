@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autotune.catalog import ModelSpec
 from autotune.core.objective import Objective
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -40,8 +41,11 @@ def dry_count(
     micro_steps: int,
     objective: Objective = Objective.SFT,
     depth: int | None = None,
+    other: OtherTrainer = USUAL,
 ) -> DryAnswer:
     """Run a dry probe of a training step of the whole model, or of a copy with `depth` layers.
+
+    The step is that of autotune's trainer, or of the trainer `other`.
 
     The answer holds the memory and the work of the step, or the reason why the dry probe failed.
     """
@@ -72,7 +76,7 @@ def dry_count(
         trainer=objective.trainers[0],
     )
 
-    return _prober().count(request)
+    return _prober().count(request, other)
 
 
 def shape_of(model: ModelSpec) -> ModelShape | None:

@@ -239,12 +239,14 @@ class Estimate(ShownAsTable):
 
     @property
     def held_gib(self) -> float:
-        """The memory that torch reports at the peak: the need, plus free blocks of side streams.
+        """The memory that torch reports at the peak, plus NCCL's memory.
 
-        The allocator keeps these blocks only as long as the GPU has room for them.
+        The allocator keeps free segments, and free blocks of side streams, only as long as the GPU
+        has room for them.
         """
-        pools = self.memory.pools if self.memory else 0.0
-        return max(self.need_gib, min(self.need_gib + pools, self.limit_gib))
+        if self.memory is None:
+            return self.need_gib
+        return max(self.memory.needed_gib, min(self.memory.roomy_gib, self.limit_gib))
 
     @property
     def memory_by(self) -> str | None:

@@ -17,6 +17,7 @@ from autotune.catalog import ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.files import load_data
 from autotune.core.objective import Objective
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import DryCount, Phase
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -315,7 +316,8 @@ def _breakdown(
         adapters=gib(0.0 if full else trained_bytes),
         gradients=gib(gradients),
         optimizer=optimizer,
-        returned=returned_gib(config, layer_gib, optimizer),
+        returned=returned_gib(config, layer_gib, optimizer)
+        + (logits_overhead_gib(logits) if moment == "optimizer" else 0.0),
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE + side_workspace(config)),
@@ -333,13 +335,17 @@ def _breakdown(
 
 
 def counted_breakdown(
-    model: ModelSpec, config: TrainConfig, count: DryCount, objective: Objective = Objective.SFT
+    model: ModelSpec,
+    config: TrainConfig,
+    count: DryCount,
+    objective: Objective = Objective.SFT,
+    trainer: OtherTrainer = USUAL,
 ) -> MemoryBreakdown:
     """Return the memory at the peak of a step, from the result `count` of a dry probe.
 
-    The dry probe has all layers of the model. A formula adds the memory that the allocator reserved
-    but that no tensor uses. The term `activations` includes the logits, because the dry probe does
-    not separate them.
+    `trainer` is the trainer of the step that was counted. The dry probe has all layers of the
+    model. A formula adds the memory that the allocator reserved but that no tensor uses. The term
+    `activations` includes the logits, because the dry probe does not separate them.
     """
     peak = count.peak_allocated_gib
     workspace = gib(WORKSPACE + side_workspace(config))
@@ -352,9 +358,12 @@ def counted_breakdown(
         gradients = 0.0
     activations = max(peak - static - workspace - gradients, 0.0)
     logits = live_logits(rows_of(config, objective), model.vocab_size, objective)
-    # The number of layers that keep activations
+    if not (trainer.upcasts_logits or config.kbit_preparation):
+        logits //= 2  # they have half as many bytes
+    # Recomputed layers keep only their inputs, and one of them is computed again.
+    inputs = _kept_inputs_gib(model, rows_of(config, objective))
     layers = 1 if config.checkpoint_every else model.num_layers
-    layer = max(activations - gib(12.0 * logits), 0.0) / layers
+    layer = max(activations - gib(12.0 * logits) - inputs, 0.0) / layers
     reserved = allocator_overhead_gib(config, logits, activations, layer)
     own_error = INT8_ERROR if config.quantization == "int8" else None
     if evaluates:
@@ -367,7 +376,8 @@ def counted_breakdown(
         adapters=count.adapters_gib,
         gradients=gradients,
         optimizer=count.optimizer_gib,
-        returned=returned_gib(config, 0.0 if evaluates else layer, count.optimizer_gib),
+        returned=returned_gib(config, 0.0 if evaluates else layer, count.optimizer_gib)
+        + (logits_overhead_gib(logits) if segment.startswith(Phase.OPTIMIZER) else 0.0),
         activations=activations,
         logits=0.0,
         workspace=workspace,
@@ -376,6 +386,18 @@ def counted_breakdown(
         counted=True,
         own_error=own_error,
     )
+
+
+def _kept_inputs_gib(model: ModelSpec, config: TrainConfig) -> float:
+    """Return the GiB of the inputs that recomputed layers keep on the GPU."""
+    every = config.checkpoint_every
+    if not every or config.offloads:
+        return 0.0
+    in_32_bits = config.kbit_preparation or (
+        config.method == "full" and config.precision != "bf16_pure"
+    )
+    recomputed = math.ceil(model.num_layers / every)
+    return gib(recomputed * config.tokens * model.hidden_size * (4 if in_32_bits else 2))
 
 
 def live_logits(config: TrainConfig, vocab: int, objective: Objective = Objective.SFT) -> int:
@@ -403,7 +425,17 @@ def allocator_overhead_gib(
     unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
     # CUDA graphs are captured on a separate stream, and cuBLAS allocates another workspace there.
     unused += gib(WORKSPACE) if config.cuda_graphs != "none" else 0.0
-    return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
+    overhead = logits_overhead_gib(logits) + gib(42 * MIB)
+    return overhead + fragmentation * activations_gib + unused
+
+
+def logits_overhead_gib(logits: int) -> float:
+    """Return the unused GiB of the segments that held logits.
+
+    In the optimizer's step no logits exist, so these segments are free, and are given back before
+    a run is out of memory.
+    """
+    return gib(2.4 * logits)
 
 
 def returned_gib(config: TrainConfig, layer_gib: float, optimizer_gib: float) -> float:

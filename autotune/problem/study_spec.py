@@ -13,6 +13,7 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import read_user_yaml, shipped_files
 from autotune.core.images import parse_size
 from autotune.core.objective import NOT_OFFERED, Objective
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.problem.gpu_counts import parse_gpus, parse_within
 from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.search_space import SearchSpace
@@ -137,7 +138,8 @@ class NamedConfig:
     `model_overrides` replaces keys of the model's config. `excluded` is the reason why autotune
     cannot express the published configuration, or None. An excluded configuration is shown, but
     neither estimated nor probed. `differs` says what the published run computed in another way than
-    autotune does, so that the two results differ.
+    autotune does, so that the two results differ. `trainer` says what the trainer of the published
+    run does in another way and dry probes can follow.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -150,6 +152,7 @@ class NamedConfig:
     published: Published | None = None
     excluded: str | None = None
     differs: str | None = None
+    trainer: OtherTrainer = USUAL
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():

@@ -12,6 +12,7 @@ from autotune.core.errors import Cancelled, UsageError, did_you_mean
 from autotune.core.files import document, write_atomic
 from autotune.core.json_view import add_prefix, json_data, keys
 from autotune.core.knobs import KNOBS
+from autotune.core.other_trainer import USUAL
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
@@ -50,11 +51,13 @@ class ConfigResult:
     """The result of a case, which is a named configuration of a suite.
 
     `tokens_per_s` includes padding: each row has `seq_len` tokens. `with_context_gib` is the peak
-    of reserved memory plus the memory of the CUDA context. `interval` is the 80 % interval of an
-    estimated `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval of an
-    estimated `peak_reserved_gib`; it is None for a measured peak. `tight` means that the
-    configuration may not fit, or that less than a tenth of the memory is free. `doubt` says why the
-    published speed cannot be right.
+    of reserved memory plus the memory of the CUDA context. The peak includes `nccl_gib`, the memory
+    of NCCL, which torch does not count. `interval` is the 80 % interval of an estimated
+    `tokens_per_s`, or the range of the measurements. `interval_gib` is the interval of an estimated
+    `peak_reserved_gib`; it is None for a measured peak. `tight` means that the configuration may
+    not fit, or that less than a tenth of the memory is free. `doubt` says why the published speed
+    cannot be right. `host_share` is the host's weight in the estimated time of a micro batch, from
+    0 (GPU-bound) to 1 (CPU-bound).
     """
 
     JSON: ClassVar = keys(name="case.name") | keys(
@@ -95,6 +98,8 @@ class ConfigResult:
     peak_reserved_gib: float | None = None
     interval_gib: tuple[float, float] | None = None
     with_context_gib: float | None = None
+    nccl_gib: float = 0.0
+    host_share: float | None = None
     doubt: str | None = None
 
     @property
@@ -115,6 +120,8 @@ class ConfigResult:
 
         whole_gib = self.with_context_gib
         reserved_gib = self.peak_reserved_gib
+        if reserved_gib is not None:
+            reserved_gib -= self.nccl_gib
         step_s = self.step_time_s
         pairs: dict[str, tuple[float | str | None, float | str | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
@@ -220,11 +227,16 @@ class ConfigResult:
     def _why(self, name: str, pair: Pair) -> str:
         """Return why a published number cannot be judged, is doubtful or differs from ours."""
         if pair.ours is None:
-            return self.case.excluded or self.reason or self.verdict
+            without_speed = name in SPEEDS and self.outcome is Outcome.OK
+            differs = self.case.differs if without_speed else None
+            return self.case.excluded or differs or self.reason or self.verdict
         doubt = self.doubt if name in SPEEDS else None
         differs = None
         if pair.inside is False:
-            differs = self.case.differs or (None if doubt else "the cause is not known")
+            # A count follows the trainer's memory, so that only the speed differs.
+            is_followed = self.case.trainer != USUAL and name not in SPEEDS
+            stated = None if is_followed else self.case.differs
+            differs = stated or (None if doubt else "the cause is not known")
         return "; ".join(filter(None, (doubt, differs))) or (self.reason or "")
 
 

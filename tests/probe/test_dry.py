@@ -18,8 +18,10 @@ from torch import fx, nn
 
 from autotune.catalog import resolve_model
 from autotune.catalog.model_sizes import Sizes
+from autotune.core.other_trainer import OtherTrainer
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB
 from autotune.dry import compiled as dry_compile
 from autotune.dry import counting as module
 from autotune.dry.counting import (
@@ -1255,3 +1257,56 @@ def test_the_formula_of_an_evaluation_is_within_its_count(name: str, knobs: dict
     found = max(map(sum, evaluation_moments(shallow, config, trained, wide, logits).values()))
     held = counted.model_gib + counted.adapters_gib + counted.optimizer_gib + 64 / 1024
     assert found / 2**30 == pytest.approx(counted.peak_allocated_gib - held, rel=0.04)
+
+
+# --- trainers of other projects
+
+
+WIDE_HEAD = {"vocab_size": 32_000}
+TOKENS_OF_STEP = 4 * 512
+
+
+def peak(other: OtherTrainer, segment: str = "", **knobs: Any) -> float:
+    """Bytes at the peak of a segment, or of the whole step, of another trainer's step."""
+    wanted = request("llama", **{"micro_batch_size": 4, "seq_len": 512} | knobs)
+    count = dry_probe(replace(wanted, model=wanted.model | WIDE_HEAD), other)
+    return GIB * (count.segment_peak_gib[segment] if segment else count.peak_allocated_gib)
+
+
+def test_a_loop_that_holds_the_outputs_keeps_one_copy_of_the_logits() -> None:
+    held, usual = (
+        peak(OtherTrainer(keeps_logits=keeps), "backward", precision="bf16_mixed")
+        for keeps in (True, False)
+    )
+    assert held - usual == pytest.approx(4 * TOKENS_OF_STEP * 32_000, rel=0.01)
+
+
+def test_a_loss_in_16_bits_needs_half_of_the_bytes() -> None:
+    pure = {"precision": "bf16_pure", "checkpointing": "full"}
+    upcast, kept = (peak(OtherTrainer(upcasts_logits=one), **pure) for one in (True, False))
+    assert upcast - kept == pytest.approx(6 * TOKENS_OF_STEP * 32_000, rel=0.01)
+
+
+def test_without_autocast_adapters_keep_their_inputs_in_32_bits() -> None:
+    """The cast input of an adapter has 4 bytes for each value instead of 2."""
+    knobs = {"precision": "bf16_mixed", "checkpointing": "none"}
+    with_it, without = (
+        peak(OtherTrainer(autocast=one), "forward", **knobs) for one in (True, False)
+    )
+    # Queries, keys, values, outputs and two matrices of the MLP read the hidden size.
+    inputs = 6 * TINY["hidden_size"] + TINY["intermediate_size"]
+    assert without - with_it > 2 * TOKENS_OF_STEP * 2 * inputs
+
+
+def test_a_4_bit_base_may_be_unpacked_to_the_dtype_of_its_input() -> None:
+    """In the backward pass, the largest unpacked matrix is also cast to 32 bits."""
+    nf4 = {"quantization": "nf4", "kbit_preparation": True, "micro_batch_size": 1, "seq_len": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    wanted = request("llama", **nf4)
+    wanted = replace(wanted, model=wanted.model | sizes)
+    in_16, in_32 = (
+        dry_probe(wanted, OtherTrainer(autocast=False, unpacks_to_input=one))
+        for one in (False, True)
+    )
+    more = in_32.segment_peak_gib["backward_layers"] - in_16.segment_peak_gib["backward_layers"]
+    assert more * GIB == pytest.approx(4 * 512 * 2048, rel=0.05)

@@ -160,13 +160,6 @@ SAID = [
     ),
     (
         "plan_memory",
-        "**{published_verdicts_wrong} of {published_verdicts} verdicts wrong, up to"
-        " {published_error_max:.0%} off**",
-    ),
-    ("plan_memory", "All {published_nf4_verdicts} verdicts with nf4 were right"),
-    ("plan_memory", "reduce the error to {published_error_max_as_they_ran:.0%}."),
-    (
-        "plan_memory",
         "**{heldout_counted_error_max:.2%} worst**: difference between the counted and the"
         " measured memory of the {heldout_configs} held-out configurations",
     ),
@@ -193,9 +186,15 @@ SAID = [
     (
         "plan_published",
         "**{memory_error_median:.1%} median, {memory_error_max:.0%} worst**: error of the"
-        " formula's predictions, compared with memory peaks that others published",
+        " predicted memory, compared with {memory_rows} peaks that others published",
     ),
-    ("plan_published", "Of {rows} published runs on one GPU, {excluded} cannot be expressed"),
+    ("plan_published", "Of {rows} published runs, {excluded} cannot be expressed"),
+    ("plan_published", "{memory_within_15} of the {memory_rows} peaks are within 15%"),
+    ("plan_published", "for {unexplained} of the others, no cause is known"),
+    (
+        "plan_published",
+        "Of {verdicts} verdicts (fits or out of memory), {verdicts_wrong} are wrong",
+    ),
     (
         "plan_published",
         "are torchtune {by_source[torchtune]:.1%}, fms-acceleration {by_source[fms]:.1%}, litgpt "
@@ -203,8 +202,19 @@ SAID = [
     ),
     (
         "plan_published",
-        "LLaMA-Factory {by_source[llamafactory]:.0%}, Qwen {by_source[qwen]:.0%} and Axolotl"
-        " {by_source[axolotl]:.0%}",
+        "LLaMA-Factory {by_source[llamafactory]:.0%}, Qwen {by_source[qwen]:.0%}, Axolotl"
+        " {by_source[axolotl]:.0%}, torchao {by_source[pytorch/ao]:.1%}, fitcheck"
+        " {by_source[fitcheck]:.1%}, universal-llm-trainer {by_source[h100]:.0%} and ms-swift"
+        " {by_source[ms-swift]:.0%}",
+    ),
+    (
+        "plan_published",
+        "**{gpu_bound_inside} of {gpu_bound_speeds} inside**: the speeds of GPU-bound steps",
+    ),
+    (
+        "plan_published",
+        "The interval is {gpu_bound_half_width_median:.0%} wide to each side in the median, and"
+        " wider than 30% for {wider_than_30} of them",
     ),
     ("allocator", "to {error_max:.0%} too high**: the predicted reserved memory of nine"),
     ("allocator", "reserve up to {unused_max_fixed:.0%} more memory than is allocated"),

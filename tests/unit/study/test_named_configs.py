@@ -13,6 +13,7 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import Cancelled, UsageError
 from autotune.core.json_view import json_data
+from autotune.core.other_trainer import OtherTrainer
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
@@ -250,6 +251,11 @@ def test_a_published_number_is_inside_or_outside_with_the_reason() -> None:
     assert made.cells()[-1].startswith("tokens/s 1,400, here 1,100 (-21%), outside; s/step 2.15")
     unknown = replace(made, case=replace(made.case, differs=None)).comparison()
     assert [row[-1] for row in unknown] == ["the cause is not known", "", "", unknown[0][-1]]
+    counted = replace(made, case=replace(made.case, trainer=OtherTrainer(keeps_logits=True)))
+    assert [row[-1] for row in counted.comparison()] == [
+        *("it sleeps", "", ""),
+        "the cause is not known",
+    ]
     assert json_data(made)["differs"] == "it sleeps" and json_data(made)["doubt"] is None
 
 
@@ -262,6 +268,8 @@ def test_what_is_not_estimated_says_why() -> None:
     outcome, speed = of(Outcome.OOM, theirs, differs="it is smaller").comparison()
     assert outcome[1:] == ("outcome", "ok", "oom", "outside", "it is smaller")
     assert speed[3:] == ("–", "–", "does not fit")
+    slow = replace(of(published=theirs, differs="it sleeps", **NUMBERS), tokens_per_s=None)
+    assert slow.comparison()[0][3:] == ("–", "–", "it sleeps")
     near = of(published=Published(outcome="oom"), tight=True, reason="it is near", **NUMBERS)
     assert near.comparison()[0][2:] == ("oom", "tight", "–", "it is near")
 
