@@ -31,13 +31,12 @@ from autotune.prediction.rollout_step import RolloutStep
 from autotune.probe.supervisor import ENGINE, WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.rollouts import Rollouts
-from autotune.study.rollout_search import FITS, RolloutTask, engine_kind, measure_layout
+from autotune.study.rollout_search import FITS, MeasuredLayout, RolloutSearch
+from autotune.study.rollout_task import SHARE, RolloutTask, engine_kind
 
 MEAN, LONGEST, PROMPT = 600, 2048, 256  # tokens
 PROMPTS, GENERATIONS = 8, 8
-SHARE = 0.3  # vLLM's share in TRL's defaults
 STEPS, LONGEST_STEPS = 8, (3, 4, 5)
-ALTERNATIONS = 10
 METHODS = ("lora", "full")
 UPDATE = ("forward", "backward", "optimizer")
 COLUMNS = ["stage", "method", "layout", "state", "step_s", "peak_gib", "seconds"]
@@ -78,20 +77,19 @@ class Bench:
             completions=geometric(self.mean),
         )
 
-    def configs(self) -> Iterator[TrainConfig]:
-        """The trainings to try, the fastest first for most models."""
-        config = TrainConfig(
-            method=self.method,
-            lora_rank=16 if self.method == "lora" else None,
-            precision="fp32" if self.on_cpu else "bf16_mixed",
-            allocator="fixed",
-        )
-        if self.method == "full" and not self.on_cpu:
-            config = replace(config, precision="bf16_pure")
-        sizes = {"none": (2, 4, 8), "full": (8, 16, 32)}
-        for checkpointing, numbers in sizes.items():
-            for rows in (2, 4) if self.on_cpu else numbers:
-                yield replace(config, micro_batch_size=rows, checkpointing=checkpointing)
+    @property
+    def config(self) -> TrainConfig:
+        """The training at which the search begins."""
+        lora = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed"}
+        full = {"method": "full", "lora_rank": None, "precision": "bf16_pure"}
+        knobs = (full if self.method == "full" else lora) | {"allocator": "fixed"}
+        return TrainConfig(**(knobs | ({"precision": "fp32"} if self.on_cpu else {})))
+
+    @property
+    def choices(self) -> dict[str, list[Any]]:
+        """The values of the knobs that the search may change."""
+        sizes = [2, 4] if self.on_cpu else [2, 4, 8, 16, 32]
+        return {"micro_batch_size": sizes, "checkpointing": ["none", "full"]}
 
 
 def geometric(mean: float) -> Lengths:
@@ -147,7 +145,7 @@ def engine(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
     """Measure the engine with the smallest share whose cache holds all completions."""
     with WorkerProber(bench.args.device, folder / "engine", module=ENGINE) as prober:
         task = bench.task(prober.memory_gib)
-        config = next(bench.configs())
+        config = bench.config
         share = task.share(config) or SHARE
         result = prober.probe(task.engine_request(config, share), folder / "engine" / "engine.log")
         fingerprint = to_data(prober.fingerprint)
@@ -164,39 +162,21 @@ def engine(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def training(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
-    """Measure layouts of the training, with micro batches that grow until one does not fit."""
+    """Search for the fastest layout. Ten alternations of the best one show fragmentation."""
     measured = one(rows, "engine", bench.method)
-    task = bench.task(measured["card_gib"])
-    found = from_data(ProbeResult, measured["result"])
-    failed: dict[tuple[bool, str], int] = {}  # the smallest micro batch that does not fit
-    with WorkerProber(bench.args.device, folder / "training") as prober:
-        layouts: list[dict[str, Any]] = []
-        for sleeps in (False, True):
-            if sleeps and (found.engine is None or not found.engine.asleep_gib):
-                continue
-            for config in bench.configs():
-                key = sleeps, config.checkpointing
-                if config.micro_batch_size >= failed.get(key, math.inf):
-                    continue
-                log = folder / "training" / f"{len(layouts)}.log"
-                layout = measure_layout(
-                    task, config, found, measured["share"], prober, log, sleeps=sleeps
-                )
-                if layout.state != FITS:
-                    failed[key] = config.micro_batch_size
-                layouts.append(layout_row(layout))
-                yield layouts[-1] | {"done": False}
-            if any(row["state"] == FITS for row in layouts):
-                break
-        # Ten alternations show whether the memory between phases grows.
-        best = max(layouts, key=lambda row: row["prompts_per_s"] or 0.0)
-        config, log = TrainConfig(**best["config"]), folder / "training" / "best.log"
-        options = {"sleeps": best["sleeps"], "num_micros": 2 * ALTERNATIONS}
-        layout = measure_layout(task, config, found, best["share"], prober, log, **options)
-    yield layout_row(layout) | {"done": True}
+    found = from_data(ProbeResult, measured["result"]).engine
+    assert found is not None
+    logs = folder / "training"
+    with WorkerProber(bench.args.device, logs) as prober:
+        task = bench.task(measured["card_gib"])
+        search = RolloutSearch(task, found, measured["share"], prober, logs)
+        for layout in search.run(bench.config, bench.choices):
+            row = layout_row(layout)
+            yield row | {"done": False}
+    yield row | {"done": layout.state == FITS}
 
 
-def layout_row(layout: Any) -> dict[str, Any]:
+def layout_row(layout: MeasuredLayout) -> dict[str, Any]:
     """A row of a measured layout."""
     step: RolloutStep | None = layout.step
     return {
@@ -211,7 +191,7 @@ def layout_row(layout: Any) -> dict[str, Any]:
         "sleeps": layout.sleeps,
         "step_s": step and step.seconds,
         "peak_gib": step and step.peak[1],
-        "prompts_per_s": layout.score or None,
+        "prompts_per_s": layout.prompts_per_s,
         "phase_s": step and {phase.value: value for phase, value in step.phase_s.items()},
         "phase_gib": step and {phase.value: value for phase, value in step.phase_gib.items()},
     }
@@ -239,7 +219,7 @@ def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]
         "per_device_train_batch_size": rows_each,
         "gradient_accumulation_steps": rollouts.sequences // rows_each,
     } | engine_arguments(replace(rollouts.engine, share=SHARE, sleeps=False, max_tokens=0))
-    config = next(bench.configs())
+    config = bench.config
     lora = lora_arguments(config, bench.model.text_type)
     done = run_trl(bench, folder, arguments, lora, longest=(), steps=4)
     yield measured_row(done) | {"layout": "TRL's defaults", "done": "failed" not in done}

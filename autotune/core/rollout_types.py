@@ -64,6 +64,7 @@ class EngineMeasurement:
         start_s: The seconds of the parts of the start: `import`, `load` (the weights), `profile`
             (compilation and the search for the size of the cache), `graphs`, and `total`.
         generate_s: The seconds of each whole generation.
+        half_s: The seconds to generate every second completion, as one of two GPUs does.
         tokens: The tokens of all completions of a generation.
         cached_tokens: The tokens that the cache holds, or None if the cache grows as needed.
         transfer_s: The seconds to load new weights from the same GPU, for each alternation. The
@@ -81,6 +82,7 @@ class EngineMeasurement:
     engine: str
     start_s: dict[str, float]
     generate_s: tuple[float, ...]
+    half_s: float | None = None
     tokens: int
     cached_tokens: int | None
     transfer_s: tuple[float, ...] = ()

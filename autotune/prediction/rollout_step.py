@@ -6,7 +6,6 @@ phase is the sum of both parts' memory in it.
 """
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autotune.core.probe_types import Measurement, Phase
@@ -26,8 +25,8 @@ class RolloutStep:
         prompts: The prompts of a generation.
     """
 
-    phase_s: Mapping[Phase, float]
-    phase_gib: Mapping[Phase, float]
+    phase_s: dict[Phase, float]
+    phase_gib: dict[Phase, float]
     prompts: int
 
     @property

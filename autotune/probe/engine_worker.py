@@ -113,6 +113,9 @@ def measure(request: ProbeRequest, phases: PhaseLog, scratch: str) -> EngineMeas
     engine.generate(prompts, [min(WARM_TOKENS, length) for length in generation.completions])
     tokens = _generate(engine, prompts, generation.completions, generation.repeats, phases)
     timed = phases.seconds(Phase.ROLLOUT)
+    # One of two GPUs generates every second completion.
+    _generate(engine, prompts[::2], generation.completions[::2], 1, phases)
+    half_s = phases.seconds(Phase.ROLLOUT)[-1]
     if not engine.shares_weights:
         _alternate(engine, request, prompts, phases)
 
@@ -120,6 +123,7 @@ def measure(request: ProbeRequest, phases: PhaseLog, scratch: str) -> EngineMeas
         engine=engine.name,
         start_s=engine.start_s,
         generate_s=timed,
+        half_s=half_s,
         tokens=tokens,
         cached_tokens=engine.cached_tokens,
         transfer_s=phases.seconds(Phase.TRANSFER),

@@ -6,30 +6,22 @@ are given: they decide what the model learns, so that they are never traded for 
 """
 
 import math
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
-from autotune.catalog import ModelSpec
-from autotune.core.memory_budget import memory_limit_gib
-from autotune.core.objective import Objective
-from autotune.core.probe_types import MicroBatch, Outcome, Phase, ProbeRequest, ProbeResult
-from autotune.core.rollout_types import COLOCATED, TRANSFORMERS, Engine, Generation
+from autotune.core.json_view import keys
+from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.rollout_types import EngineMeasurement
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.rollout_memory import needed_share
 from autotune.prediction.rollout_step import RolloutStep, compose
-from autotune.problem.length_distribution import Lengths
-from autotune.problem.rollouts import Rollouts
+from autotune.study.rollout_task import RolloutTask
 
-STEP = 0.05  # proposed shares are multiples of this number
-HIGHEST_SHARE = 0.95
 FITS, TOO_LONG = "fits", "fits only shorter completions"
-
-
-def engine_kind(device: str) -> str:
-    """The engine that generates on this machine: vLLM if it is installed, else transformers."""
-    return COLOCATED if device == "cuda" and find_spec("vllm") else TRANSFORMERS
+ALTERNATIONS = 10  # generations and updates by which the best layout shows fragmentation
+GAIN = 0.01  # a larger micro batch is tried if the last one was faster by this share
+RECOMPUTED = ("none", "full")  # what TRL's trainer for GRPO can recompute
 
 
 class Prober(Protocol):
@@ -37,132 +29,6 @@ class Prober(Protocol):
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         """The result of one probe."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutTask:
-    """The facts of a search: the run and the card.
-
-    Attributes:
-        model: The model to train.
-        device: "cuda" or "cpu".
-        card_gib: The memory of the card.
-        headroom: The share of this memory that must stay free.
-        rollouts: The generation, with the kind of its engine.
-        prompts: The lengths of the prompts.
-        completions: The lengths of the completions, which are cut off at
-            `rollouts.completion_tokens`.
-        updates: The optimizer steps for each generation.
-    """
-
-    model: ModelSpec
-    device: str
-    card_gib: float
-    headroom: float = 0.05
-    rollouts: Rollouts
-    prompts: Lengths
-    completions: Lengths
-    updates: int = 1
-
-    @property
-    def limit_gib(self) -> float:
-        """The memory that a run may use, including the CUDA context."""
-        return memory_limit_gib(self.card_gib, self.headroom)
-
-    @property
-    def rows_per_update(self) -> int:
-        """The completions of an optimizer step."""
-        return self.rollouts.sequences // self.updates
-
-    def accumulation(self, config: TrainConfig) -> int:
-        """The micro batches of an optimizer step."""
-        return self.rows_per_update // config.micro_batch_size
-
-    def generation(self, engine: Engine) -> Generation:
-        """The generation of completions whose lengths represent all completions."""
-        rollouts = self.rollouts
-        return Generation(
-            engine=replace(engine, max_tokens=rollouts.longest),
-            prompts=tuple(self.prompts.sample(rollouts.sequences, rollouts.prompt_tokens)),
-            completions=tuple(
-                self.completions.sample(rollouts.sequences, rollouts.completion_tokens)
-            ),
-        )
-
-    def micro_batches(self, config: TrainConfig, generation: Generation) -> tuple[MicroBatch, ...]:
-        """The micro batch of a usual generation, and one with the longest possible sequences.
-
-        TRL pads all completions of a generation to its longest. The second kind is not timed if no
-        usual generation has the largest length.
-        """
-        usual = max(generation.prompts) + max(generation.completions)
-        mean = sum(generation.prompts + generation.completions) // len(generation.prompts)
-        others = (min(mean, usual),) * (config.micro_batch_size - 1)
-        kinds = [
-            MicroBatch(rows=tuple((one,) for one in (usual, *others)), length=usual, share=1.0)
-        ]
-        longest = self.rollouts.longest
-        if longest > usual:
-            rows = ((longest,),) * config.micro_batch_size
-            kinds.append(MicroBatch(rows=rows, length=longest, share=0.0))
-        return tuple(kinds)
-
-    def training_request(
-        self,
-        config: TrainConfig,
-        *,
-        sleeps: bool,
-        engine_gib: float = 0.0,
-    ) -> ProbeRequest:
-        """The request to train on given completions, beside an engine that takes `engine_gib`."""
-        generation = self.generation(Engine(kind=self.rollouts.engine.kind, sleeps=sleeps))
-        kinds = self.micro_batches(config, generation)
-        longest = self.rollouts.longest
-        return ProbeRequest(
-            config=replace(config, seq_len=longest),
-            model=self.model.config,
-            device=self.device,
-            memory_gib=self.card_gib - engine_gib / (1 - self.headroom),
-            headroom=self.headroom,
-            micro_steps=min(2, self.accumulation(config)),
-            trainer="trl",
-            objective=Objective.GRPO,
-            micro_batches=kinds,
-            trained_share=self.rollouts.completion_tokens / longest,
-            generation=generation,
-        )
-
-    def engine_request(self, config: TrainConfig, share: float) -> ProbeRequest:
-        """The request to measure an engine that can sleep."""
-        engine = Engine(kind=self.rollouts.engine.kind, share=share, sleeps=True)
-        return ProbeRequest(
-            config=replace(config, seq_len=self.rollouts.longest),
-            model=self.model.config,
-            device=self.device,
-            memory_gib=self.card_gib,
-            headroom=self.headroom,
-            trainer="trl",
-            objective=Objective.GRPO,
-            generation=self.generation(engine),
-        )
-
-    def share(self, config: TrainConfig) -> float | None:
-        """The smallest share whose cache surely holds all completions of a usual generation.
-
-        None if no share holds one completion, or if the size of the weights is unknown. If no share
-        holds all completions, some of them wait; the share is then the largest.
-        """
-        if self.rollouts.engine.kind != COLOCATED:
-            return 0.0
-        generation = self.generation(Engine())
-        tokens = sum(generation.prompts + generation.completions)
-        one, every = (
-            needed_share(self.model, config, self.rollouts, self.card_gib, number)
-            for number in (self.rollouts.longest, tokens)
-        )
-        if one is None or every is None or one > HIGHEST_SHARE:
-            return None
-        return min(round(STEP * math.ceil(max(one, every) / STEP), 2), HIGHEST_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,86 +40,197 @@ class MeasuredLayout:
     `between_gib` is the memory that the training's allocator holds before each generation.
     """
 
+    JSON: ClassVar = keys(
+        "config",
+        label="config.label()",
+        vllm_gpu_memory_utilization="share",
+        vllm_enable_sleep_mode="sleeps",
+        fits="state",
+        prompts_per_s="prompts_per_s",
+        seconds="step.seconds",
+        phase_s="step.phase_s",
+        phase_gib="step.phase_gib",
+        failed_in="phase",
+        breaks_at="breaks_at",
+        reason="reason",
+    )
+
     config: TrainConfig
     share: float
     sleeps: bool
     state: str
-    between_gib: tuple[float, ...] = ()
     step: RolloutStep | None = None
     phase: Phase | None = None
     breaks_at: int | None = None
     reason: str | None = None
+    between_gib: tuple[float, ...] = ()
+
+    @property
+    def prompts_per_s(self) -> float | None:
+        """The score, or None for a layout that does not surely fit."""
+        return self.step.prompts_per_s if self.step and self.state == FITS else None
 
     @property
     def score(self) -> float:
-        """Prompts per second; 0 for a layout that does not surely fit."""
-        return self.step.prompts_per_s if self.step and self.state == FITS else 0.0
+        """The score; 0 for a layout that does not surely fit."""
+        return self.prompts_per_s or 0.0
 
 
-def measure_layout(
-    task: RolloutTask,
-    config: TrainConfig,
-    engine: ProbeResult,
-    share: float,
-    trainer: Prober,
-    log: Path,
-    *,
-    sleeps: bool,
-    num_micros: int = 2,
-) -> MeasuredLayout:
-    """Measure the training of a layout, and compose the layout's step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The measured training of a configuration.
 
-    At least `num_micros` micro batches are timed.
+    `ran_out_in` is the phase in which the longest completions ran out of memory, or None. The
+    result is then that of usual completions.
     """
-    config = replace(config, seq_len=task.rollouts.longest)
-    layout = MeasuredLayout(config=config, share=share, sleeps=sleeps, state=engine.outcome)
-    if engine.engine is None:
-        return replace(layout, phase=engine.phase, reason=engine.reason)
 
-    beside_gib = max(engine.engine.asleep_gib if sleeps else engine.engine.awake_gib)
-    request = task.training_request(config, sleeps=sleeps, engine_gib=beside_gib)
-    result = trainer.probe(replace(request, min_timed_micros=num_micros), log)
-    fits = result.outcome is Outcome.OK
-    if result.outcome is Outcome.OOM and len(request.micro_batches) > 1:
-        # Perhaps only the longest completions do not fit.
-        shorter = replace(request, micro_batches=request.micro_batches[:1])
-        layout = replace(layout, phase=result.phase)
-        result = trainer.probe(shorter, log)
-    if result.outcome is not Outcome.OK or result.measurement is None:
-        phase = result.phase or layout.phase
-        return replace(layout, state=result.outcome, phase=phase, reason=result.reason)
-
-    step = compose(
-        result.measurement,
-        engine.engine,
-        sleeps=sleeps,
-        prompts=task.rollouts.sequences // task.rollouts.num_generations,
-        accumulation=task.accumulation(config),
-        updates=task.updates,
-    )
-    phase, peak_gib = step.peak
-    if fits and peak_gib <= task.limit_gib:
-        return replace(layout, state=FITS, step=step, between_gib=result.measurement.between_gib)
-    return _too_long(task, replace(layout, step=step, phase=layout.phase or phase), result)
+    config: TrainConfig
+    result: ProbeResult
+    ran_out_in: Phase | None = None
 
 
-def _too_long(task: RolloutTask, layout: MeasuredLayout, result: ProbeResult) -> MeasuredLayout:
-    """The layout with the length of the completions at which it runs out of memory.
+@dataclass(slots=True)
+class RolloutSearch:
+    """A search with one engine that was measured at `share` of the card.
+
+    `logs` is a folder for the logs of the probes. `trained` collects all measured trainings.
+    """
+
+    task: RolloutTask
+    engine: EngineMeasurement
+    share: float
+    trainer: Prober
+    logs: Path
+    say: Callable[[str], None] = lambda text: None
+    trained: list[Trained] = field(default_factory=list)
+
+    def run(
+        self, config: TrainConfig, choices: Mapping[str, Sequence[Any]]
+    ) -> Iterator[MeasuredLayout]:
+        """Yield layouts as they become known, the confirmed best last.
+
+        The search begins with `config`. `choices` has the values of each knob that may change.
+        """
+        best: MeasuredLayout | None = None
+        for layout in self._layouts(config, choices):
+            yield layout
+            if layout.score > (best.score if best else 0.0):
+                best = layout
+        if best is None:
+            return
+        others = (
+            replace(best.config, **{name: value})
+            for name, values in choices.items()
+            if name not in ("micro_batch_size", "checkpointing")
+            for value in values
+            if value != getattr(best.config, name)
+        )
+        for other in others:
+            for layout in self.compositions(self.train(other)):
+                yield layout
+                best = max(best, layout, key=lambda one: one.score)
+        yield self.confirm(best)
+
+    def _layouts(
+        self, config: TrainConfig, choices: Mapping[str, Sequence[Any]]
+    ) -> Iterator[MeasuredLayout]:
+        """Yield layouts with growing micro batches, without and with recomputation.
+
+        A micro batch that does not fit, or that gains nothing, ends the growth.
+        """
+        sizes = sorted(choices.get("micro_batch_size", (config.micro_batch_size,)))
+        for recomputed in RECOMPUTED:
+            if recomputed not in choices.get("checkpointing", (config.checkpointing,)):
+                continue
+            before = 0.0
+            for size in sizes:
+                if self.task.rows_per_update % size or self.task.rollouts.sequences == size == 1:
+                    continue
+                tried = replace(config, micro_batch_size=size, checkpointing=recomputed)
+                found = self.compositions(self.train(tried))
+                yield from found
+                score = max(layout.score for layout in found)
+                if score < before * (1 + GAIN) or found[-1].state != FITS:
+                    break
+                before = score
+
+    def train(self, config: TrainConfig, *, sleeps: bool = True, num_micros: int = 2) -> Trained:
+        """Measure the training of a configuration.
+
+        The engine sleeps if it can, so that the training has the most room. At least `num_micros`
+        micro batches are timed.
+        """
+        sleeps = sleeps and bool(self.engine.asleep_gib)
+        beside_gib = max(self.engine.asleep_gib if sleeps else self.engine.awake_gib)
+        config = replace(config, seq_len=self.task.rollouts.longest)
+        self.say(f"training: {config.label()}")
+        request = self.task.training_request(config, sleeps=sleeps, engine_gib=beside_gib)
+        request = replace(request, min_timed_micros=num_micros)
+        log = self.logs / f"training-{len(self.trained):04d}.log"
+        result = self.trainer.probe(request, log)
+        trained = Trained(config=config, result=result)
+        if result.outcome is Outcome.OOM and len(request.micro_batches) > 1:
+            # Perhaps only the longest completions do not fit.
+            shorter = replace(request, micro_batches=request.micro_batches[:1])
+            usual = self.trainer.probe(shorter, log)
+            trained = Trained(config=config, result=usual, ran_out_in=result.phase)
+        self.trained.append(trained)
+        return trained
+
+    def compositions(self, trained: Trained) -> list[MeasuredLayout]:
+        """The layouts with this training: the engine stays awake, or sleeps if it can."""
+        ways = (False, True) if self.engine.asleep_gib else (False,)
+        return [self.layout(trained, sleeps=sleeps) for sleeps in ways]
+
+    def layout(self, trained: Trained, *, sleeps: bool) -> MeasuredLayout:
+        """Compose a layout with this training."""
+        result = trained.result
+        layout = MeasuredLayout(
+            config=trained.config, share=self.share, sleeps=sleeps, state=result.outcome
+        )
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            return replace(layout, phase=result.phase, reason=result.reason)
+
+        task = self.task
+        step = compose(
+            result.measurement,
+            self.engine,
+            sleeps=sleeps,
+            prompts=task.rollouts.sequences // task.rollouts.num_generations,
+            accumulation=task.accumulation(trained.config),
+            updates=task.updates,
+        )
+        between_gib = result.measurement.between_gib
+        layout = replace(layout, step=step, between_gib=between_gib)
+        phase, peak_gib = step.peak
+        if trained.ran_out_in is None and peak_gib <= task.limit_gib:
+            return replace(layout, state=FITS)
+        layout = replace(layout, phase=trained.ran_out_in or phase)
+        breaks_at = breaking_length(task, step, result)
+        if not 0 < breaks_at <= task.rollouts.completion_tokens:
+            return replace(layout, state=Outcome.OOM)
+        return replace(layout, state=TOO_LONG, breaks_at=breaks_at)
+
+    def confirm(self, best: MeasuredLayout) -> MeasuredLayout:
+        """Measure the training of the best layout again, with its own sleep, ten times."""
+        self.say("confirming the best layout")
+        trained = self.train(best.config, sleeps=best.sleeps, num_micros=2 * ALTERNATIONS)
+        return self.layout(trained, sleeps=best.sleeps)
+
+
+def breaking_length(task: RolloutTask, step: RolloutStep, result: ProbeResult) -> int:
+    """The length of completions from which the layout runs out of memory; 0 if there is none.
 
     Above the memory of weights and optimizer, the memory of an update grows with the length.
     """
-    measured, step = result.measurement, layout.step
+    measured = result.measurement
     assert measured is not None
-    assert step is not None
     state_gib = measured.model_gib + measured.adapters_gib + measured.optimizer_gib
     phase, peak_gib = step.peak
-    in_update = measured.phase_reserved_gib.get(phase)
+    in_update = measured.phase_reserved_gib.get(phase, measured.peak_reserved_gib)
     row_length = measured.row_length or task.rollouts.longest
-    if in_update is None or in_update <= state_gib:
-        return replace(layout, state=Outcome.OOM, phase=phase)
     per_token = (in_update - state_gib) / row_length
+    if per_token <= 0:
+        return 0
     room_gib = task.limit_gib - (peak_gib - in_update) - state_gib
-    breaks_at = math.floor(room_gib / per_token) - task.rollouts.prompt_tokens
-    if breaks_at <= 0:
-        return replace(layout, state=Outcome.OOM, phase=phase)
-    return replace(layout, state=TOO_LONG, phase=phase, breaks_at=breaks_at)
+    return max(math.floor(room_gib / per_token) - task.rollouts.prompt_tokens, 0)
