@@ -223,7 +223,10 @@ class WorkerProber:
         if oom is None or self.ahead is None or not self.ahead.is_running:
             return False
         spare_gib = self._memory_gib - self._context_gib - oom.limit_gib
-        return oom.need_gib <= oom.limit_gib and self.ahead.held_gib() > max(spare_gib, 0.0)
+        missing_gib = self.ahead.held_gib() - max(spare_gib, 0.0)
+        # A probe that reserved more than the other processes left has reached its own limit.
+        reached_limit = oom.reserved_gib > oom.limit_gib - missing_gib
+        return oom.need_gib <= oom.limit_gib and missing_gib > 0.0 and not reached_limit
 
     # --- sharing the device with processes that compile ahead
 

@@ -85,16 +85,16 @@ class CoordinateSearch:
         The search ends after a pass over all knobs without an improvement.
 
         Compiling one candidate takes as long as evaluating several uncompiled candidates. If time
-        is short, the search therefore starts with uncompiled configurations, until other processes
-        have compiled the seeds.
+        is short, and no other process compiles the code of the candidates after the seeds, the
+        search therefore starts with uncompiled configurations.
         """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._carry_over()
 
-        if self.trials.is_hurried():
-            self._try_without_compiling()
-        else:
+        if self.trials.may_compile_seeds():
             self._try_seeds()
+        else:
+            self._try_without_compiling()
 
         while (best := self._best()) is not None and not self.trials.is_done():
             num_tried = len(self._tried)

@@ -50,6 +50,10 @@ PLENTY = 40
 ENOUGH = 12  # time is reserved for the confirmation once this number of candidates is evaluated
 COMPILING_S = 5.0  # the assumed time to compile one candidate
 
+# Seeds are compiled at once if the search has time for this number of compiled candidates, and
+# other processes compile the code of the candidates that follow.
+SEEDS = 3
+
 # If time is short, a candidate is tried only if its score, predicted by the formula, is at least
 # this share of the best configuration's predicted score.
 WORTH = 0.5
@@ -83,6 +87,7 @@ class SharedTrials:
       without an improvement ignores.
     - `moving` has the knob that coordinate search is changing, and the configuration that this
       change starts from.
+    - `compiles_ahead` is True if other processes compile the code of later candidates.
     - `is_compiled` says whether the code of a configuration with compiled layers exists already,
       because of an earlier trial or of compilation in advance.
     """
@@ -106,6 +111,7 @@ class SharedTrials:
     rank: int | None = None
     exempt: set[int] = field(default_factory=set)
     moving: tuple[str, TrainConfig] | None = None
+    compiles_ahead: bool = False
     is_compiled: Callable[[TrainConfig], bool] = lambda config: False
     kept_s: float = 0.0
     # The numbers of the trials that other workers finished.
@@ -514,6 +520,14 @@ class SharedTrials:
     def is_hurried(self) -> bool:
         """Whether the time left may be too short for MANY candidates with compiled layers."""
         return self.num_missing() * self.compiled_s() > self.search_s()
+
+    def may_compile_seeds(self) -> bool:
+        """Whether the search may begin with compiled seeds.
+
+        If the time may be too short, it may begin with them only if other processes compile too.
+        """
+        has_time = self.search_s() > SEEDS * self.compiled_s()
+        return not self.is_hurried() or (self.compiles_ahead and has_time)
 
     def lacks_plenty(self) -> bool:
         """Whether the time left may be too short for PLENTY candidates with compiled layers.

@@ -165,6 +165,9 @@ class Evaluator:
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
     _times: ProbeTimes = field(init=False)
+    # For each strategy of several GPUs, the largest share of the memory limit that tensors took in
+    # a whole model that fitted, and the smallest in one that ran out of memory.
+    _tensor_shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     # Why the truncated models of a configuration failed. The whole model may still succeed.
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)
     # The seconds of each configuration's probes since its last evaluation ended.
@@ -209,6 +212,8 @@ class Evaluator:
                 KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom)
             )
 
+        if config.num_gpus > 1 and result.depth is None and not result.is_prediction:
+            self._learn_tensor_share(result)
         if measurement is None or result.outcome is not Outcome.OK:
             return
         is_whole = result.depth is None and not result.is_prediction
@@ -229,6 +234,35 @@ class Evaluator:
             predicted = self._depths.predict_from_probes(config, measurement.micro_steps)
             if predicted is not None:
                 self._learn_memory(config, predicted.measurement)
+
+    def _learn_tensor_share(self, result: ProbeResult) -> None:
+        """Learn which share of the memory limit the tensors of a whole model may take."""
+        fitted, failed = self._tensor_shares.get(result.config.sharding, (0.0, math.inf))
+        if result.outcome is Outcome.OK and result.measurement is not None:
+            fitted = max(fitted, _tensor_share(result.measurement))
+        elif result.outcome is Outcome.OOM and result.oom is not None:
+            oom = result.oom
+            needed_gib = oom.allocated_gib + (oom.requested_gib or 0.0)
+            failed = min(failed, needed_gib / oom.limit_gib)
+        self._tensor_shares[result.config.sharding] = fitted, failed
+
+    def _surely_fits(self, config: TrainConfig, measurement: Measurement) -> bool:
+        """Whether the whole model fits, by its truncated models.
+
+        On several GPUs, a model also fits if its tensors take no more of the limit than the tensors
+        of another model that fitted.
+        """
+        if measurement.peak_reserved_gib <= measurement.limit_gib or config.num_gpus == 1:
+            return measurement.peak_reserved_gib <= measurement.limit_gib
+        fitted, _ = self._tensor_shares.get(config.sharding, (0.0, math.inf))
+        return _tensor_share(measurement) <= fitted
+
+    def _may_fit(self, config: TrainConfig, measurement: Measurement) -> bool:
+        """Whether a probe of the whole model may succeed, by its truncated models."""
+        if config.num_gpus == 1:
+            return measurement.peak_reserved_gib <= measurement.limit_gib
+        _, failed = self._tensor_shares.get(config.sharding, (0.0, math.inf))
+        return _tensor_share(measurement) < min(failed, 1.0)
 
     def _learn_memory(self, config: TrainConfig, measurement: Measurement) -> None:
         """Learn how much memory a configuration needs with the longest rows of the measurement."""
@@ -265,7 +299,7 @@ class Evaluator:
                 return self._conclude(trial, _predicted(request, Outcome.SLOW, reason, predicted))
 
         # Near the memory limit, only a probe of the whole model can decide whether the model fits.
-        surely_fits = predicted is not None and _peak_fits(predicted.measurement)
+        surely_fits = predicted is not None and self._surely_fits(config, predicted.measurement)
         if predicted is not None and surely_fits and not self.fits_into(spare_s, config):
             return self._conclude(trial, _predicted(request, Outcome.OK, None, predicted))
 
@@ -538,32 +572,45 @@ class Evaluator:
         predicted = self._depths.predict(config, request.micro_steps)
         if predicted is None:
             return None
+        decided = self._decide_memory(request, predicted, pair)
+        if self.shallow_only and isinstance(decided, Extrapolation):
+            return _predicted(request, Outcome.OK, None, decided)
+        return decided
+
+    def _decide_memory(
+        self, request: ProbeRequest, predicted: Extrapolation, pair: tuple[int, int]
+    ) -> ProbeResult | Extrapolation:
+        """Return the decision that the whole model does not fit, or the prediction if it may fit.
+
+        `pair` has the numbers of layers of the two truncated models.
+        """
+        config = request.config
         measurement = predicted.measurement
         need = measurement.peak_reserved_gib
         limit = measurement.limit_gib
-        may_fit = not self.shallow_only and _surely_needed_gib(config, measurement) <= limit
-        if need > limit and not may_fit:
-            reason = (
-                f"needs {fmt_gib(need)} of {fmt_gib(limit)}, "
-                f"extrapolated from {pair[0]} and {pair[1]} layers"
-            )
-            phase = max(
-                measurement.phase_peak_gib, key=lambda phase: measurement.phase_peak_gib[phase]
-            )
-            oom = _predicted_oom(phase, need, limit, measurement.terms_gib(need))
-            return _decision(
-                request,
-                Outcome.OOM,
-                Rung.SHALLOW,
-                reason,
-                oom=oom,
-                phase=phase,
-                measurement=measurement,
-            )
+        if self._surely_fits(config, measurement):
+            # At the limit, the allocator gives the free memory of one stream to another.
+            measurement = replace(measurement, peak_reserved_gib=min(need, limit))
+            return replace(predicted, measurement=measurement)
+        if not self.shallow_only and self._may_fit(config, measurement):
+            return predicted
 
-        if self.shallow_only:
-            return _predicted(request, Outcome.OK, None, predicted)
-        return predicted
+        reason = (
+            f"needs {fmt_gib(need)} of {fmt_gib(limit)}, "
+            f"extrapolated from {pair[0]} and {pair[1]} layers"
+        )
+        peaks = measurement.phase_peak_gib
+        phase = max(peaks, key=lambda phase: peaks[phase])
+        oom = _predicted_oom(phase, need, limit, measurement.terms_gib(need))
+        return _decision(
+            request,
+            Outcome.OOM,
+            Rung.SHALLOW,
+            reason,
+            oom=oom,
+            phase=phase,
+            measurement=measurement,
+        )
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
@@ -694,8 +741,8 @@ def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
     return measurement.peak_reserved_gib if config.num_gpus == 1 else measurement.peak_allocated_gib
 
 
-def _peak_fits(measurement: Measurement) -> bool:
-    return measurement.peak_reserved_gib <= measurement.limit_gib
+def _tensor_share(measurement: Measurement) -> float:
+    return measurement.peak_allocated_gib / measurement.limit_gib
 
 
 def _decision(

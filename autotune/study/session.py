@@ -490,6 +490,7 @@ class Leader:
 
         trials.on_begin = on_begin
         trials.is_compiled = is_compiled
+        trials.compiles_ahead = ahead is not None
 
     def _end_lookahead(self) -> None:
         """Stop compiling ahead, so that compilation does not disturb the confirmations."""

@@ -518,23 +518,34 @@ class Ahead:
 
 
 @pytest.mark.parametrize(
-    ("need_gib", "held_gib", "again"),
-    [(5.0, 2.0, True), (5.0, 0.5, False), (7.0, 2.0, False)],
+    ("need_gib", "reserved_gib", "held_gib", "again"),
+    [
+        (5.0, 5.0, 2.0, True),
+        (5.0, 5.0, 0.5, False),
+        (7.0, 6.0, 2.0, False),
+        (5.0, 6.0, 2.0, False),
+    ],
     ids=[
         "the limit was not all there",
         "the rest of the card sufficed",
         "it needs more than the limit",
+        "it reserved more than others left",
     ],
 )
 def test_a_probe_that_ran_out_beside_others_is_tried_without_them(
-    started: Started, tmp_path: Path, need_gib: float, held_gib: float, again: bool
+    started: Started,
+    tmp_path: Path,
+    need_gib: float,
+    reserved_gib: float,
+    held_gib: float,
+    again: bool,
 ) -> None:
     """A card of 8 GiB with a context of 0.5 and a limit of 6.5 has 1 GiB for others."""
     oom = OomDetail(
         phase=Phase.FORWARD,
         requested_gib=None,
         allocated_gib=need_gib,
-        reserved_gib=need_gib,
+        reserved_gib=reserved_gib,
         limit_gib=6.5,
     )
     ran_out = result(REQUEST.config, outcome=Outcome.OOM, oom=oom)

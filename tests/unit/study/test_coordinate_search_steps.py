@@ -127,8 +127,8 @@ class Trials:
     def is_done(self) -> bool:
         return self.left <= 0
 
-    def is_hurried(self) -> bool:
-        return self.hurried
+    def may_compile_seeds(self) -> bool:
+        return not self.hurried
 
     def num_missing(self) -> int:
         return self.missing

@@ -158,6 +158,26 @@ def test_time_is_kept_for_each_finalist_once(trials: Make, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
+    ("now", "compiles_ahead", "may"),
+    [
+        (0.0, False, True),  # there is time for fifteen
+        (861.0, False, False),
+        (861.0, True, True),
+        (969.9, True, True),  # there is time for three
+        (970.1, True, False),
+    ],
+)
+def test_seeds_are_compiled_at_once_if_other_processes_compile_what_follows(
+    trials: Make, now: float, compiles_ahead: bool, may: bool
+) -> None:
+    made = trials(now)
+    made.rows = [row(0, 1.0)]
+    made.evaluator.truncated_s[BASELINE] = 5.0
+    made.compiles_ahead = compiles_ahead
+    assert made.may_compile_seeds() is may
+
+
+@pytest.mark.parametrize(
     ("judged", "took_s", "now", "hurried"),
     [
         (0, None, 999.0, False),  # nothing is known of how long they take

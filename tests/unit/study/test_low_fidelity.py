@@ -30,7 +30,7 @@ from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
 from autotune.study.evaluator import Evaluation, Evaluator, _ran_out_on_device, truncate_request
 from autotune.study.storage.probe_store import ProbeStore
-from tests.helpers.factories import result
+from tests.helpers.factories import measurement, result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
 from tests.helpers.replay import ReplayProber
 
@@ -205,6 +205,47 @@ def test_what_is_predicted_to_need_more_is_not_tried(session: Start, store: Prob
     assert "extrapolated from 2 and 8 layers" in (verdict.result.reason or "")
     assert store.probes_of_study("one")[-1].result == verdict.result
     assert evaluator.evaluate(TWICE, 4).result.outcome is Outcome.REFUSED
+
+
+def test_whole_models_tell_which_share_of_the_limit_sharded_tensors_may_take(
+    session: Start,
+) -> None:
+    """The truncated models reserve more than the limit, as streams of communication do."""
+    evaluator, _ = session(limit_gib=100.0)
+
+    def took(allocated_gib: float, reserved_gib: float = 110.0) -> Measurement:
+        return measurement(
+            peak_allocated_gib=allocated_gib, peak_reserved_gib=reserved_gib, limit_gib=100.0
+        )
+
+    def ran_out(allocated_gib: float) -> OomDetail:
+        return OomDetail(
+            phase=Phase.FORWARD,
+            requested_gib=None,
+            allocated_gib=allocated_gib,
+            reserved_gib=99.9,
+            limit_gib=100.0,
+        )
+
+    def verdicts(config: TrainConfig, *allocated: float) -> list[tuple[bool, bool]]:
+        return [
+            (evaluator._surely_fits(config, took(one)), evaluator._may_fit(config, took(one)))
+            for one in allocated
+        ]
+
+    sharded = replace(MIDDLE, num_gpus=2, sharding="fsdp2")
+    kept = replace(sharded, sharding="fsdp2_keep")
+    assert evaluator._surely_fits(sharded, took(90.0, reserved_gib=99.0))
+    assert verdicts(sharded, 80.0, 101.0) == [(False, True), (False, False)]
+    assert verdicts(MIDDLE, 80.0) == [(False, False)]  # one GPU needs what it reserves
+
+    evaluator.learn(None, result(sharded, measurement=took(85.0, reserved_gib=99.9)))
+    evaluator.learn(None, result(sharded, Outcome.OOM, oom=ran_out(95.0)))
+    assert verdicts(sharded, 84.0, 86.0, 95.0) == [(True, True), (False, True), (False, False)]
+    assert verdicts(kept, 84.0, 96.0) == [(False, True), (False, True)]
+    truncated = result(sharded, Outcome.OOM, oom=ran_out(70.0), depth=2, rung=Rung.SHALLOW)
+    evaluator.learn(None, truncated)
+    assert verdicts(sharded, 84.0, 86.0) == [(True, True), (False, True)]
 
 
 @pytest.mark.parametrize(
