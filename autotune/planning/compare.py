@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
+from autotune.planning.counted_memory import count
+from autotune.planning.counted_plan import count_leanest
 from autotune.planning.device_estimate import (
     accuracy_text,
     conversions_accuracy,
@@ -41,7 +44,6 @@ from autotune.planning.device_estimate import (
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import (
     candidates,
-    count_leanest,
     key_without_micro_batch,
     plan_setup,
     planned_setup,
@@ -255,7 +257,7 @@ def least_memory(task: Task, limit_gib: float) -> Estimate | None:
     }
 
     if not needs:
-        return count_leanest(task, limit_gib)
+        return count_leanest(task, partial(estimate, task, limit_gib=limit_gib, count=count))
     return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
 
 

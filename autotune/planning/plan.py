@@ -19,9 +19,10 @@ from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import count
+from autotune.planning.counted_plan import count_grouped, count_leanest, largest_that_fits
 from autotune.planning.device_estimate import accuracy_text, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Say, ignore_message
-from autotune.prediction.estimate import Estimate, estimate, memory_state
+from autotune.prediction.estimate import Estimate, FittingChange, estimate, memory_state
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
@@ -39,10 +40,8 @@ from autotune.report.values.plan import (
     ONLY_GROUPED,
     ONLY_LEANEST,
     Cell,
-    FittingChange,
     Plan,
 )
-from autotune.study.neighbours import grouped_variants, leaner_optimizer
 from autotune.study.ranking import Scored, choose, explain_choice
 
 MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about two seconds
@@ -70,7 +69,7 @@ def plan(
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
     If no configuration of the space fits, the plan is for the reserve space, which has more values
-    (`setup.open_reserve`). If none of these fits either, other options are tried (`_changes`).
+    (`setup.open_reserve`). If none of these fits either, other options are tried (`memory_savers`).
     `say` gets warnings and progress. If no formula covers the model and
     `counted` is true, a dry probe computes the baseline's memory on the meta device.
 
@@ -101,7 +100,7 @@ def _first_change(
     counted: bool,
 ) -> FittingChange | None:
     """Return the first change of the options with which a plan finds a configuration that fits."""
-    for options, changed in _changes(spec, leanest):
+    for options, changed in memory_savers(spec, leanest):
         with suppress(UsageError):  # another option excludes this change
             setup = planned_setup(changed, device)
             result = plan_setup(setup, limit_gib, observations, counted=counted)
@@ -110,7 +109,7 @@ def _first_change(
     return None
 
 
-def _changes(spec: StudySpec, leanest: TrainConfig) -> Iterator[tuple[str, StudySpec]]:
+def memory_savers(spec: StudySpec, leanest: TrainConfig) -> Iterator[tuple[str, StudySpec]]:
     """Yield changes of the options, as text and applied to `spec`, which save memory.
 
     A change that alters the training's result less comes first. `leanest` is the configuration of
@@ -319,13 +318,16 @@ def _counted_plan(
     memory.
     """
     result = _baseline_plan(task, limit_gib, observations, baseline)
-    grouped = _count_grouped(task, limit_gib, observations) if task.model.has_experts else None
+    estimate_of = functools.partial(
+        estimate, task, limit_gib=limit_gib, observations=observations, count=count
+    )
+    grouped = count_grouped(task, estimate_of)
     counted = [one for one in (grouped, baseline) if one is not None and one.state == FITS]
     if counted:
         best = max(counted, key=lambda one: one.tokens_per_s or 0.0)
         reason = ONLY_BASELINE if grouped is None else ONLY_GROUPED
     else:
-        leanest = count_leanest(task, limit_gib, observations)
+        leanest = count_leanest(task, estimate_of)
         if leanest is None or leanest.state != FITS:
             return result
         best = leanest
@@ -336,63 +338,6 @@ def _counted_plan(
     return replace(result, reason=NO_SPEED)
 
 
-def _count_grouped(
-    task: Task, limit_gib: float, observations: Sequence[Observation]
-) -> Estimate | None:
-    """Estimate compiled layers with grouped matrix products, or return None if that is impossible.
-
-    A grouped matrix product computes all experts of a layer in one kernel. The micro batch is the
-    largest of the baseline's micro batches that fits. If it is not the very largest, an optimizer
-    with less state is tried too, and the faster configuration is returned. If nothing fits, experts
-    quantised to 4 bits are tried if the space has them.
-    """
-    space = task.space
-    fallback = None
-    for in_4_bits in (False, True):
-        if in_4_bits not in space.choices("quantize_experts"):
-            continue
-        starts = [replace(one, quantize_experts=in_4_bits) for one in task.baselines]
-        configs = grouped_variants(space, starts)
-        leaner = [one for config in configs for one in leaner_optimizer(space, config)]
-        fitting = []
-        for variants in (configs, leaner):
-            found = _largest_that_fits(task, variants, limit_gib, observations)
-            fallback = fallback or found
-            if found is not None and found.state == FITS:
-                fitting.append(found)
-                if found.config == configs[0]:
-                    break
-        if fitting:
-            return max(fitting, key=lambda one: one.tokens_per_s or 0.0)
-    return fallback
-
-
-def count_leanest(
-    task: Task, limit_gib: float, observations: Sequence[Observation] = ()
-) -> Estimate | None:
-    """Estimate the configuration that needs the least memory by a dry probe.
-
-    Returns None if no dry probe can run such a configuration.
-    """
-    space = task.space
-    if "peft" in space.choices("lora_kernels"):
-        # Grouped matrix products (one kernel for all experts) need adapters on experts. Whether a
-        # model can have such adapters is known only after the model is built. So grouped products
-        # are left out. They would save little memory: 0 % for Qwen3-30B-A3B, and 4 % for OLMoE.
-        space = space.pin("lora_kernels", "peft")
-    spaces = [space]
-    if space.choices("quantize_experts") == (False, True):
-        # Whether the model's experts can be quantised is known only after the model is built. So
-        # the space without quantised experts is tried, too.
-        spaces.append(space.pin("quantize_experts", False))
-    if "full" in space.choices("loss"):
-        # For some models, the logits cannot be computed in chunks. So try the loss `full`, too.
-        spaces += [one.pin("loss", "full") for one in spaces]
-    configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
-    estimates = (estimate(task, config, limit_gib, observations, count=count) for config in configs)
-    return next((estimated for estimated in estimates if estimated is not None), None)
-
-
 def _baseline(
     task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool
 ) -> Estimate:
@@ -401,7 +346,14 @@ def _baseline(
     If no micro batch fits, return the estimate for the largest micro batch that can be estimated.
     Raises UsageError if no formula covers the baseline and no dry probe can compute its memory.
     """
-    found = _largest_that_fits(task, task.baselines, limit_gib, observations, counted=counted)
+    estimate_of = functools.partial(
+        estimate,
+        task,
+        limit_gib=limit_gib,
+        observations=observations,
+        count=count if counted else None,
+    )
+    found = largest_that_fits(task.baselines, estimate_of, counted=counted)
     if found is None:
         raise UsageError(
             no_estimate(task, task.baselines[0], counted=counted),
@@ -409,38 +361,6 @@ def _baseline(
             "if the GPU is too small, add --shallow-only",
         )
     return found
-
-
-def _largest_that_fits(
-    task: Task,
-    configs: Sequence[TrainConfig],
-    limit_gib: float,
-    observations: Sequence[Observation],
-    *,
-    counted: bool = True,
-) -> Estimate | None:
-    """Return the estimate of the first configuration that fits.
-
-    `configs` are sorted by micro batch size, the largest first. If no configuration fits, return
-    the first estimate that can be made, or None if no configuration can be estimated.
-    """
-    fallback = None
-    for number, config in enumerate(configs):
-        estimated = estimate(
-            task, config, limit_gib, observations, count=count if counted else None
-        )
-        if estimated is not None and estimated.state == FITS:
-            return estimated
-        fallback = fallback or estimated
-
-        # A dry probe takes seconds. If the smallest micro batch does not fit, larger micro batches
-        # do not fit either, so no dry probes are run for them.
-        if counted and number == 0:
-            smallest = estimate(task, configs[-1], limit_gib, observations, count=count)
-            fallback = fallback or smallest
-            if smallest is None or smallest.state != FITS:
-                break
-    return fallback
 
 
 def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:

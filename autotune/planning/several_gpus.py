@@ -1,19 +1,25 @@
 """Plans a run for several numbers of GPUs, with the best configuration of each sharding strategy.
 
-All results are projected by formula. Collectives between hosts are assumed to run at the bandwidth
-of the network or of the GPUs' link, whichever is lower.
+All results are projected by formula. If no formula covers the model, dry probes of a few
+configurations replace it (`counted_plan`). Collectives between hosts are assumed to run at the
+bandwidth of the network or of the GPUs' link, whichever is lower.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
+from autotune.dry.prober import obstacle
+from autotune.planning.counted_memory import count
+from autotune.planning.counted_plan import count_best
 from autotune.planning.device_estimate import (
     accuracy_text,
     is_unchecked,
@@ -22,8 +28,8 @@ from autotune.planning.device_estimate import (
     planned_device,
 )
 from autotune.planning.observations import Say, ignore_message
-from autotune.planning.plan import candidates, distinguishable, planned_setup
-from autotune.prediction.estimate import Estimate, estimate
+from autotune.planning.plan import candidates, distinguishable, memory_savers, planned_setup
+from autotune.prediction.estimate import Estimate, FittingChange, estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.problem.gpu_counts import (
@@ -103,19 +109,37 @@ def plan_spec(
     sharding_pins = {knob: value for knob, value in spec.pins.items() if knob in SHARDING_KNOBS}
     pins = {knob: value for knob, value in spec.pins.items() if knob not in SHARDING_KNOBS}
 
-    setup = planned_setup(replace(spec, gpu=gpu, gpus=None, pins=pins), device, say)
-    links = {number: network_gb_s if number > 1 else None for number in hosts}
-    limit_gib = limit_of(spec, device)
-    result = plan_gpus(
-        setup.task,
-        limit_gib,
-        counts,
-        observations,
+    of_one_gpu = replace(spec, gpu=gpu, gpus=None, pins=pins)
+    setup = planned_setup(of_one_gpu, device, say)
+    plan_setup = partial(
+        plan_gpus,
+        limit_gib=limit_of(spec, device),
+        numbers=counts,
+        observations=observations,
         within_hours=hours,
-        hosts=links,
+        hosts={number: network_gb_s if number > 1 else None for number in hosts},
         sharding_pins=sharding_pins,
+        say=say,
     )
-    return replace(result, left_out=tuple(map(str, setup.removals)))
+    result = plan_setup(setup.task)
+    change = None
+    if not any(row.state == FITS for row in result.rows):
+        change = _first_change(of_one_gpu, device, plan_setup)
+    return replace(result, change=change, left_out=tuple(map(str, setup.removals)))
+
+
+def _first_change(
+    spec: StudySpec, device: DeviceSpec, plan_setup: Callable[[Task], GpuPlan]
+) -> FittingChange | None:
+    """Return the first change of the options with which one of the numbers of GPUs surely fits."""
+    space = planned_setup(spec, device).task.space
+    for options, changed in memory_savers(spec, space.config(space.leanest())):
+        with suppress(UsageError):  # another option excludes this change
+            result = plan_setup(planned_setup(changed, device).task)
+            fitting = next((row for row in result.rows if row.state == FITS), None)
+            if fitting is not None and fitting.estimate is not None:
+                return FittingChange(options=options, estimate=fitting.estimate)
+    return None
 
 
 def plan_gpus(
@@ -127,35 +151,40 @@ def plan_gpus(
     within_hours: float | None = None,
     hosts: Mapping[int, float | None] = MappingProxyType({1: None}),
     sharding_pins: Mapping[str, Any] = MappingProxyType({}),
+    say: Say = ignore_message,
 ) -> GpuPlan:
     """Plan the task for each number of GPUs in `numbers`, with each sharding strategy.
 
     Each number in `numbers` is the number of GPUs per host. `hosts` maps each number of hosts to
     the GB/s of the link between the hosts. `sharding_pins` has the knobs of SHARDING_KNOBS that the
-    user pinned, with their values.
+    user pinned, with their values. `say` gets progress messages.
 
-    Raises UsageError if no formula covers the model or the configuration.
+    Raises UsageError if no formula covers the model, and this machine runs no dry probes.
     """
     baseline = task.baselines[0]
-    if unsupported(task.model, baseline):
+    configs: Sequence[TrainConfig] | None = None
+    if unsupported(task.model, baseline) is None:
+        configs = candidates(distinguishable(task.space, baseline))
+    elif (reason := obstacle()) is not None:
         raise UsageError(
-            no_estimate(task, baseline, counted=False),
-            remedy="leave out --gpus: `autotune plan` computes the memory for one GPU",
+            f"{no_estimate(task, baseline, counted=False)}, and {reason}",
+            remedy="leave out --gpus, or plan on a Linux machine with torch",
         )
 
-    configs = candidates(distinguishable(task.space, baseline))
+    estimate_of = partial(
+        estimate,
+        task,
+        limit_gib=limit_gib,
+        observations=observations,
+        count=None if configs else count,
+    )
     rows = [
         replace(row, hosts=number_of_hosts)
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
         for row in _plan_number(
             partial(
-                _plan_rank,
-                task,
-                limit_gib,
-                configs=configs,
-                observations=observations,
-                network_gb_s=network_gb_s,
+                _plan_rank, task, configs, partial(estimate_of, network_gb_s=network_gb_s), say
             ),
             list(_parallelisms(number, number_of_hosts, sharding_pins)),
         )
@@ -227,35 +256,39 @@ def _parallelisms(
 
 def _plan_rank(
     task: Task,
-    limit_gib: float,
+    configs: Sequence[TrainConfig] | None,
+    estimate_of: Callable[..., Estimate | None],
+    say: Say,
     parallelism: Parallelism,
-    configs: Sequence[TrainConfig],
-    observations: Sequence[Observation],
-    network_gb_s: float | None,
 ) -> RankPlan:
     """Return the plan of the best configuration for one number of GPUs and one sharding strategy.
 
     If no configuration is certain to fit, the plan is for the configuration that needs the least
-    memory. If no configuration has an estimate, the plan's `problem` says why.
+    memory. If no configuration has an estimate, the plan's `problem` says why. If no formula covers
+    the model, `configs` is None.
     """
-    problem = None
-    estimates: dict[TrainConfig, Estimate] = {}
-    for config in configs:
-        try:
-            estimated = estimate(
-                task,
-                config,
-                limit_gib,
-                observations,
-                parallelism=parallelism,
-                network_gb_s=network_gb_s,
-            )
-        except ValueError as error:
-            problem = problem or str(error)
-            continue
-        if estimated is not None:
-            estimates[config] = estimated
+    problems: list[str] = []
 
+    def of_rank(config: TrainConfig) -> Estimate | None:
+        try:
+            return estimate_of(config, parallelism=parallelism)
+        except ValueError as error:
+            problems.append(str(error))
+            return None
+
+    if configs is None:
+        say(f"counting the memory of {parallelism.num_gpus} GPUs, {parallelism.name}")
+        counted = count_best(task, of_rank)
+        problems.append("no formula covers it, and it cannot be counted")
+        return (
+            RankPlan(parallelism=parallelism, problem=problems[0])
+            if counted is None
+            else _row(parallelism, counted)
+        )
+
+    found = {config: of_rank(config) for config in configs}
+    estimates = {config: one for config, one in found.items() if one is not None}
+    problems.append("no formula covers it")
     fitting = [one for one in estimates.values() if one.state == FITS]
     if fitting:
         scored = [
@@ -267,7 +300,7 @@ def _plan_rank(
         return replace(_row(parallelism, estimates[winner]), num_without_speed=num_unknown)
     if estimates:
         return _row(parallelism, min(estimates.values(), key=lambda one: one.need_gib))
-    return RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
+    return RankPlan(parallelism=parallelism, problem=problems[0])
 
 
 def _row(parallelism: Parallelism, estimated: Estimate) -> RankPlan:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.parallelism import FSDP2, Parallelism
-from autotune.core.probe_types import Measurement
+from autotune.core.probe_types import DryCount, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.sharded_memory import Shares
 from autotune.prediction.step_time import StepTimeEstimate
@@ -104,14 +104,19 @@ def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> 
     return _traffic(config, parallelism, Shares.of(sizes, config))
 
 
-def counted_traffic(model: ModelSpec, config: TrainConfig, measured: Measurement) -> Traffic:
+def counted_traffic(
+    model: ModelSpec,
+    config: TrainConfig,
+    measured: Measurement | DryCount,
+    parallelism: Parallelism | None = None,
+) -> Traffic:
     """Return the bytes that a rank sends in a step, for any model.
 
-    The bytes are computed from the numbers of parameters in a probe's measurement.
+    The bytes are computed from the numbers of parameters that a probe counted. `parallelism`
+    replaces the parallelism in the configuration.
     """
-    return _traffic(
-        config, Parallelism.of(config), Shares.from_measurement(model, config, measured)
-    )
+    shares = Shares.from_measurement(model, config, measured)
+    return _traffic(config, parallelism or Parallelism.of(config), shares)
 
 
 def _traffic(config: TrainConfig, parallelism: Parallelism, shares: Shares) -> Traffic:

@@ -27,6 +27,7 @@ from autotune.prediction.collectives import (
     RankStepTime,
     Traffic,
     add_gradient_all_reduce,
+    counted_traffic,
     rank_step_time,
     slowest_link,
     slowest_of_catalogue,
@@ -46,6 +47,7 @@ from autotune.prediction.sharded_memory import (
     EXPORTED,
     ShardingSettings,
     counted_rank_breakdown,
+    is_countable,
     offloads,
     rank_breakdown,
     sharded_precision,
@@ -271,6 +273,18 @@ class Estimate(ShownAsTable):
         return calibrated_parts(self.calibration, self.device)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingChange:
+    """Options that make a run fit, such as `--space qlora`, and the run's estimate with them."""
+
+    options: str
+    estimate: Estimate
+
+    def __str__(self) -> str:
+        """Return '--space qlora makes it fit in 17.1 GiB'."""
+        return f"{self.options} makes it fit in {fmt_gib(self.estimate.held_gib)}"
+
+
 def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str:
     """Return FITS or OOM, or TIGHT if the need differs from the limit by less than its error.
 
@@ -312,10 +326,12 @@ def memory_of(
         if refused is not None:
             return None
         by_formula = rank_breakdown(model, config, parallelism, micro_steps, settings)
-        if by_formula is not None or count is None or not parallelism.shards:
+        if by_formula is not None or count is None or not is_countable(config, parallelism):
             return by_formula
-        counted_steps = min(micro_steps, 1) * 2  # two micro batches, or an evaluation
-        alone = replace(sharded_precision(config), num_gpus=1)
+        alone, counted_steps = replace(config, num_gpus=1), micro_steps
+        if parallelism.shards:
+            alone = sharded_precision(alone)
+            counted_steps = min(micro_steps, 1) * 2  # two micro batches, or an evaluation
         dry_count = count(model, alone, counted_steps, objective)
         if dry_count is None:
             return None
@@ -451,7 +467,15 @@ def estimate(
         calibration=task.calibration,
     )
     return _with_speed(
-        task, known, single, shape, parallelism, network_gb_s, num_steps, settings=settings
+        task,
+        known,
+        single,
+        shape,
+        parallelism,
+        network_gb_s,
+        num_steps,
+        settings=settings,
+        count=count,
     )
 
 
@@ -521,6 +545,7 @@ def _with_speed(
     num_steps: int | None,
     *,
     settings: ShardingSettings,
+    count: Counter | None,
 ) -> Estimate:
     """Add the speed and the cost, unless the traffic or the link of several GPUs is unknown."""
     exchange = None
@@ -544,7 +569,8 @@ def _with_speed(
             RankStepTime(step_s=step_s, interval_s=bounds, communication_s=0.0, exposed_s=0.0)
         )
 
-    link = _link(task, config, replace(parallelism, offload=False), network_gb_s)
+    of_traffic = partial(_traffic_of, task, config, count, shape.probe_micro_steps)
+    link = _link(task, of_traffic, replace(parallelism, offload=False), network_gb_s)
     if link is None:
         return estimated
     sent, link_gb_s, slowest = link
@@ -561,14 +587,36 @@ def _with_speed(
     return complete(step)
 
 
+def _traffic_of(
+    task: Task,
+    config: TrainConfig,
+    count: Counter | None,
+    micro_steps: int,
+    parallelism: Parallelism,
+) -> Traffic | None:
+    """Return a rank's traffic by formula or from a dry probe, or None if both are impossible."""
+    by_formula = traffic(task.model, config, parallelism)
+    if by_formula is not None or count is None or supported(task.model, config) is not None:
+        return by_formula
+    # The same dry probe has computed the step time.
+    mean = replace(task.workload.mean_row_config(config), num_gpus=1)
+    dry_count = count(task.model, mean, micro_steps, task.workload.objective)
+    if dry_count is None:
+        return None
+    return counted_traffic(task.model, config, dry_count, parallelism)
+
+
 def _link(
-    task: Task, config: TrainConfig, parallelism: Parallelism, network_gb_s: float | None
+    task: Task,
+    traffic_of: Callable[[Parallelism], Traffic | None],
+    parallelism: Parallelism,
+    network_gb_s: float | None,
 ) -> tuple[Traffic, float, float] | None:
     """Return a rank's traffic, the GB/s of its link, and how many times slower the link may be.
 
     The result is None if the traffic or the link is unknown.
     """
-    sent = traffic(task.model, config, parallelism)
+    sent = traffic_of(parallelism)
     link_gb_s = task.device.link_gb_s
     if network_gb_s is None:
         link_gb_s = task.link_gb_s(parallelism)
@@ -582,7 +630,7 @@ def _link(
     # single copy, all GPUs form one ring, and the slowest link determines the speed of the ring.
     if parallelism.copies == 1:
         return sent, min(link_gb_s, network_gb_s), slowest
-    copy_traffic = traffic(task.model, config, parallelism.single_copy)
+    copy_traffic = traffic_of(parallelism.single_copy)
     if copy_traffic is None:
         return None
     return (

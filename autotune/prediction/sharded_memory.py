@@ -27,6 +27,7 @@ from autotune.prediction.memory_formula import (
     WORKSPACE,
     MemoryBreakdown,
     allocator_overhead_gib,
+    counted_breakdown,
     evaluation_moments,
     evaluation_overhead_gib,
     kept_gib,
@@ -205,6 +206,15 @@ def rank_breakdown(
     return replace(memory, nccl=nccl_of(parallelism), own_error=RANK_ERROR)
 
 
+def is_countable(config: TrainConfig, parallelism: Parallelism) -> bool:
+    """Return whether `counted_rank_breakdown` covers a rank.
+
+    Without a formula, the memory of a sharded model is only known for adapters on a base in 16
+    bits: of these, gradients hardly count.
+    """
+    return not parallelism.shards or (config.method == "lora" and config.quantization == "none")
+
+
 def counted_rank_breakdown(
     model: ModelSpec,
     config: TrainConfig,
@@ -215,12 +225,20 @@ def counted_rank_breakdown(
 ) -> MemoryBreakdown | None:
     """Return the memory of a rank from a dry probe of one GPU, for a model without a formula.
 
-    `count` is of a step of two micro batches, or of an evaluation, in the precision of
-    `sharded_precision`. Only adapters on a base in 16 bits are covered: of these, gradients hardly
-    count.
+    If the model is sharded, `count` is of a step of two micro batches, or of an evaluation, in the
+    precision of `sharded_precision`. Otherwise `count` is of the step itself. The result is None
+    for ranks that are not covered (`is_countable`).
     """
-    if config.method == "full" or config.quantization != "none" or not parallelism.shards:
+    if not is_countable(config, parallelism):
         return None
+    if not parallelism.shards:
+        alone = counted_breakdown(model, config, count)
+        # DDP sends gradients from buckets, which together are as large as all gradients.
+        buckets = count.gradients_gib
+        return replace(
+            alone, communication=buckets, nccl=nccl_of(parallelism), own_error=RANK_ERROR
+        )
+
     tied = bool(model.config.get("tie_word_embeddings"))
     sizes = Sizes(
         family=model.config["model_type"],

@@ -264,6 +264,7 @@ def gpu_answer(plan: GpuPlan) -> Answer:
         else "",
         certainty=certainty(estimated, num_gpus) if estimated else "",
         reason=_gpus_reason(plan, chosen),
+        change=str(plan.change or ""),
         details=plan,
     )
 
@@ -292,7 +293,7 @@ def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None
 
     if shown is None or shown.estimate is None:
         return f"No number of {card} trains {model}: 0 of {len(plan.rows)} plans are possible"
-    need = f"{fmt_gib(shown.estimate.need_gib)} of {fmt_gib(plan.limit_gib)} on each GPU"
+    need = f"{fmt_gib(shown.estimate.held_gib)} of {fmt_gib(plan.limit_gib)} on each GPU"
     if any(row.state == FITS for row in plan.rows):
         late = f", and no plan is known to end{deadline}" if deadline else ", at an unknown speed"
         return f"{model} fits {_layout(shown, card)}{late}: it needs {need} (estimated)"

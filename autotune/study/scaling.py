@@ -11,7 +11,7 @@ from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_hours, fmt_usd
 from autotune.prediction.collectives import RankStepTime
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, FittingChange
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
@@ -107,7 +107,8 @@ class GpuPlan(ShownAsTable):
 
     `how_sure` says in words how the numbers were obtained. Each GPU offers `limit_gib` for tensors.
     The CUDA context of a process takes another `context_gib`. `left_out` names the values that were
-    removed from the search space, and the reasons.
+    removed from the search space, and the reasons. `change` is the first change of the options with
+    which one of the numbers surely fits, or None if one fits, or if no such change is known.
     """
 
     JSON: ClassVar = keys(
@@ -117,7 +118,7 @@ class GpuPlan(ShownAsTable):
         price="task.price",
         link_gb_s="task.device.link_gb_s",
     ) | keys(
-        *("limit_gib", "how_sure", "rows", "within_hours"),
+        *("limit_gib", "how_sure", "rows", "change", "within_hours"),
         cheapest=View("cheapest", CHOICE),
         fastest=View("fastest", CHOICE),
         cheapest_within=View("cheapest_within", CHOICE),
@@ -130,6 +131,7 @@ class GpuPlan(ShownAsTable):
     context_gib: float
     within_hours: float | None = None
     left_out: tuple[str, ...] = ()
+    change: FittingChange | None = None
 
     def facts(self) -> dict[str, str]:
         """Return one row for each number of GPUs."""

@@ -16,10 +16,12 @@ from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning import counted_memory
 from autotune.planning.plan import plan
 from autotune.planning.run_check import check
+from autotune.planning.several_gpus import plan_spec
 from autotune.prediction.estimate import memory_of, step_time_of
 from autotune.prediction.step_time import MEASURED_HOST
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
+from autotune.report.answers import gpu_answer
 from autotune.report.values.plan import ONLY_BASELINE, ONLY_LEANEST
 
 pytestmark = pytest.mark.probe
@@ -78,6 +80,32 @@ def test_where_the_baseline_does_not_fit_the_leanest_is_counted(
     print_plan(made, details=True)
     printed = capsys.readouterr().out
     assert f"{ONLY_LEANEST}\n" in printed and f"  best  {made.best.config.label()}" in printed
+
+
+def test_several_gpus_are_planned_from_counts() -> None:
+    """Under DDP, a rank needs the counted memory and the gradients' buckets, and sends gradients."""
+    spec = make_spec(None, {"model": "gpt2", "gpu": "h100", "pins": {"lora_rank": 16}})
+    made = plan_spec(spec, "1,2")
+    rows = {row.parallelism.name: row.estimate for row in made.rows}
+    alone, ddp, sharded = rows["none"], rows["ddp"], rows["fsdp2"]
+    assert alone and ddp and sharded and alone.config == ddp.config
+    assert alone.memory and ddp.memory and ddp.step and sharded.step
+    trained_gib = ddp.memory.communication
+    assert trained_gib == pytest.approx(alone.memory.gradients)
+    assert ddp.need_gib == pytest.approx(alone.need_gib + trained_gib + ddp.memory.nccl)
+    assert ddp.step.communication_s < sharded.step.communication_s
+    assert ddp.tokens_per_s and alone.tokens_per_s and sharded.tokens_per_s
+    assert sharded.tokens_per_s < ddp.tokens_per_s < alone.tokens_per_s
+    assert sharded.memory and sharded.memory.counted and sharded.need_gib < ddp.need_gib
+
+
+def test_the_change_that_makes_several_gpus_fit_is_named() -> None:
+    made = plan_spec(
+        make_spec(None, {"model": "gpt2", "gpu": "h100", "space": "full", "memory_gib": 3.0}), "2"
+    )
+    assert not any(row.state == FITS for row in made.rows)
+    assert made.change is not None and made.change.options == "--space lora"
+    assert gpu_answer(made).change == str(made.change)
 
 
 def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(

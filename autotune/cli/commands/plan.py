@@ -298,7 +298,7 @@ def plan_several(
 
     Raises:
         UsageError: a value in the spec, a GPU count or the deadline is invalid, or no formula
-            covers the model.
+            covers the model and this machine runs no dry probes.
         NothingFits: no strategy is certain to fit with any of the GPU counts, or to end within the
             deadline.
     """
@@ -320,10 +320,12 @@ def plan_several(
 
     task = result.task
     if not any(row.state == FITS for row in result.rows):
-        leanest = task.space.config(task.space.leanest())
+        ways = ways_to_fit(task.space.config(task.space.leanest()))
+        if result.change:
+            ways = f"give {result.change.options}, or take a larger GPU or a smaller model"
         raise NothingFits(
             f"nothing in the search space surely fits {gpus or spec.gpu} x {task.device.name}",
-            remedy=f"plan for more GPUs, {ways_to_fit(leanest)}",
+            remedy=f"plan for more GPUs, {ways}",
         )
 
     if within is not None and result.cheapest_within is None:

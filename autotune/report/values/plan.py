@@ -6,8 +6,7 @@ from typing import ClassVar
 from autotune.core.json_view import keys
 from autotune.core.notebook import ShownAsTable
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_gib
-from autotune.prediction.estimate import Estimate
+from autotune.prediction.estimate import Estimate, FittingChange
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
@@ -57,18 +56,6 @@ class Cell:
     def chosen(self) -> Estimate:
         """The estimate without recomputation if it fits, otherwise the one with recomputation."""
         return self.plain if self.plain.state == FITS else self.recomputed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FittingChange:
-    """Options that make a run fit, such as `--space qlora`, and the run's estimate with them."""
-
-    options: str
-    estimate: Estimate
-
-    def __str__(self) -> str:
-        """Return '--space qlora makes it fit in 17.1 GiB'."""
-        return f"{self.options} makes it fit in {fmt_gib(self.estimate.need_gib)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -17,6 +17,7 @@ from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.json_view import json_data
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
+from autotune.planning import several_gpus
 from autotune.planning.device_estimate import UNCHECKED, limit_of
 from autotune.planning.plan import planned_setup
 from autotune.planning.several_gpus import GpuPlan, RankPlan, plan_gpus, plan_spec
@@ -209,8 +210,11 @@ def test_a_model_that_fits_nowhere_is_planned_in_the_hosts_memory() -> None:
     assert UNCHECKED in made.how_sure and UNCHECKED not in large.how_sure
 
 
-def test_a_model_without_a_formula_is_refused() -> None:
-    with pytest.raises(UsageError, match="there is no formula for gpt_neox models"):
+def test_a_model_without_a_formula_is_refused_if_it_cannot_be_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(several_gpus, "obstacle", lambda: "counting needs Linux")
+    with pytest.raises(UsageError, match="no formula for gpt_neox models, and counting needs Li"):
         planned(model="pythia-1b")
 
 
