@@ -83,7 +83,7 @@ def test_where_the_baseline_does_not_fit_the_leanest_is_counted(
 
 
 def test_several_gpus_are_planned_from_counts() -> None:
-    """Under DDP, a rank needs the counted memory and the gradients' buckets, and sends gradients."""
+    """Under DDP, a rank needs the counted memory and buckets of gradients, and sends gradients."""
     spec = make_spec(None, {"model": "gpt2", "gpu": "h100", "pins": {"lora_rank": 16}})
     made = plan_spec(spec, "1,2")
     rows = {row.parallelism.name: row.estimate for row in made.rows}
