@@ -488,7 +488,7 @@ def trained_base(device: torch.device) -> dict[str, torch.Tensor]:
 def _set_weights(base: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     for name, module in base.named_modules():  # their weights are no parameters of these names
         if isinstance(module, Float8Linear):
-            module.keep(weights[f"{name}.weight"])
+            module.store(weights[f"{name}.weight"])
     with torch.no_grad():
         for name, parameter in base.named_parameters():
             if name in weights:

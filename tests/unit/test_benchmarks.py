@@ -756,6 +756,9 @@ def rounded(value: Any) -> Any:
 
 UNMEASURED = {
     "day_zero_fast",
+    "fp8_full",
+    "fp8_lora",
+    "fp8_losses",
     "offload",
     "rollouts",
     "sharded_nf4_70b",
