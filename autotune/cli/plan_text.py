@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from autotune.cli.terminal import print_lines, print_table, print_text
 from autotune.core.units import fmt_gib
 from autotune.problem.run_cost import FITS, TIGHT
-from autotune.report.answers import estimate_lines, plan_answer, rollout_answer
+from autotune.report.answers import (
+    estimate_lines,
+    plan_answer,
+    rollout_answer,
+    rollout_study_answer,
+)
 from autotune.report.describe import estimate_basis
 from autotune.report.values.plan import Cell, Plan
-from autotune.report.values.rollouts import Layout, RolloutPlan
+from autotune.report.values.rollouts import Layout, RolloutPlan, RolloutStudy
 
 MORE = "--details shows the baseline, the accuracy, what was left out, and which sizes fit."
 
@@ -46,6 +51,13 @@ def print_rollout_plan(plan: RolloutPlan, *, details: bool = False) -> None:
         terms = bounds.reported.terms()
         listed = " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
         print_text(f"{str(phase).replace('_', '-')}: {listed}")
+
+
+def print_rollout_study(study: RolloutStudy) -> None:
+    """Print the answer of a search for a GRPO run."""
+    answer = rollout_study_answer(study)
+    print_text(answer.answer)
+    print_lines({name: text for name, text in answer.lines().items() if text})
 
 
 def trl_settings(plan: RolloutPlan, layout: Layout) -> dict[str, str]:

@@ -32,7 +32,7 @@ class Objective(StrEnum):
     REWARD = "reward"
     CLASSIFICATION = "classification"  # the examples are texts with a label
     # The examples are prompts. The model generates several answers to each prompt, and a function
-    # scores them. `plan` and `check` estimate the memory; no probe generates answers.
+    # scores them. `run` measures the phases of such a step, `plan` and `check` estimate memory.
     GRPO = "grpo"
 
     @property

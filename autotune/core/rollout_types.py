@@ -46,6 +46,8 @@ class Generation:
         repeats: How often the whole generation is timed.
         alternations: How often the engine alternates with training: it sleeps, wakes up and gets
             new weights. An engine that never sleeps only gets new weights.
+        has_reference: Whether the training also computes the probabilities of the untrained model,
+            which is the model without its adapters.
     """
 
     engine: Engine
@@ -53,6 +55,7 @@ class Generation:
     completions: tuple[int, ...]
     repeats: int = 2
     alternations: int = 10
+    has_reference: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

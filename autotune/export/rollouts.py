@@ -1,5 +1,7 @@
-"""Writes a layout of a GRPO run as arguments of TRL 1.16."""
+"""Writes a layout of a GRPO run as arguments of TRL 1.16, and a script that trains with them."""
 
+import json
+from importlib import resources
 from typing import Any
 
 from autotune.core.lora_targets import target_modules
@@ -7,13 +9,37 @@ from autotune.core.rollout_types import COLOCATED, Engine
 from autotune.core.train_config import TrainConfig
 from autotune.problem.rollouts import Rollouts
 
+ARGUMENTS, SCRIPT = "grpo_arguments.json", "train_grpo.py"
+
+
+def export_layout(
+    model: str, arguments: dict[str, Any], lora: dict[str, Any] | None
+) -> dict[str, str]:
+    """Return the files of a layout: the arguments, and a script that trains with them.
+
+    `model` is a Hub name or a directory. The script has no name of the user's in its code.
+    """
+    data = {"model": model, "arguments": {"output_dir": "grpo"} | arguments, "lora": lora}
+    script = resources.files("autotune.export").joinpath("templates/train_grpo.txt")
+    return {
+        ARGUMENTS: json.dumps(data, indent=1) + "\n",
+        SCRIPT: script.read_text(encoding="utf-8"),
+    }
+
 
 def trl_arguments(
-    config: TrainConfig, rollouts: Rollouts, engine: Engine, *, updates: int = 1
+    config: TrainConfig,
+    rollouts: Rollouts,
+    engine: Engine,
+    *,
+    updates: int = 1,
+    iterations: int = 1,
+    beta: float = 0.0,
 ) -> dict[str, Any]:
     """Return the arguments of GRPOConfig for a layout on one GPU.
 
-    `updates` is the number of optimizer steps for each generation.
+    The optimizer takes `updates` steps on each generation, and `iterations` times as many in total.
+    `beta` is the weight of the distance from the untrained model.
 
     Raises ValueError if the micro batches do not divide an optimizer step, or if TRL has no
     argument for a knob.
@@ -33,6 +59,8 @@ def trl_arguments(
         "gradient_accumulation_steps": accumulation,
         "steps_per_generation": accumulation * updates,
         "num_generations": rollouts.num_generations,
+        "num_iterations": iterations,
+        "beta": beta,
         "max_completion_length": rollouts.completion_tokens,
         "gradient_checkpointing": config.checkpointing == "full",
         "bf16": config.precision == "bf16_mixed",

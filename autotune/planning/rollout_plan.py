@@ -4,6 +4,7 @@ The plan has no speed: nothing predicts how long vLLM takes to generate completi
 layouts that fit, the plan prefers those that are known to be faster.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -40,13 +41,22 @@ LEAST_COMPLETION = 64  # the shortest completion for which a layout is tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Search:
-    """The inputs of a plan: the task, and the rollouts without an engine's share."""
+class RolloutSetup:
+    """The inputs of a plan or a search: the task, and the rollouts without an engine's share.
+
+    `completions` are the lengths of all completions. The prompts are the task's examples. The
+    optimizer takes `updates` steps on each generation, and `iterations` times as many in total.
+    `beta` is the weight of the distance from the untrained model.
+    """
 
     task: Task
     rollouts: Rollouts
+    completions: Lengths
     limit_gib: float
     card_gib: float
+    updates: int = 1
+    iterations: int = 1
+    beta: float = 0.0
 
     def layouts(self, config: TrainConfig) -> Iterator[Layout]:
         """Yield the layouts of a configuration, without and with sleep, each with its best share.
@@ -158,9 +168,9 @@ def plan_rollouts(
     completion on the card, or if the memory of the training cannot be computed.
     """
     device = device or planned_device(spec.gpu)
-    _refuse_options(spec)
-    completions = _completions(spec)
-    search = _search(spec, device, completions, say)
+    limit_of(spec, device)  # refuses a CPU
+    search = rollout_setup(spec, device, say)
+    completions = search.completions
     layouts = search.all_layouts()
     if not layouts:
         raise UsageError(_no_layout(search), remedy="take a larger GPU, or --space qlora")
@@ -176,7 +186,7 @@ def plan_rollouts(
         best=best,
         leanest=leanest,
         fits_up_to=fits_up_to,
-        change="" if best else _change(spec, search.task, completions, fits_up_to),
+        change="" if best else _change(spec, search.task, fits_up_to),
         reason=_reason(search, best) if best else "",
         how_sure=accuracy_text(
             counted=leanest.bounds.reported.counted, objective=search.task.workload.objective
@@ -219,9 +229,13 @@ def _completions(spec: StudySpec) -> Lengths:
     return replace(assumed, source="assumed")
 
 
-def _search(
-    spec: StudySpec, device: DeviceSpec, completions: Lengths, say: Say = ignore_message
-) -> _Search:
+def rollout_setup(spec: StudySpec, device: DeviceSpec, say: Say = ignore_message) -> RolloutSetup:
+    """Read the GRPO run that a spec describes, on this device.
+
+    Raises UsageError for an unknown name, an invalid value, and an option without effect.
+    """
+    _refuse_options(spec)
+    completions = _completions(spec)
     generations = spec.num_generations or NUM_GENERATIONS
     total = generations * (spec.prompts_per_step or PROMPTS_PER_STEP)
     setup = set_up(replace(spec, global_batch=total), device, say, generates=True)
@@ -238,12 +252,17 @@ def _search(
         has_reference=bool(spec.beta),
         engine=Engine(max_tokens=prompts.longest + longest),
     )
-    limit_gib = limit_of(spec, device)
-    return _Search(
+    # The memory of a CPU is its host's, which only a worker reports.
+    limit_gib = math.inf if device.kind == "cpu" else limit_of(spec, device)
+    return RolloutSetup(
         task=replace(setup.task, workload=replace(setup.task.workload, lengths=prompts)),
         rollouts=rollouts,
+        completions=completions,
         limit_gib=limit_gib,
         card_gib=device.memory_gib or limit_gib,
+        updates=spec.steps_per_generation or 1,
+        iterations=spec.iterations or 1,
+        beta=spec.beta or 0.0,
     )
 
 
@@ -271,7 +290,7 @@ def _memory(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBounds |
     return None if need is None else MemoryBounds(least=need, most=need)
 
 
-def _reason(search: _Search, best: Layout) -> str:
+def _reason(search: RolloutSetup, best: Layout) -> str:
     """Say how many completions the cache of the best layout holds at once."""
     rollouts = best.rollouts
     wanted = rollouts.mean_tokens or rollouts.longest
@@ -283,7 +302,7 @@ def _reason(search: _Search, best: Layout) -> str:
     )
 
 
-def _longest_completion(search: _Search, layout: Layout) -> int | None:
+def _longest_completion(search: RolloutSetup, layout: Layout) -> int | None:
     """Return the longest completion with which a layout's configuration surely fits, or None."""
     least, most = 0, layout.rollouts.completion_tokens
     while most - least > LEAST_COMPLETION:
@@ -295,7 +314,7 @@ def _longest_completion(search: _Search, layout: Layout) -> int | None:
     return least or None
 
 
-def _fits_with(search: _Search, layout: Layout, tokens: int) -> bool:
+def _fits_with(search: RolloutSetup, layout: Layout, tokens: int) -> bool:
     """Return whether some layout of this configuration fits if completions end at `tokens`."""
     rollouts = replace(
         search.rollouts,
@@ -308,18 +327,18 @@ def _fits_with(search: _Search, layout: Layout, tokens: int) -> bool:
     return any(one.state == FITS for one in shorter.layouts(config))
 
 
-def _change(spec: StudySpec, task: Task, completions: Lengths, fits_up_to: int | None) -> str:
+def _change(spec: StudySpec, task: Task, fits_up_to: int | None) -> str:
     """Return the options of the first change that makes the run fit, or ""."""
     is_full = task.space.choices("method") == ("full",)
     for space in ("lora", "qlora") if is_full else ("qlora",):
         with suppress(UsageError):  # another option excludes this space
-            changed = _search(replace(spec, space=space), task.device, completions)
+            changed = rollout_setup(replace(spec, space=space), task.device)
             if any(layout.state == FITS for layout in changed.all_layouts()):
                 return f"--space {space}"
     return f"--max-completion {fits_up_to}" if fits_up_to else ""
 
 
-def _no_layout(search: _Search) -> str:
+def _no_layout(search: RolloutSetup) -> str:
     """Say why there is no layout: vLLM has no room, or the training's memory is unknown."""
     task = search.task
     config = search.configs()[0]

@@ -6,7 +6,7 @@ phase is the sum of both parts' memory in it.
 """
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.core.probe_types import Measurement, Phase
 from autotune.core.rollout_types import EngineMeasurement
@@ -129,3 +129,64 @@ def _memory(training: Measurement, engine: EngineMeasurement, sleeps: bool) -> d
         weights_gib = beside_gib + engine.weights_gib if sleeps else awake_gib
         found[Phase.TRANSFER] = context_gib + resting_gib + weights_gib
     return found
+
+
+def compose_halves(
+    training: Measurement,
+    engine: EngineMeasurement,
+    *,
+    sleeps: bool,
+    prompts: int,
+    accumulation: int,
+    updates: int = 1,
+    link_gb_s: float | None = None,
+) -> RolloutStep:
+    """Compose the step of two GPUs that each generate and train half of the completions.
+
+    The arguments are those of `compose`, for the whole generation. `link_gb_s` is the rate between
+    the GPUs, which exchange their gradients after each update; None leaves this time out.
+
+    Raises ValueError for the reason of `compose`, and if no half generation was measured.
+    """
+    if engine.half_s is None:
+        raise ValueError("no half generation was measured")
+    half = compose(
+        training,
+        replace(engine, generate_s=(engine.half_s,)),
+        sleeps=sleeps,
+        prompts=prompts,
+        accumulation=max(accumulation // 2, 1),
+        updates=updates,
+    )
+    sent_gib = updates * training.gradients_gib
+    exchange_s = sent_gib * 2**30 / (link_gb_s * 1e9) if link_gb_s else 0.0
+    return replace(
+        half, phase_s=half.phase_s | {Phase.FORWARD: half.phase_s[Phase.FORWARD] + exchange_s}
+    )
+
+
+def compose_apart(
+    training: Measurement,
+    engine: EngineMeasurement,
+    *,
+    prompts: int,
+    accumulation: int,
+    updates: int = 1,
+    link_gb_s: float | None = None,
+) -> RolloutStep:
+    """Compose the step of a GPU that trains and another that generates.
+
+    One of them always waits for the other, as in TRL. The arguments are those of `compose_halves`;
+    the weights cross the link after each generation. The memory is that of the training GPU.
+    """
+    whole = compose(
+        training,
+        replace(engine, awake_gib=(0.0,), peak_gib={Phase.ROLLOUT.value: 0.0}),
+        sleeps=False,
+        prompts=prompts,
+        accumulation=accumulation,
+        updates=updates,
+    )
+    sent_s = engine.weights_gib * 2**30 / (link_gb_s * 1e9) if link_gb_s else 0.0
+    transfer_s = whole.phase_s.get(Phase.TRANSFER, 0.0) + sent_s
+    return replace(whole, phase_s=whole.phase_s | {Phase.TRANSFER: transfer_s})

@@ -693,6 +693,7 @@ class Probe:
             rows,
             with_engine=generation is None or generation.engine.kind != TRANSFORMERS,
             sleeps=generation is not None and generation.engine.sleeps,
+            reference=generation is not None and generation.has_reference,
         )
 
     def _merges(self) -> bool:

@@ -16,6 +16,7 @@ from autotune.core.probe_types import Phase
 from autotune.probe.synthetic_model import tokenizer
 from autotune.trainer.rows import IGNORED
 
+BETA = 0.04  # any weight above 0 makes TRL compute the untrained model's probabilities
 LOG_PROB = -1.0  # the logarithm of each token's probability that the engine would have reported
 
 
@@ -93,7 +94,7 @@ def rollout_trainer(
         **settings,
         num_generations=together,
         steps_per_generation=steps,
-        beta=0.04 if reference else 0.0,
+        beta=BETA if reference else 0.0,
         max_completion_length=max(len(completion) for _, completion in examples.values()),
     )
     kind = type("RolloutProbeTrainer", (GivenCompletions, RolloutPhases, mixin, GRPOTrainer), {})

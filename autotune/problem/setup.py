@@ -211,9 +211,9 @@ def refuse_generation(spec: StudySpec, *, allowed: bool = False) -> None:
     """Raise UsageError if the model would generate answers, unless that is allowed."""
     if Objective(spec.objective).generates and not allowed:
         raise UsageError(
-            f"no probe generates the answers that {spec.objective} trains on",
-            remedy=f"`autotune plan --objective {spec.objective}` estimates the memory of a run, "
-            "and `autotune check FILE` that of another tool's run",
+            f"{spec.objective} trains on generated answers, and this search generates none",
+            remedy=f"`autotune run --objective {spec.objective}` measures a run, and "
+            f"`autotune plan --objective {spec.objective}` estimates its memory",
         )
 
 

@@ -190,7 +190,7 @@ class StudySpec:
         "sft",
         Objective,
         "The objective: sft (the next token), dpo or kto (preferred answers), reward (a score),"
-        " classification, or grpo (rewarded answers; only `plan` and `check`).",
+        " classification, or grpo (rewarded answers; not for `compare`).",
     )
     trainer: str | None = _choice(
         None,

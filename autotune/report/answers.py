@@ -20,7 +20,7 @@ from autotune.report.values.check import VERDICTS, CheckReport
 from autotune.report.values.estimate import Estimate
 from autotune.report.values.longest import LongestAnswer, LongestRow
 from autotune.report.values.plan import LITTLE_KNOWN, Plan
-from autotune.report.values.rollouts import RolloutPlan
+from autotune.report.values.rollouts import RolloutPlan, RolloutStudy
 from autotune.report.values.trainable import METHODS, Entry, Trainable
 from autotune.study.scaling import GpuPlan, RankPlan
 from autotune.study.summary import Recipe
@@ -193,6 +193,53 @@ def rollout_answer(plan: RolloutPlan) -> Answer:
         change=change,
         details=plan,
     )
+
+
+def rollout_study_answer(study: RolloutStudy) -> Answer:
+    """Return an answer with the fastest layout of a GRPO run that was measured."""
+    best = study.best
+    model, card = study.task.model.short, study.task.device.label
+    if best is None or best.step is None:
+        long = [layout.breaks_at for layout in study.layouts if layout.breaks_at]
+        failed = {str(layout.phase) for layout in study.layouts if layout.phase}
+        return Answer(
+            answer=f"{model} does not fit {card} with grpo (measured)",
+            needs="",
+            cost="",
+            certainty=f"measured with {study.engine.engine}",
+            reason=f"memory runs out in {' or '.join(sorted(failed))}" if failed else "",
+            change=f"completions fit up to {max(long) - 1:,} tokens" if long else "",
+            details=study,
+        )
+    sleep = ", asleep during updates" if best.sleeps else ""
+    share = f", {best.share:.0%} of the GPU for vLLM{sleep}" if study.engine.weights_gib else ""
+    _, peak_gib = best.step.peak
+    seconds = best.step.seconds
+    return Answer(
+        answer=f"{model} trains {best.score:.3g} prompts/s with grpo on {card}: "
+        f"{shape(best.config)}{share}, {fmt_gib(peak_gib)} of {fmt_gib(study.limit_gib)} "
+        "(measured)",
+        needs="; ".join(
+            f"{str(name).replace('_', '-')} {fmt_gib(value)}"
+            for name, value in best.step.phase_gib.items()
+        ),
+        cost=f"{seconds:.1f} s for a generation with its updates: "
+        + ", ".join(
+            f"{str(name).replace('_', '-')} {value:.1f} s"
+            for name, value in best.step.phase_s.items()
+        ),
+        certainty=f"phases measured apart, with {study.engine.engine}; their sum is not measured",
+        reason=_two_gpus_text(study),
+        details=study,
+    )
+
+
+def _two_gpus_text(study: RolloutStudy) -> str:
+    """Say which layout of two GPUs is faster, as far as it is predicted."""
+    two = study.two_gpus
+    speeds = {"both generate and train": two.colocated, "one generates, one trains": two.apart}
+    known = [f"{value:.3g} prompts/s if {name}" for name, value in speeds.items() if value]
+    return f"two GPUs, predicted from these phases: {', '.join(known)}" if known else ""
 
 
 def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:

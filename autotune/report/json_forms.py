@@ -27,7 +27,7 @@ from autotune.report.values.compared import Compared
 from autotune.report.values.longest import LongestAnswer
 from autotune.report.values.plan import Plan
 from autotune.report.values.profile import ProfileReport
-from autotune.report.values.rollouts import RolloutPlan
+from autotune.report.values.rollouts import RolloutPlan, RolloutStudy
 from autotune.report.values.trainable import Trainable
 from autotune.study.ablation import Ablation
 from autotune.study.learning import Learning
@@ -52,6 +52,7 @@ ANSWERS: dict[str, Any] = {
     "compare": Compared,
     "check": CheckReport,
     "run": SummaryFile,
+    "run --objective grpo": RolloutStudy,
     "resume": SummaryFile,
     "status": Status,
     "status --nodes": list[NodeRow],

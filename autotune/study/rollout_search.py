@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from autotune.core.json_view import keys
-from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult
-from autotune.core.rollout_types import EngineMeasurement
+from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult, Rung
+from autotune.core.rollout_types import TRANSFORMERS, EngineMeasurement
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.rollout_step import RolloutStep, compose
+from autotune.prediction.rollout_step import (
+    RolloutStep,
+    compose,
+    compose_apart,
+    compose_halves,
+)
 from autotune.study.rollout_task import RolloutTask
 
 FITS, TOO_LONG = "fits", "fits only shorter completions"
@@ -154,18 +159,20 @@ class RolloutSearch:
                     break
                 before = score
 
-    def train(self, config: TrainConfig, *, sleeps: bool = True, num_micros: int = 2) -> Trained:
+    def train(self, config: TrainConfig, *, sleeps: bool = True, rung: Rung = Rung.FULL) -> Trained:
         """Measure the training of a configuration.
 
-        The engine sleeps if it can, so that the training has the most room. At least `num_micros`
-        micro batches are timed.
+        The engine sleeps if it can, so that the training has the most room. A confirming probe
+        alternates ALTERNATIONS times between generation and update.
         """
         sleeps = sleeps and bool(self.engine.asleep_gib)
         beside_gib = max(self.engine.asleep_gib if sleeps else self.engine.awake_gib)
         config = replace(config, seq_len=self.task.rollouts.longest)
         self.say(f"training: {config.label()}")
         request = self.task.training_request(config, sleeps=sleeps, engine_gib=beside_gib)
-        request = replace(request, min_timed_micros=num_micros)
+        if rung is Rung.CONFIRM:
+            micros = ALTERNATIONS * request.micro_steps
+            request = replace(request, rung=rung, min_timed_micros=micros)
         log = self.logs / f"training-{len(self.trained):04d}.log"
         result = self.trainer.probe(request, log)
         trained = Trained(config=config, result=result)
@@ -196,9 +203,9 @@ class RolloutSearch:
             result.measurement,
             self.engine,
             sleeps=sleeps,
-            prompts=task.rollouts.sequences // task.rollouts.num_generations,
+            prompts=task.num_prompts,
             accumulation=task.accumulation(trained.config),
-            updates=task.updates,
+            updates=task.updates * task.iterations,
         )
         between_gib = result.measurement.between_gib
         layout = replace(layout, step=step, between_gib=between_gib)
@@ -214,8 +221,59 @@ class RolloutSearch:
     def confirm(self, best: MeasuredLayout) -> MeasuredLayout:
         """Measure the training of the best layout again, with its own sleep, ten times."""
         self.say("confirming the best layout")
-        trained = self.train(best.config, sleeps=best.sleeps, num_micros=2 * ALTERNATIONS)
+        trained = self.train(best.config, sleeps=best.sleeps, rung=Rung.CONFIRM)
         return self.layout(trained, sleeps=best.sleeps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoGpus:
+    """The predicted speeds of two GPUs, in prompts per second; None if no layout fits.
+
+    `colocated` is two GPUs that generate and train half of the completions each. `apart` is a GPU
+    that trains and a GPU that generates.
+    """
+
+    colocated: float | None
+    apart: float | None
+
+    @property
+    def faster(self) -> str | None:
+        """The faster of the two layouts, or None if none fits."""
+        if not (self.colocated or self.apart):
+            return None
+        return "colocated" if (self.colocated or 0.0) >= (self.apart or 0.0) else "apart"
+
+
+def two_gpus(search: RolloutSearch, link_gb_s: float | None = None) -> TwoGpus:
+    """Predict two GPUs from the phases of one, with the best training for each layout.
+
+    `link_gb_s` is the rate between the GPUs; None leaves out the time of their exchange.
+    """
+    task, engine = search.task, search.engine
+    colocated, apart = [], []
+    for trained in search.trained:
+        measured = trained.result.measurement
+        if measured is None or trained.ran_out_in is not None:
+            continue
+        numbers: dict[str, Any] = {
+            "prompts": task.num_prompts,
+            "accumulation": task.accumulation(trained.config),
+            "updates": task.updates * task.iterations,
+            "link_gb_s": link_gb_s,
+        }
+        ways = (False, True) if engine.asleep_gib else (False,)
+        if numbers["accumulation"] > 1 and engine.half_s is not None:
+            colocated += [
+                compose_halves(measured, engine, sleeps=sleeps, **numbers) for sleeps in ways
+            ]
+        if task.rollouts.engine.kind != TRANSFORMERS:
+            apart.append(compose_apart(measured, engine, **numbers))
+
+    def fastest(steps: list[RolloutStep]) -> float | None:
+        fitting = [step for step in steps if step.peak[1] <= task.limit_gib]
+        return max((step.prompts_per_s for step in fitting), default=None)
+
+    return TwoGpus(colocated=fastest(colocated), apart=fastest(apart))
 
 
 def breaking_length(task: RolloutTask, step: RolloutStep, result: ProbeResult) -> int:

@@ -37,7 +37,8 @@ class RolloutTask:
         prompts: The lengths of the prompts.
         completions: The lengths of the completions, which are cut off at
             `rollouts.completion_tokens`.
-        updates: The optimizer steps for each generation.
+        updates: The optimizer steps that use all completions of a generation once.
+        iterations: How often each completion is used.
     """
 
     model: ModelSpec
@@ -48,6 +49,7 @@ class RolloutTask:
     prompts: Lengths
     completions: Lengths
     updates: int = 1
+    iterations: int = 1
 
     @property
     def limit_gib(self) -> float:
@@ -58,6 +60,11 @@ class RolloutTask:
     def rows_per_update(self) -> int:
         """The completions of an optimizer step."""
         return self.rollouts.sequences // self.updates
+
+    @property
+    def num_prompts(self) -> int:
+        """The prompts of a generation."""
+        return self.rollouts.sequences // self.rollouts.num_generations
 
     def accumulation(self, config: TrainConfig) -> int:
         """The micro batches of an optimizer step."""
@@ -72,6 +79,7 @@ class RolloutTask:
             completions=tuple(
                 self.completions.sample(rollouts.sequences, rollouts.completion_tokens)
             ),
+            has_reference=rollouts.has_reference,
         )
 
     def micro_batches(self, config: TrainConfig, generation: Generation) -> tuple[MicroBatch, ...]:

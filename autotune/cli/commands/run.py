@@ -13,10 +13,12 @@ import typer
 from autotune.cli.options import Json, Quiet, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.study_options import ALL, spec_of, with_study_options
-from autotune.cli.terminal import print_note
-from autotune.core.errors import UsageError
+from autotune.cli.terminal import print_answer_json, print_note
+from autotune.core.errors import Cancelled, Interrupted, NothingFits, UsageError
+from autotune.core.objective import Objective
 from autotune.core.process import StopToken
 from autotune.core.text import study_command
+from autotune.problem.study_spec import ROLLOUTS
 from autotune.study.storage.location import existing_url, from_stored_directory
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from autotune.study.preparation import SessionPlan
 
 
-@with_study_options(*ALL)
+@with_study_options(*ALL, *ROLLOUTS)
 def run(
     json_: Json = False,
     events: Annotated[
@@ -41,7 +43,41 @@ def run(
         raise UsageError(
             "--events already ends with the output of --json", remedy="leave one of them out"
         )
-    run_spec(spec_of(options), as_json=json_, quiet=quiet, events=events)
+    spec = spec_of(options)
+    if Objective(spec.objective).generates:
+        if events:
+            raise UsageError("--events knows no phases of grpo", remedy="give --json instead")
+        run_grpo(spec, as_json=json_, quiet=quiet)
+        return
+    run_spec(spec, as_json=json_, quiet=quiet, events=events)
+
+
+def run_grpo(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False) -> None:
+    """Search for the fastest layout of a GRPO run, and print it.
+
+    Raises:
+        AutotuneError: the search could not begin.
+        NothingFits: no layout fits.
+        Interrupted: stopped by a signal.
+    """
+    from autotune.api.rollouts import run_rollouts
+    from autotune.cli.plan_text import print_rollout_study
+
+    say = (lambda text: None) if quiet else partial(print, file=sys.stderr, flush=True)
+    with stop_on_signals() as stop:
+        try:
+            study = run_rollouts(spec, say=say, stop=stop)
+        except Cancelled:
+            raise Interrupted("stopped", exit_code=128 + (stop.signal or 2)) from None
+    if as_json:
+        print_answer_json(study)
+    else:
+        print_rollout_study(study)
+    if study.best is None:
+        raise NothingFits(
+            f"no layout of the training and its engine fits {study.task.device.name}",
+            remedy="give --space qlora, shorter completions, or take a larger GPU",
+        )
 
 
 def resume(

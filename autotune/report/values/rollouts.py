@@ -6,12 +6,14 @@ from typing import ClassVar
 from autotune.core.json_view import keys
 from autotune.core.notebook import ShownAsTable
 from autotune.core.probe_types import Evidence, Phase
+from autotune.core.rollout_types import EngineMeasurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.prediction.estimate import MemoryBounds
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.rollouts import Rollouts
 from autotune.problem.task import Task
+from autotune.study.rollout_search import MeasuredLayout, TwoGpus
 
 
 def by_phase(phases: dict[Phase, MemoryBounds]) -> dict[str, tuple[float, float | None]]:
@@ -105,4 +107,56 @@ class RolloutPlan(ShownAsTable):
             "configuration": chosen.config.label(),
             "vLLM's share": f"{chosen.rollouts.engine.share:g}",
             "memory": need,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RolloutStudy(ShownAsTable):
+    """The measured layouts of a GRPO run on one card, and the fastest that surely fits.
+
+    `best` is None if no layout fits. `updates` is the number of optimizer steps for each
+    generation, and `iterations` how often they repeat.
+    """
+
+    JSON: ClassVar = keys(
+        model="task.model.name",
+        device="task.device.name",
+        workload=keys(
+            prompts="task.workload.lengths.facts()",
+            completions="completions.facts()",
+            longest_prompt="rollouts.prompt_tokens",
+            max_completion="rollouts.completion_tokens",
+            num_generations="rollouts.num_generations",
+            completions_at_once="rollouts.sequences",
+            updates="updates",
+            iterations="iterations",
+            beta="beta",
+        ),
+    ) | keys("limit_gib", "engine", "best", "layouts", "two_gpus", "evidence")
+    evidence: ClassVar[Evidence] = Evidence.MEASURED
+
+    task: Task
+    rollouts: Rollouts
+    completions: Lengths
+    limit_gib: float
+    updates: int
+    iterations: int
+    beta: float
+    engine: EngineMeasurement
+    layouts: tuple[MeasuredLayout, ...]
+    best: MeasuredLayout | None
+    two_gpus: TwoGpus
+
+    def facts(self) -> dict[str, str]:
+        """Return the best layout with its speed and its memory."""
+        study = f"{self.task.model.name} on {self.task.device.label}, grpo"
+        if self.best is None or self.best.step is None:
+            return {"study": study, "best": "no layout fits"}
+        phase, peak_gib = self.best.step.peak
+        return {
+            "study": study,
+            "engine": self.engine.engine,
+            "configuration": self.best.config.label(),
+            "speed": f"{self.best.score:.3g} prompts/s",
+            "memory": f"{fmt_gib(peak_gib)} of {fmt_gib(self.limit_gib)} in {phase}",
         }

@@ -88,7 +88,7 @@ def test_run_shows_its_options_in_panels() -> None:
     page = output("run", "--help")
     assert "..." not in page and max(map(len, page.splitlines())) <= 80
     given = options_of(page)
-    assert len(given) == len(set(given)) <= 47
+    assert len(given) == len(set(given)) <= 56
     assert given[:8] == [f"--{name.replace('_', '-')}" for name in help.PANELS["Most used"]]
     assert "`autotune plan` estimates" in page
 

@@ -32,7 +32,6 @@ def test_nothing_that_fits_is_an_error_with_a_change() -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ("run", "--gpu", "cpu", "--model", "demo-3m", "--objective", "grpo"),
         ("compare", "--model", "qwen2.5-0.5b", "--objective", "grpo"),
     ],
     ids=lambda args: args[0],
@@ -40,7 +39,7 @@ def test_nothing_that_fits_is_an_error_with_a_change() -> None:
 def test_other_commands_refuse_it(args: tuple[str, ...]) -> None:
     error = CliRunner().invoke(app, args).exception
     assert isinstance(error, UsageError)
-    assert str(error) == "no probe generates the answers that grpo trains on"
+    assert str(error) == "grpo trains on generated answers, and this search generates none"
 
 
 @pytest.mark.parametrize("args", [(*PLAN, "--gpus", "2"), ("plan", "--gpu", "8xh100", *PLAN[3:])])

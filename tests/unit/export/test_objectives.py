@@ -76,7 +76,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         StudySpec(model="demo-3m", objective="dpo", trainer="transformers")
     with pytest.raises(UsageError, match="objective ppo is not offered: it generates answers"):
         StudySpec(model="demo-3m", objective="ppo")
-    with pytest.raises(UsageError, match="no probe generates the answers that grpo trains on"):
+    with pytest.raises(UsageError, match="grpo trains on generated answers"):
         setup("grpo")
     with pytest.raises(UsageError, match="objective cannot be 'sfft'"):
         StudySpec(model="demo-3m", objective="sfft")

@@ -18,7 +18,6 @@ from autotune.problem.setup import DEFAULT_EXAMPLES, DEFAULT_GLOBAL_BATCH, DEFAU
 from autotune.problem.study_spec import (
     OPTIONS,
     RARE,
-    ROLLOUTS,
     NamedConfig,
     Published,
     StudySpec,
@@ -268,8 +267,8 @@ def test_every_field_is_a_flag_or_rare():
     from autotune.cli.commands.run import run
 
     flags = set(inspect.signature(run).parameters)
-    # --set, --seq-len and --rank give the pins, and --set the rare fields. No study has ROLLOUTS.
-    assert FIELDS - flags == {"pins", "configs", "source", *RARE, *ROLLOUTS}
+    # --set, --seq-len and --rank give the pins, and --set the rare fields.
+    assert FIELDS - flags == {"pins", "configs", "source", *RARE}
     assert flags - FIELDS == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}
 
 

@@ -1,0 +1,227 @@
+"""Searches for the fastest layout of a GRPO run: the steps of `run --objective grpo`.
+
+The phases are measured on this machine's GPU, and stored in the database at once. A search that was
+stopped continues with the stored results.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.files import write_atomic
+from autotune.core.json_view import json_data
+from autotune.core.probe_types import ProbeRequest, ProbeResult
+from autotune.core.process import StopToken
+from autotune.core.rollout_types import TRANSFORMERS
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import parse_duration
+from autotune.export.rollouts import export_layout, lora_arguments, trl_arguments
+from autotune.planning.rollout_plan import RolloutSetup, rollout_setup
+from autotune.probe.supervisor import ENGINE, WorkerProber
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import find_target
+from autotune.report.values.rollouts import RolloutStudy
+from autotune.study.rollout_search import MeasuredLayout, RolloutSearch, two_gpus
+from autotune.study.rollout_task import SHARE, RolloutTask, engine_kind
+from autotune.study.storage.location import make_writable, storage_url, study_directory
+from autotune.study.storage.probe_store import ProbeStore
+
+RESULT = "grpo.json"
+# Knobs without an argument of TRL's trainer for GRPO have the value that TRL uses.
+OF_TRL: dict[str, Any] = {
+    "compile": "none",
+    "kernels": "torch",
+    "loss": "full",
+    "lora_kernels": "peft",
+    "packing": False,
+    "packed_attention": "mask",
+    "padding": "longest",
+    "group_by_length": False,
+    "cuda_graphs": "none",
+    "tiling": "none",
+    "allocator": "fixed",
+}
+SEARCHED = ("micro_batch_size", "checkpointing", "precision", "optimizer")
+
+
+@dataclass(slots=True)
+class StoredProber:
+    """A prober that stores each result at once, and never measures a request twice."""
+
+    prober: WorkerProber
+    store: ProbeStore
+    study: str
+
+    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """The stored result of the request, or that of a new probe."""
+        fingerprint = self.prober.fingerprint
+        known = self.store.find(request.digest, fingerprint.digest, [request.rung])
+        if known is not None:
+            return known
+        result = self.prober.probe(request, log)
+        self.store.add(self.study, None, result, fingerprint)
+        return result
+
+
+def run_rollouts(
+    spec: StudySpec,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    stop: StopToken | None = None,
+) -> RolloutStudy:
+    """Search for the fastest layout of the GRPO run that `spec` describes, and write its files.
+
+    The search ends with the budget, after the probe that is then running and after another probe
+    that confirms the best layout. `say` receives a line for each step.
+
+    Raises:
+        UsageError: the spec has an unknown name, or an option without effect for GRPO.
+        EnvironmentProblem: this machine lacks the GPU, or its engine does not start.
+        StorageError: the directory or the database cannot be written.
+    """
+    stop = stop or StopToken()
+    deadline = time.monotonic() + _budget_s(spec)
+    target = find_target(spec.gpu)
+    if target.measured_on is not None:
+        raise UsageError(
+            f"a GRPO run is measured only on its own GPU, not on {target.measured_on.name} for "
+            f"{target.device.name}",
+            remedy="leave --gpu out",
+        )
+    setup = rollout_setup(spec, target.device, say)
+    _refuse_reference(setup)
+    name = spec.study or f"{setup.task.study}-grpo"
+    out = study_directory(spec.out, name).absolute()
+    make_writable(out)
+    device = "cuda" if target.card else "cpu"
+    store = ProbeStore(storage_url(spec.storage), outbox=out / "outbox.jsonl")
+    config, choices = training_choices(setup)
+    with WorkerProber(device, out / "logs", should_stop=stop, module=ENGINE) as prober:
+        stored = StoredProber(prober, store, name)
+        task = rollout_task(setup, device, prober.memory_gib, spec.headroom)
+        share = task.share(config) or SHARE
+        if task.rollouts.engine.kind == TRANSFORMERS:
+            say("vLLM is not installed: transformers generates, which is slower")
+        else:
+            say(f"measuring vLLM with {share:.0%} of the GPU")
+        measured = stored.probe(task.engine_request(config, share), out / "logs" / "engine.log")
+    if measured.engine is None:
+        raise EnvironmentProblem(
+            f"the engine failed in {measured.phase}: {measured.reason}",
+            remedy=f"see {out / 'logs' / 'engine.log'}",
+        )
+
+    layouts: list[MeasuredLayout] = []
+    with WorkerProber(device, out / "logs", should_stop=stop) as prober:
+        trainer = StoredProber(prober, store, name)
+        search = RolloutSearch(task, measured.engine, share, trainer, out / "logs", say)
+        for layout in search.run(config, choices):
+            layouts.append(layout)
+            if stop():
+                break
+            if time.monotonic() > deadline:
+                best = max(layouts, key=lambda layout: layout.score)
+                layouts += [search.confirm(best)] if best.score else []
+                break
+
+    study = _study(setup, task, measured, search, layouts)
+    _write(out, study)
+    return study
+
+
+def _refuse_reference(setup: RolloutSetup) -> None:
+    """Raise UsageError if the run has a second model, which no probe holds."""
+    if setup.beta and setup.task.space.choices("method") == ("full",):
+        raise UsageError(
+            "full fine-tuning with a beta above 0 holds the untrained model too, which no probe "
+            "does",
+            remedy="leave --beta out, or estimate with `autotune plan --objective grpo`",
+        )
+
+
+def rollout_task(setup: RolloutSetup, device: str, card_gib: float, headroom: float) -> RolloutTask:
+    """The task of a search, with the engine that this machine has.
+
+    `card_gib` is the memory that the device reports, and `headroom` the share that stays free.
+    """
+    limit_gib = min(setup.limit_gib, card_gib * (1 - headroom))
+    kind = engine_kind(device)
+    rollouts = setup.rollouts
+    engine = replace(rollouts.engine, kind=kind)
+    return RolloutTask(
+        model=setup.task.model,
+        device=device,
+        card_gib=card_gib,
+        headroom=1 - limit_gib / card_gib,
+        rollouts=replace(rollouts, engine=engine),
+        prompts=setup.task.workload.lengths,
+        completions=setup.completions,
+        updates=setup.updates,
+        iterations=setup.iterations,
+    )
+
+
+def training_choices(setup: RolloutSetup) -> tuple[TrainConfig, dict[str, list[Any]]]:
+    """The training at which the search begins, and the values of the knobs that it may change."""
+    space = setup.task.space
+    config = replace(setup.task.baselines[0], **OF_TRL)
+    choices = {name: list(space.choices(name)) for name in SEARCHED}
+    return config, choices
+
+
+def _study(
+    setup: RolloutSetup,
+    task: RolloutTask,
+    measured: ProbeResult,
+    search: RolloutSearch,
+    layouts: list[MeasuredLayout],
+) -> RolloutStudy:
+    assert measured.engine is not None
+    best = max(layouts, key=lambda layout: layout.score, default=None)
+    if layouts and best is not None and layouts[-1].config == best.config:
+        best = layouts[-1] if layouts[-1].score else best  # the confirmed measurement
+    return RolloutStudy(
+        task=setup.task,
+        rollouts=task.rollouts,
+        completions=setup.completions,
+        limit_gib=task.limit_gib,
+        updates=task.updates,
+        iterations=task.iterations,
+        beta=setup.beta,
+        engine=measured.engine,
+        layouts=tuple(layouts),
+        best=best if best is not None and best.score else None,
+        two_gpus=two_gpus(search, setup.task.device.link_between(2)),
+    )
+
+
+def _write(out: Path, study: RolloutStudy) -> None:
+    """Write the result, and the files for TRL if a layout fits."""
+    write_atomic(out / RESULT, json.dumps(json_data(study), indent=1) + "\n")
+    if study.best is None:
+        return
+    folder = out / "export"
+    folder.mkdir(exist_ok=True)
+    for name, text in _files(study, study.best).items():
+        write_atomic(folder / name, text)
+
+
+def _files(study: RolloutStudy, best: MeasuredLayout) -> dict[str, str]:
+    """The files with which TRL trains as the best layout says."""
+    engine = replace(study.rollouts.engine, share=best.share, sleeps=best.sleeps)
+    numbers = {"updates": study.updates, "iterations": study.iterations}
+    arguments = trl_arguments(best.config, study.rollouts, engine, beta=study.beta, **numbers)
+    model = study.task.model
+    lora = lora_arguments(best.config, model.text_type)
+    return export_layout(model.weights or model.name, arguments, lora)
+
+
+def _budget_s(spec: StudySpec) -> float:
+    try:
+        return parse_duration(spec.budget)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
