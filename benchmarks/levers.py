@@ -210,6 +210,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "1 x 512": {},
     "1 x 512, CUDA graphs": {"cuda_graphs": "micro_batch"},
     "1 x 512, compiled": {"compile": "per_layer"},
+    "1 x 512, compiled, CUDA graphs": {"compile": "per_layer", "cuda_graphs": "micro_batch"},
 }
 
 
@@ -365,8 +366,8 @@ def summarize_card(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ]
         return max((value for value in speeds if value), default=None)
 
-    def ratio(part: str, levers: tuple[str, ...], other: str) -> float | None:
-        with_it, without = best(part, *levers), best(part, other)
+    def ratio(part: str, levers: tuple[str, ...], *others: str) -> float | None:
+        with_it, without = best(part, *levers), best(part, *others)
         return with_it / without if with_it and without else None
 
     def winner(*, in_fp8: bool) -> float | None:
@@ -391,6 +392,12 @@ def summarize_card(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "selective_over_every_2_long": ratio("long rows", selective, "every_2"),
         "graphs_over_none": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512"),
         "graphs_over_compiled": ratio("graphs", ("1 x 512, CUDA graphs",), "1 x 512, compiled"),
+        "compiled_graphs_over_best": ratio(
+            "graphs",
+            ("1 x 512, compiled, CUDA graphs",),
+            "1 x 512, CUDA graphs",
+            "1 x 512, compiled",
+        ),
         "graph_gradient_difference": gradients.get("gradient_difference"),
         "graph_loss_difference": gradients.get("loss_difference"),
         **summarize_checks([row for row in rows if row["part"] in ("losses", "updates")]),

@@ -250,6 +250,9 @@ class LeanTrainer(Trainer):
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.graphs = MicroBatchGraphs(run, trained)
 
+        # A graph replays no Python code, so the copies of the adapters are refreshed here.
+        if self.joined is not None:
+            self.joined.follow()
         items = {} if num_items_in_batch is None else {NUM_ITEMS: num_items_in_batch}
         return self.graphs.run(self._prepare_inputs(inputs) | items)
 

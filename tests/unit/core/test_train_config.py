@@ -323,10 +323,10 @@ def test_versions_that_recompute_some_layers_only(version, expected):
 def test_cuda_graphs_go_with_rows_of_few_shapes_that_the_host_does_not_look_at() -> None:
     graphed = TrainConfig(cuda_graphs="micro_batch", checkpointing="none", padding="bucket")
     assert graphed.cuda_graphs == graphed.as_dict()["cuda_graphs"] == "micro_batch"
+    assert replace(graphed, compile="per_layer").cuda_graphs == "micro_batch"
     for other in (
         {"checkpointing": "full"},
-        {"checkpointing": "selective_30"},
-        {"compile": "per_layer"},
+        {"compile": "per_layer", "checkpointing": "selective_30"},
         {"padding": "longest"},
         {"padding": "masked"},
         {"packing": True},

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from autotune.trainer import chunked_loss as chunks
-from autotune.trainer.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, skip_packing_check
+from autotune.trainer.graphs import MOST_SHAPES, MicroBatchGraphs, is_capturing, skip_masks
 
 SHAPE = {
     "hidden_size": 16,
@@ -62,10 +62,68 @@ def test_transformers_makes_no_mask_for_rows_that_are_whole(
     monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
     find = masking_utils.find_packed_sequence_indices
     model(input_ids=torch.zeros(1, 8, dtype=torch.long))
-    with skip_packing_check():
+    with skip_masks():
         model(input_ids=torch.zeros(1, 8, dtype=torch.long))
     assert seen[0] is not None and seen[1] is None
-    assert masking_utils.find_packed_sequence_indices is find
+    assert masking_utils.find_packed_sequence_indices is find and masking_utils.is_tracing()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_are_not_compiled_again_where_a_capture_would_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second micro batch runs as a capture does: transformers takes it for a traced one.
+
+    Before 5.23, transformers made no causal mask only outside of a capture.
+    """
+    shape = LlamaConfig(**SHAPE | {"num_hidden_layers": 2}, vocab_size=64, use_cache=False)
+    model = LlamaForCausalLM(shape)
+    compile_layers_for_test(model)
+    capturing = False
+    ignore = masking_utils._ignore_causal_mask_sdpa
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: capturing)
+    monkeypatch.setattr(
+        masking_utils,
+        "_ignore_causal_mask_sdpa",
+        lambda *args, **given: not masking_utils.is_tracing() and ignore(*args, **given),
+    )
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        return loss.detach()
+
+    def capture(batch: dict[str, torch.Tensor]) -> Any:
+        nonlocal capturing
+        capturing = True
+        try:
+            return None, batch, step(batch)
+        finally:
+            capturing = False
+
+    graphs = MicroBatchGraphs(step, model.parameters())
+    monkeypatch.setattr(graphs, "_capture", capture)
+    graphs.run({"input_ids": torch.zeros(1, 8, dtype=torch.long)})
+    ((_, _, loss),) = graphs._graphs.values()
+    assert loss.isfinite()
+
+    # what the capture would be without this
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        pytest.raises(Exception, match="recompile"),
+    ):
+        capture({"input_ids": torch.zeros(1, 8, dtype=torch.long)})
+    torch._dynamo.reset()
+
+
+def compile_layers_for_test(model: LlamaForCausalLM) -> None:
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", dynamic=False)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: output.requires_grad_(True)
+    )
 
 
 def test_nothing_is_captured_without_a_gpu() -> None:
