@@ -6,10 +6,8 @@ with the same probability at each token, at the latest after `--longest` tokens.
 """
 
 import argparse
-import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,12 +19,12 @@ from typing import Any
 from bench import TINY_MODEL, Failed, Mode, Rows, finish, run_program, table
 
 from autotune.catalog import ModelSpec, resolve_model
-from autotune.core.child_environment import child_environment
-from autotune.core.probe_types import Outcome, ProbeResult
+from autotune.core.probe_types import Outcome, Phase, ProbeResult
 from autotune.core.rollout_types import Engine
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.export.rollouts import engine_arguments, lora_arguments, trl_arguments
+from autotune.export.run.rollouts import RolloutRun, compare, run_trl, write_model
 from autotune.prediction.rollout_step import RolloutStep
 from autotune.probe.supervisor import ENGINE, WorkerProber
 from autotune.problem.length_distribution import Lengths
@@ -36,9 +34,8 @@ from autotune.study.rollout_task import SHARE, RolloutTask, engine_kind
 
 MEAN, LONGEST, PROMPT = 600, 2048, 256  # tokens
 PROMPTS, GENERATIONS = 8, 8
-STEPS, LONGEST_STEPS = 8, (3, 4, 5)
+STEPS = 8
 METHODS = ("lora", "full")
-UPDATE = ("forward", "backward", "optimizer")
 COLUMNS = ["stage", "method", "layout", "state", "step_s", "peak_gib", "seconds"]
 TIMEOUT_S = 420
 
@@ -206,8 +203,22 @@ def trl(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
     config = TrainConfig(**best["config"])
     engine = replace(bench.rollouts.engine, share=best["share"], sleeps=best["sleeps"])
     arguments = trl_arguments(config, bench.rollouts, engine)
-    done = run_trl(bench, folder, arguments, lora_arguments(config, bench.model.text_type))
-    yield compared(best, done) | {"layout": best["layout"], "done": "failed" not in done}
+    done = measure_trl(bench, folder, arguments)
+    step = RolloutStep(
+        phase_s={Phase(name): value for name, value in best["phase_s"].items()},
+        phase_gib={Phase(name): value for name, value in best["phase_gib"].items()},
+        prompts=PROMPTS,
+    )
+    found = compare(step, done)
+    yield run_row(done) | {
+        "layout": best["layout"],
+        "predicted_step_s": best["step_s"],
+        "predicted_phase_s": best["phase_s"],
+        "predicted_phase_gib": best["phase_gib"],
+        "phase_errors": found.phase_errors,
+        "step_error": found.step_error,
+        "done": done.problem is None,
+    }
 
 
 def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
@@ -219,150 +230,38 @@ def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]
         "per_device_train_batch_size": rows_each,
         "gradient_accumulation_steps": rollouts.sequences // rows_each,
     } | engine_arguments(replace(rollouts.engine, share=SHARE, sleeps=False, max_tokens=0))
-    config = bench.config
-    lora = lora_arguments(config, bench.model.text_type)
-    done = run_trl(bench, folder, arguments, lora, longest=(), steps=4)
-    yield measured_row(done) | {"layout": "TRL's defaults", "done": "failed" not in done}
+    done = measure_trl(bench, folder, arguments, longest_steps=(), steps=4)
+    yield run_row(done) | {"layout": "TRL's defaults", "done": done.problem is None}
 
 
-def run_trl(
-    bench: Bench,
-    folder: Path,
-    arguments: dict[str, Any],
-    lora: dict[str, Any] | None,
-    longest: tuple[int, ...] = LONGEST_STEPS,
-    steps: int = STEPS,
-) -> dict[str, Any]:
-    """Run TRL's trainer in a process of its own, and return its last line of output.
-
-    A run that fails returns the steps that it finished and the end of its output.
-    """
-    make_model(bench, folder)
+def measure_trl(
+    bench: Bench, folder: Path, arguments: dict[str, Any], **options: Any
+) -> RolloutRun:
+    """Run TRL's trainer on a model that is written once. Raises Failed if it cannot be written."""
+    prompts = [bench.rollouts.prompt_tokens] * (64 * STEPS)
+    if problem := write_model(folder, bench.model.config, bench.args.device, prompts):
+        raise Failed(problem)
     on_cpu = {"use_cpu": True, "bf16": False} if bench.on_cpu else {}
-    wanted = {
-        "arguments": arguments | {"max_steps": steps, "logging_steps": 1} | on_cpu,
-        "lora": lora,
-        "mean_tokens": bench.mean,
-        "longest_steps": longest,
-    }
-    (folder / "run.json").write_text(json.dumps(wanted))
-    (folder / "steps.jsonl").unlink(missing_ok=True)
-    done = run_child(bench, folder, "autotune.probe.grpo_entry", "run.json")
-    if done is not None:
-        return done
-    file = folder / "steps.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {"steps": list(map(json.loads, lines)), "failed": tail(folder / "trl.log")}
+    lora = lora_arguments(bench.config, bench.model.text_type)
+    return run_trl(
+        folder, arguments | on_cpu, lora, mean_tokens=bench.mean, limit_s=TIMEOUT_S, **options
+    )
 
 
-def make_model(bench: Bench, folder: Path) -> None:
-    """Write the model and the prompts once."""
-    if (folder / "data").exists():
-        return
-    wanted = {
-        "model": bench.model.config,
-        "device": bench.args.device,
-        "rows": 64 * STEPS,
-        "lengths": [bench.rollouts.prompt_tokens],
-        "held_out": [bench.rollouts.prompt_tokens],
-        "objective": "grpo",
-    }
-    (folder / "model.json").write_text(json.dumps(wanted))
-    if run_child(bench, folder, "autotune.probe.synthetic_model", "model.json") is None:
-        raise Failed(tail(folder / "trl.log"))
-
-
-def run_child(bench: Bench, folder: Path, module: str, file: str) -> dict[str, Any] | None:
-    """Run a module on a file in this folder; None if it fails. Its output goes to trl.log."""
-    from os import environ
-
-    root = str(Path(__file__).parent.parent)
-    variables = child_environment(dict(environ), bench.args.device)
-    variables.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # TRL's users have the default
-    paths = filter(None, [root, environ.get("PYTHONPATH")])
-    variables |= {"PYTHONPATH": ":".join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    variables |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
-    output = folder / "trl.log"
-    with output.open("w") as log:
-        try:
-            process = subprocess.run(
-                [sys.executable, "-m", module, file],
-                cwd=folder,
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                check=False,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            log.write(f"ended after {TIMEOUT_S} s\n")
-            return None
-        log.write(process.stdout)
-    if process.returncode:
-        return None
-    last: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return last
-
-
-def measured_row(done: dict[str, Any]) -> dict[str, Any]:
-    """A row of TRL's run. The first step is not timed; its peaks count."""
-    usual = [
-        step for step in done["steps"] if step["step"] > 0 and step["step"] not in LONGEST_STEPS
-    ]
-    steps_s = [sum(step["seconds"].values()) for step in usual]
-    names = sorted({name for step in usual for name in step["seconds"]})
-    phase_s = {
-        name: statistics.median(step["seconds"].get(name, 0.0) for step in usual) for name in names
-    }
-    failed = done.get("failed")
+def run_row(done: RolloutRun) -> dict[str, Any]:
+    """A row of TRL's run."""
     return {
-        "state": "failed" if failed else "ok",
-        "out_of_memory": bool(failed) and "out of memory" in failed.lower(),
-        "steps": len(done["steps"]),
-        "step_s": statistics.median(steps_s) if steps_s else None,
-        "phase_s": phase_s,
-        "phase_gib": peaks(done["steps"]),
-        "peak_gib": max(peaks(done["steps"]).values(), default=None),
-        "start_s": done.get("start_s"),
-        "lengths": [
-            {"mean": statistics.fmean(one), "longest": max(one)} for one in done.get("lengths", [])
-        ],
-        "failed": failed,
-    }
-
-
-def peaks(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """The largest peak of each phase in all steps."""
-    found: dict[str, float] = {}
-    for step in steps:
-        for name, peak in step["peak_gib"].items():
-            found[name] = max(found.get(name, 0.0), peak)
-    return found
-
-
-def compared(best: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
-    """A row with the errors of the composed step."""
-    row = measured_row(done)
-    predicted, real = best["phase_gib"], row["phase_gib"]
-    groups = {
-        "rollout": ("rollout",),
-        "log_probabilities": ("log_probabilities",),
-        "update": UPDATE,
-    }
-    errors = {}
-    for name, phases in groups.items():
-        ours = [predicted[phase] for phase in phases if phase in predicted]
-        theirs = [real[phase] for phase in phases if phase in real]
-        if ours and theirs:
-            errors[name] = max(ours) / max(theirs) - 1
-    step_error = best["step_s"] / row["step_s"] - 1 if row["step_s"] else None
-    return row | {
-        "predicted_step_s": best["step_s"],
-        "predicted_phase_s": best["phase_s"],
-        "predicted_phase_gib": predicted,
-        "phase_errors": errors,
-        "step_error": step_error,
+        "state": "failed" if done.problem else "ok",
+        "out_of_memory": done.out_of_memory,
+        "problem": done.problem,
+        "steps": len(done.steps),
+        "step_s": done.step_s,
+        "phase_s": done.phase_s,
+        "phase_gib": done.phase_gib,
+        "peak_gib": max(done.phase_gib.values(), default=None),
+        "start_s": done.start_s,
+        "each_step": done.steps,
+        "mean_tokens": [statistics.fmean(lengths) for lengths in done.lengths],
     }
 
 

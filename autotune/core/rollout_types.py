@@ -8,6 +8,14 @@ from dataclasses import dataclass, field
 
 COLOCATED, SERVER, TRANSFORMERS = "vllm", "vllm server", "transformers"
 BATCHED_TOKENS = 4096  # the tokens that TRL lets vLLM process at once
+# The environment of a process with vLLM. Its core runs in the same process, so that its calls wait
+# for the device and its memory is counted. FlashInfer's sampler would compile kernels at first use.
+ENGINE_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

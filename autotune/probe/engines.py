@@ -18,20 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from autotune.core.probe_types import ProbeRequest
-from autotune.core.rollout_types import BATCHED_TOKENS, COLOCATED, TRANSFORMERS
+from autotune.core.rollout_types import BATCHED_TOKENS, COLOCATED, ENGINE_VARIABLES, TRANSFORMERS
 from autotune.core.units import gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.synthetic_model import tokenizer
 from autotune.trainer.model_builder import build, config_of
 
-# vLLM's core runs in this process, so that its calls wait for the device and its memory is counted.
-# The engine needs no network, and FlashInfer's sampler would compile kernels at the first use.
-VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 # The methods of vLLM's worker that are timed at the start, by the part of the start.
 PARTS = {"load_model": "load", "determine_available_memory": "profile"}
 TENSOR_STD = 0.02  # the standard deviation of the weights that the engine gets
@@ -96,7 +88,7 @@ class VllmEngine:
     shares_weights = False
 
     def __init__(self, request: ProbeRequest, scratch: str) -> None:
-        os.environ.update(VARIABLES)
+        os.environ.update(ENGINE_VARIABLES)
         generation = request.generation
         assert generation is not None
         engine = generation.engine

@@ -13,6 +13,7 @@ The last line of output is JSON: the phases of each step, and the lengths of the
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -138,8 +139,12 @@ def main() -> None:
                 "steps": [step_row(log, step) for step in range(log.step)],
                 "lengths": lengths,
             }
-        )
+        ),
+        flush=True,
     )
+    if trainer.use_vllm:
+        # vLLM's end could print more lines, or hang.
+        os._exit(0)
 
 
 def log_engine(trainer: Any, log: PhaseLog) -> None:

@@ -46,6 +46,7 @@ PACKAGES = (
     "torchao",
     "liger-kernel",
     "trl",
+    "vllm",
     "deepspeed",
     "flash-linear-attention",
     "causal-conv1d",

@@ -149,7 +149,7 @@ class RolloutSearch:
                 continue
             before = 0.0
             for size in sizes:
-                if self.task.rows_per_update % size or self.task.rollouts.sequences == size == 1:
+                if self.task.rows_per_update % size:
                     continue
                 tried = replace(config, micro_batch_size=size, checkpointing=recomputed)
                 found = self.compositions(self.train(tried))

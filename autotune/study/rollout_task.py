@@ -117,7 +117,8 @@ class RolloutTask:
             device=self.device,
             memory_gib=self.card_gib - engine_gib / (1 - self.headroom),
             headroom=self.headroom,
-            micro_steps=min(2, self.accumulation(config)),
+            # GRPO compares at least two completions.
+            micro_steps=2 if config.micro_batch_size == 1 else min(2, self.accumulation(config)),
             trainer="trl",
             objective=Objective.GRPO,
             micro_batches=kinds,
