@@ -1,11 +1,9 @@
 """Measure 8-bit floats: LoRA on an fp8 base, full fine-tuning on two GPUs, and losses."""
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -14,73 +12,22 @@ from typing import Any
 
 import torch
 from bench import TINY_MODEL, Mode, Rows, finish, run_program, save, scratch
+from exported import RunFailed, run_export, run_settings, write_export
 from levers import BASE_RATE, text
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from autotune.catalog import resolve_model
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
-from autotune.export.script import ENCODING, SCRIPT, runtime_files
 from autotune.probe.meters import open_meter
 from autotune.probe.model_settings import model_settings
 from autotune.trainer import model_builder, rows
 from autotune.trainer.float8_training import train_in_16_bits
 from autotune.trainer.lean_trainer import LeanTrainer, compile_layers, training_arguments
-from autotune.trainer.settings import RunSettings
 
 # --- exported runs
 
-GIB = 2**30
 RUN_COLUMNS = ("case", "config", "tokens_per_s", "peak_reserved_gib", "seconds", "failed")
-
-
-def run_settings(
-    config: TrainConfig, model_type: str, lengths: list[int], steps: int, *, on_cpu: bool
-) -> RunSettings:
-    """Return the settings of an exported run with random weights: one micro batch in each step.
-
-    The examples repeat `lengths` until all steps have their rows.
-    """
-    per_row = config.seq_len // max(lengths) if config.packing else 1
-    num_examples = steps * config.micro_batch_size * config.num_gpus * per_row
-    return RunSettings(
-        about=[],
-        versions={},
-        model="random",
-        has_published_weights=False,
-        use_cpu=on_cpu,
-        model_settings=model_settings(config, model_type),
-        accumulation=1,
-        objective="sft",
-        loss_on=None,
-        trained_share=1.0,
-        padded_lengths=[config.seq_len],
-        dealt=False,
-        # FSDP2 builds the model as shards, because no GPU holds the fp32 weights twice.
-        is_larger_than_gpu=config.sharding.startswith("fsdp2"),
-        epochs=1,
-        learning_rate=config.learning_rate,
-        warmup_steps=0,
-        save_steps=steps,
-        save_total_limit=1,
-        checkpoints_gib=None,
-        eval_share=0.0,
-        eval_steps=steps,
-        report_to="none",
-        run_name="fp8",
-        examples=num_examples,
-        lengths=lengths,
-        images=[],
-        **{
-            name: getattr(config, name)
-            for name in (
-                *("method", "precision", "micro_batch_size", "seq_len", "packing", "padding"),
-                *("group_by_length", "optimizer", "optimizer_in_backward", "loss", "kernels"),
-                *("compile", "loader_workers", "allocator", "num_gpus", "sharding", "copies"),
-                *("sync_each_batch", "offload", "cuda_graphs"),
-            )
-        },
-    )
 
 
 def run_case(
@@ -88,52 +35,33 @@ def run_case(
 ) -> dict[str, Any]:
     """Run the exported script with random weights, and return its clock's numbers as a row.
 
-    A failed run gives a row with the last line of its output.
+    A failed run gives a row with its last error.
     """
     on_cpu = args.device == "cpu"
     shape = TINY_MODEL if on_cpu else dict(resolve_model(args.model).config)
     settings = run_settings(config, shape["model_type"], lengths, args.steps, on_cpu=on_cpu)
     folder = scratch()
-    files = {
-        "train.py": ENCODING + SCRIPT,
-        "train_config.json": settings.to_json(),
-        "model_config.json": json.dumps(shape),
-        **runtime_files(),
-    }
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-
+    write_export(folder, settings, shape)
     began = time.monotonic()
-    command = [sys.executable, "train.py", "--random-weights", "--output-dir", ""]
-    done = subprocess.run(
-        [*command, "--max-steps", str(args.steps)],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=args.longest,
-    )
     row: dict[str, Any] = {
         "case": case,
         "config": config.label(),
         "model": args.model,
         "num_gpus": config.num_gpus,
-        "seconds": time.monotonic() - began,
     }
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        lines = [line for line in done.stderr.splitlines() if "Error" in line]
-        return row | {"failed": (lines or ["no error message"])[-1][:300]}
+    try:
+        found = run_export(folder, args.steps, args.longest)
+    except subprocess.TimeoutExpired:
+        return row | {"failed": f"over {args.longest:g} s", "seconds": args.longest}
+    except RunFailed as error:
+        return row | {"failed": str(error), "seconds": time.monotonic() - began}
 
-    found = json.loads(done.stdout.splitlines()[-1])
     seconds = found["seconds_per_step"]
-    tokens = config.tokens  # of each GPU
     return row | {
-        "tokens_per_s": tokens / seconds if seconds else None,
+        "seconds": time.monotonic() - began,
+        "tokens_per_s": config.tokens / seconds if seconds else None,  # of each GPU
         "step_s": seconds,
-        "tokens_per_step": tokens,
+        "tokens_per_step": config.tokens,
         "peak_reserved_gib": found["peak_reserved_gib"],
         "steps": found["steps"],
     }
@@ -156,11 +84,8 @@ def run_cases(
         if time.monotonic() - began + slowest > args.seconds:
             print(f"{case}: left to the next call, with --rows", flush=True)
             continue
-        try:
-            row = run_case(args, case, config, lengths)
-        except subprocess.TimeoutExpired:
-            row = {"case": case, "config": config.label(), "failed": f"over {args.longest:g} s"}
-        slowest = max(slowest, row.get("seconds", args.longest))
+        row = run_case(args, case, config, lengths)
+        slowest = max(slowest, row["seconds"])
         stored.add({"number": number, **row, "fingerprint": fingerprint})
         print(", ".join(f"{key} {row[key]}" for key in RUN_COLUMNS if key in row), flush=True)
         save(args, fingerprint, stored.plain)

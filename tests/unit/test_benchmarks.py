@@ -759,6 +759,7 @@ UNMEASURED = {
     "fp8_full",
     "fp8_lora",
     "fp8_losses",
+    "gpu_gate",
     "offload",
     "rollouts",
     "sharded_nf4_70b",
