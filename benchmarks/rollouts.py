@@ -23,8 +23,9 @@ from autotune.core.probe_types import Outcome, Phase, ProbeResult
 from autotune.core.rollout_types import Engine
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
+from autotune.export.rollout_run import RolloutRun, compare
 from autotune.export.rollouts import engine_arguments, lora_arguments, trl_arguments
-from autotune.export.run.rollouts import RolloutRun, compare, run_trl, write_model
+from autotune.export.run.rollouts import run_trl, write_model
 from autotune.prediction.rollout_step import RolloutStep
 from autotune.probe.supervisor import ENGINE, WorkerProber
 from autotune.problem.length_distribution import Lengths

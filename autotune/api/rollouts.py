@@ -5,6 +5,8 @@ stopped continues with the stored results.
 """
 
 import json
+import shutil
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +21,16 @@ from autotune.core.process import StopToken
 from autotune.core.rollout_types import TRANSFORMERS
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import parse_duration
+from autotune.export.rollout_run import (
+    LONGEST_STEPS,
+    STEPS,
+    RolloutRun,
+    RolloutVerification,
+    compare,
+)
 from autotune.export.rollouts import export_layout, lora_arguments, trl_arguments
+from autotune.export.run.process import scratch_folder
+from autotune.export.run.rollouts import run_trl, write_model
 from autotune.planning.rollout_plan import RolloutSetup, rollout_setup
 from autotune.probe.supervisor import ENGINE, WorkerProber
 from autotune.problem.study_spec import StudySpec
@@ -129,6 +140,9 @@ def run_rollouts(
                 break
 
     study = _study(setup, task, measured, search, layouts)
+    if spec.verify and study.best is not None and not stop():
+        say("running TRL's trainer with the best layout")
+        study = replace(study, verification=_verify(study, study.best, task, out, stop))
     _write(out, study)
     return study
 
@@ -199,6 +213,39 @@ def _study(
     )
 
 
+def _verify(
+    study: RolloutStudy, best: MeasuredLayout, task: RolloutTask, out: Path, stop: StopToken
+) -> RolloutVerification:
+    """Run TRL's trainer on random weights, and compare its phases with those of the best layout.
+
+    The completions of the run end by chance, with the mean length of the study's completions.
+    """
+    assert best.step is not None
+    rollouts = study.rollouts
+    lengths = task.generation(rollouts.engine)
+    prompts = lengths.prompts * STEPS
+    arguments, lora = _arguments(study, best)
+    if task.device == "cpu":
+        arguments |= {"use_cpu": True}
+    with scratch_folder(out / "verify") as folder:
+        problem = write_model(folder, task.model.config, task.device, prompts, should_stop=stop)
+        if problem is not None:
+            return compare(best.step, RolloutRun(steps=(), problem=problem))
+        updates = task.updates * task.iterations
+        run = run_trl(
+            folder,
+            arguments,
+            lora,
+            steps=STEPS * updates,
+            longest_steps=() if updates > 1 else LONGEST_STEPS,
+            updates=updates,
+            mean_tokens=statistics.fmean(lengths.completions),
+            should_stop=stop,
+        )
+        shutil.copy(folder / "trl.log", out / "logs" / "verify.log")
+    return compare(best.step, run)
+
+
 def _write(out: Path, study: RolloutStudy) -> None:
     """Write the result, and the files for TRL if a layout fits."""
     write_atomic(out / RESULT, json.dumps(json_data(study), indent=1) + "\n")
@@ -212,12 +259,18 @@ def _write(out: Path, study: RolloutStudy) -> None:
 
 def _files(study: RolloutStudy, best: MeasuredLayout) -> dict[str, str]:
     """The files with which TRL trains as the best layout says."""
+    model = study.task.model
+    return export_layout(model.weights or model.name, *_arguments(study, best))
+
+
+def _arguments(
+    study: RolloutStudy, best: MeasuredLayout
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The arguments of GRPOConfig for a layout, and those of LoraConfig."""
     engine = replace(study.rollouts.engine, share=best.share, sleeps=best.sleeps)
     numbers = {"updates": study.updates, "iterations": study.iterations}
     arguments = trl_arguments(best.config, study.rollouts, engine, beta=study.beta, **numbers)
-    model = study.task.model
-    lora = lora_arguments(best.config, model.text_type)
-    return export_layout(model.weights or model.name, arguments, lora)
+    return arguments, lora_arguments(best.config, study.task.model.text_type)
 
 
 def _budget_s(spec: StudySpec) -> float:

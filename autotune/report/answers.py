@@ -228,10 +228,20 @@ def rollout_study_answer(study: RolloutStudy) -> Answer:
             f"{str(name).replace('_', '-')} {value:.1f} s"
             for name, value in best.step.phase_s.items()
         ),
-        certainty=f"phases measured apart, with {study.engine.engine}; their sum is not measured",
+        certainty=f"phases measured apart, with {study.engine.engine}; {_verified(study)}",
         reason=_two_gpus_text(study),
         details=study,
     )
+
+
+def _verified(study: RolloutStudy) -> str:
+    """Say how TRL's own run compares with the sum of the phases."""
+    found = study.verification
+    if found is None:
+        return "their sum is not measured (--verify)"
+    if found.problem is not None or found.step_error is None:
+        return f"TRL's run failed after {found.steps} steps: {found.problem}"
+    return f"TRL's run took {found.step_s:.1f} s for each step, {found.steps} steps"
 
 
 def _two_gpus_text(study: RolloutStudy) -> str:

@@ -43,7 +43,7 @@ def test_the_fastest_layout_is_measured_stored_and_exported(tmp_path: Path) -> N
     args += ["--max-completion", "20", "--tokens-per-example", "8", "--num-generations", "4"]
     args += ["--prompts-per-step", "2", "--out", str(tmp_path / "out"), "--storage", database]
 
-    done = CliRunner().invoke(app, [*args, "--json"])
+    done = CliRunner().invoke(app, [*args, "--json", "--verify"])
     assert done.exception is None, done.output
     form_of("run --objective grpo").validate_json(done.stdout)
     study = json.loads(done.stdout)
@@ -55,6 +55,11 @@ def test_the_fastest_layout_is_measured_stored_and_exported(tmp_path: Path) -> N
     assert study["two_gpus"]["colocated"] > 0
     assert study["two_gpus"]["apart"] is None  # transformers cannot generate on another GPU
     assert json.loads((tmp_path / "out" / "grpo.json").read_text()) == study
+
+    verified = study["verification"]
+    assert (verified["problem"], verified["steps"], verified["out_of_memory"]) == (None, 8, False)
+    assert verified["step_s"] > 0
+    assert verified["phase_errors"].keys() == {"rollout", "update"}  # on a CPU, nothing is scored
 
     wanted = json.loads((tmp_path / "out" / "export" / "grpo_arguments.json").read_text())
     assert wanted["arguments"]["num_generations"] == 4

@@ -9,6 +9,7 @@ from autotune.core.probe_types import Evidence, Phase
 from autotune.core.rollout_types import EngineMeasurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
+from autotune.export.rollout_run import RolloutVerification
 from autotune.prediction.estimate import MemoryBounds
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.rollouts import Rollouts
@@ -115,7 +116,8 @@ class RolloutStudy(ShownAsTable):
     """The measured layouts of a GRPO run on one card, and the fastest that surely fits.
 
     `best` is None if no layout fits. `updates` is the number of optimizer steps for each
-    generation, and `iterations` how often they repeat.
+    generation, and `iterations` how often they repeat. `verification` compares the best layout with
+    TRL's own run, if the user asked for it.
     """
 
     JSON: ClassVar = keys(
@@ -132,7 +134,7 @@ class RolloutStudy(ShownAsTable):
             iterations="iterations",
             beta="beta",
         ),
-    ) | keys("limit_gib", "engine", "best", "layouts", "two_gpus", "evidence")
+    ) | keys("limit_gib", "engine", "best", "layouts", "two_gpus", "verification", "evidence")
     evidence: ClassVar[Evidence] = Evidence.MEASURED
 
     task: Task
@@ -146,6 +148,7 @@ class RolloutStudy(ShownAsTable):
     layouts: tuple[MeasuredLayout, ...]
     best: MeasuredLayout | None
     two_gpus: TwoGpus
+    verification: RolloutVerification | None = None
 
     def facts(self) -> dict[str, str]:
         """Return the best layout with its speed and its memory."""
