@@ -260,6 +260,8 @@ OTHERS = [
     ["longest", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--method", "qlora"],
     *(["models"], ["gpus"], ["prices"], ["suites"]),
 ]
+# Files that the extra `data` reads, and the number of their examples
+TABLES = {"rows.parquet": 500, "rows.arrow": 700}
 RUN_YAML = "base_model: mistralai/Mistral-7B-v0.3\nadapter: lora\nlora_r: 16\n"
 IN_EVERY_ENVIRONMENT = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils")
 
@@ -269,7 +271,8 @@ def run_light(args: argparse.Namespace) -> None:
 
     pip downloads every package anew. Building the wheel and making the environment are not timed,
     because PyPI has the wheel and a user has an environment. `mb` are the megabytes of the packages
-    as their wheels hold them; `bytecode_mb` is what pip compiles beside them.
+    as their wheels hold them; `bytecode_mb` is what pip compiles beside them. `data_mb` includes
+    the extra `data`, with which `plan` reads the lengths of compressed Parquet and Arrow files.
     """
     with worker("cpu") as prober:
         fingerprint = to_data(prober.fingerprint)
@@ -281,7 +284,7 @@ def run_light(args: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = {"load_before": os.getloadavg()[0], **light_row(wheel, Path(folder))}
         rows.append(row)
-        table(rows[-1:], ["load_before", "install_s", "plan_s", "mb", "bytecode_mb"])
+        table(rows[-1:], ["load_before", "install_s", "plan_s", "mb", "bytecode_mb", "data_mb"])
     finish(args, fingerprint, rows)
 
 
@@ -298,13 +301,48 @@ def light_row(wheel: Path, folder: Path) -> dict[str, Any]:
 
     (folder / "run.yaml").write_text(RUN_YAML, encoding="utf-8")
     seconds = {words[0]: _run([program, *words], folder) for words in OTHERS}
+    data_install_s = _run([*pip, "--no-cache-dir", f"{wheel}[data]"])
+    write_tables(folder)
+    examples = {name: _examples(program, folder / name) for name in TABLES}
     return {
         "install_s": install_s,
         "plan_s": plan_s,
         "mb": mb,
         "bytecode_mb": bytecode_mb,
         "seconds": seconds,
+        "data_install_s": data_install_s,
+        "data_mb": installed_mb(site)[0],
+        "examples": examples,
     }
+
+
+def write_tables(folder: Path) -> None:
+    """Write the files in TABLES, which are compressed: Parquet with snappy, and Arrow with zstd."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for name, number in TABLES.items():
+        rows = [
+            {"prompt": f"question {row}", "completion": "answer " * row} for row in range(number)
+        ]
+        made = pyarrow.Table.from_pylist(rows)
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(made, folder / name)
+        else:
+            options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+            path = str(folder / name)
+            with pyarrow.ipc.new_stream(path, made.schema, options=options) as writer:
+                writer.write_table(made)
+
+
+def _examples(program: str, path: Path) -> int:
+    """Return the number of examples that `plan` found in a file. Raises SystemExit if it failed."""
+    command = [program, *PLAN, "--dataset", str(path), "--json"]
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=outside, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} failed:\n{done.stderr}")
+    return int(json.loads(done.stdout)["workload"]["examples"])
 
 
 def _run(command: list[str], folder: Path | None = None) -> float:
@@ -330,9 +368,11 @@ def installed_mb(site: Path) -> tuple[float, float]:
 def summarize_light(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The slowest and the largest of all repetitions."""
     names = {"light_install_s": "install_s", "plan_answer_s": "plan_s", "light_mb": "mb"}
-    names |= {"light_bytecode_mb": "bytecode_mb"}
+    names |= {"light_bytecode_mb": "bytecode_mb", "data_mb": "data_mb"}
+    names |= {"data_install_s": "data_install_s"}
     return {name: max((row[key] for row in rows), default=None) for name, key in names.items()} | {
-        "commands": len(OTHERS) + 1
+        "commands": len(OTHERS) + 1,
+        "tables_read": all(row["examples"] == TABLES for row in rows),
     }
 
 

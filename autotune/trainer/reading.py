@@ -2,7 +2,7 @@
 
 The library saves a dataset in a folder, or loads it from the Hugging Face Hub (`hub_data`).
 Python's own modules read JSON and CSV, and `tables` reads Parquet and Arrow. Files are read in
-parts, so that memory never holds a whole file.
+parts, so that memory never holds a whole file; of an Arrow file, a part is a batch of its rows.
 """
 
 import csv
@@ -33,7 +33,8 @@ class BadDataset(ValueError):
 def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
     """Yield each row of a dataset with its location.
 
-    Raises BadDataset. Raises ImportError if a file needs pyarrow and pyarrow is not installed.
+    Raises BadDataset. Raises ImportError if a file is compressed and neither cramjam nor pyarrow is
+    installed.
     """
     is_cached = is_on_hub(path)
     for file in find_files(path, split):

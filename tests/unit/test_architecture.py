@@ -435,8 +435,9 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     imported = packages_of(one for found in modules().values() for one in found)
     # SQLAlchemy imports psycopg, if the URL says so. Extras name this package's extra `run`. With
     # torch for GPUs comes triton. Axolotl loads the plug-in that imports it. vLLM needs one version
-    # of torch, so its users install it themselves.
-    assert imported - {"triton", "axolotl", "vllm"} == declared - {"psycopg", NAME}
+    # of torch, so its users install it themselves. With `datasets` comes pyarrow, which can
+    # decompress files, too.
+    assert imported - {"triton", "axolotl", "vllm", "pyarrow"} == declared - {"psycopg", NAME}
 
     tools = {"refresh_export_keys.py"}  # runs where the trainers are installed
     files = [

@@ -587,6 +587,7 @@ SAID = [
     ("first_minutes", "took {h100_first_number_s:.0f} s and {h100_answer_s:.0f} s ("),
     ("light_install", "**{light_install_s:.1f} s and {plan_answer_s:.1f} s**: a light install"),
     ("light_install", "the install takes {light_mb:.1f} MB"),
+    ("light_install", "With the extra `data`, it takes {data_mb:.1f} MB"),
     (
         "side_by_side",
         "**{ratios[h100-sxm 1]:.2f} and {ratios[h200-sxm]:.2f} times**: autotune's speed relative",
@@ -1250,10 +1251,13 @@ def test_the_size_of_an_install_counts_packages_without_bytecode(
         (tmp_path / name).write_bytes(bytes(size * 1000))
     assert module.installed_mb(tmp_path) == (0.016, 0.005)
     rows = [{"install_s": 9.0, "plan_s": 2.0, "mb": 21.0, "bytecode_mb": 14.0}]
+    rows[0] |= {"data_mb": 26.0, "data_install_s": 1.0, "examples": dict(module.TABLES)}
     rows.append(rows[0] | {"install_s": 8.0, "plan_s": 3.0})
     found = module.summarize_light(rows)
     assert (found["light_install_s"], found["plan_answer_s"], found["light_mb"]) == (9.0, 3.0, 21.0)
-    assert found["commands"] == 8
+    assert (found["commands"], found["data_mb"], found["tables_read"]) == (8, 26.0, True)
+    rows[1] |= {"examples": {}}
+    assert not module.summarize_light(rows)["tables_read"]
 
 
 def test_the_page_of_trainers_has_the_measured_table(monkeypatch: pytest.MonkeyPatch) -> None:
