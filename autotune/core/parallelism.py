@@ -11,6 +11,7 @@ from autotune.core.untested import untested_in
 # keeps weights gathered after the forward pass. zero1 to zero3 are DeepSpeed's ZeRO stages.
 FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
+BUILT_AS_SHARDS = (*FSDP2, "zero3")  # a model larger than a GPU is built as shards
 PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
 # FSDP2, as accelerate configures it, and DeepSpeed train in this precision. They compute in bf16
@@ -122,8 +123,12 @@ class Parallelism:
             if (value := getattr(config, pair.setting)) in pair.values:
                 return pair.sentence(self.strategy, value)
 
-        if self.strategy == "zero3" and config.loss == "chunked":
-            return "a chunked loss needs the whole output head, which zero3 shards"
+        if (
+            self.strategy == "zero3"
+            and config.loss == "chunked"
+            and config.modules_to_save != "none"
+        ):
+            return "a chunked loss cannot run a copy of the output head that zero3 shards"
         return _fsdp2_refusal(config) if self.strategy in FSDP2 else None
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from autotune.core.parallelism import FSDP2
+from autotune.core.parallelism import BUILT_AS_SHARDS
 from autotune.export.header import (
     allocator,
     eval_steps,
@@ -178,7 +178,7 @@ def _is_larger_than_gpu(recipe: Recipe) -> bool:
     if config.quantization == "nf4":
         element_bytes = 0.5 + NF4_STATISTICS[config.double_quant]
     whole_gib = element_bytes * measured.total_params / 2**30
-    return config.sharding in FSDP2 and whole_gib > UNSHARDED_SHARE * measured.limit_gib
+    return config.sharding in BUILT_AS_SHARDS and whole_gib > UNSHARDED_SHARE * measured.limit_gib
 
 
 def sample(recipe: Recipe, number: int) -> list[int]:

@@ -64,12 +64,12 @@ class ShardingSettings:
 
     `bucket` is the number of gradients in DeepSpeed's buckets, or None for the Trainer's value
     `auto`. `live` is the number of parameters that stage 3 may keep gathered, or None for the
-    parameters of two layers, as in the exported script. If `builds_whole` is true, each GPU holds
-    the whole model before DeepSpeed shards the model. `offloads_weights` and `offloads_state` keep
-    the weights, and the gradients with the optimizer's state, in the host's memory. FSDP2 can only
-    offload both (`Parallelism.offload`). With `fsdp_1`, the embedding and the head stay gathered.
-    Without `shards_statistics`, each GPU holds all scales of a 4-bit base, and without
-    `shards_packed` also all of its 4-bit weights.
+    parameters of two layers, as in the exported script. If `builds_whole` is true, each GPU builds
+    the whole model before stages 1 and 2 shard its optimizer's state. `offloads_weights` and
+    `offloads_state` keep the weights, and the gradients with the optimizer's state, in the host's
+    memory. FSDP2 can only offload both (`Parallelism.offload`). With `fsdp_1`, the embedding and
+    the head stay gathered. Without `shards_statistics`, each GPU holds all scales of a 4-bit base,
+    and without `shards_packed` also all of its 4-bit weights.
     """
 
     bucket: int | None = None
@@ -335,7 +335,7 @@ def _breakdown(
         moments = _zero_moments(sizes, config, shares, parallelism, accumulates, settings, plain)
 
     weights, adapters, state = _lasting_bytes(sizes, config, shares, parallelism, settings)
-    if settings.builds_whole and parallelism.strategy in ZERO:
+    if settings.builds_whole and parallelism.strategy in ("zero1", "zero2"):
         built_bytes = (4 if config.method == "full" else 2) * shares.base + 4 * shares.adapters
         moments["building"] = (0.0, 0.0, 0.0, max(built_bytes - weights - adapters - state, 0.0))
     if micro_steps == EVALUATES and "layer evaluated" not in plain:

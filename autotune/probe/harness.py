@@ -29,7 +29,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from autotune.core.micro_profile import MicroBatchProfile, Part
 from autotune.core.objective import Objective
-from autotune.core.parallelism import FSDP2
+from autotune.core.parallelism import BUILT_AS_SHARDS, FSDP2
 from autotune.core.probe_types import (
     KernelTimes,
     Measurement,
@@ -411,7 +411,7 @@ class Probe:
 
     def _shard_outline(self) -> None:
         """Shard a model that was built without memory, and give its shards random weights."""
-        if self.request.parallelism.strategy not in FSDP2 or not is_outline(self.model):
+        if self.request.parallelism.strategy not in BUILT_AS_SHARDS or not is_outline(self.model):
             return
         # Losses with random weights mean nothing, and must not be compared with losses with real
         # weights.
@@ -444,7 +444,8 @@ class Probe:
 
         # TRL computes its loss in chunks by itself.
         if config.loss == "chunked" and request.trainer == "transformers":
-            self._loss = chunked_loss(self.base)
+            in_head = request.parallelism.strategy == "zero3"
+            self._loss = chunked_loss(self.base, in_head=in_head)
         if request.objective is Objective.CLASSIFICATION:
             self._loss = label_loss
         if request.objective.has_reference and config.method == "full":

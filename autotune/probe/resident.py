@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.objective import Objective
-from autotune.core.parallelism import FSDP2
+from autotune.core.parallelism import BUILT_AS_SHARDS
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
@@ -97,7 +97,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     """The base model for a request, on the device, without adapters and gradients.
 
     Real weights are loaded only for a model with all its layers, because a truncated model is as
-    fast with random weights. If FSDP2 must shard the model because it exceeds the memory limit, the
+    fast with random weights. If the model must be sharded because it exceeds the memory limit, the
     base is built without memory for its matrices, and each rank fills its shards with random
     weights later (`shard_outline`).
     """
@@ -109,7 +109,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
         truncate(config, request.depth)
 
     base = None
-    if request.parallelism.strategy in FSDP2:
+    if request.parallelism.strategy in BUILT_AS_SHARDS:
         # All ranks must make the same decision, so the limit depends only on the request.
         limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
         base = outline(config, settings, device, UNSHARDED_SHARE * limit_gib)

@@ -24,6 +24,7 @@ from .graphs import MicroBatchGraphs
 from .joined_lora import JoinedLayers
 from .model_builder import materialize
 from .settings import LIGER_KERNELS, deepspeed_settings
+from .zero_shards import partition
 
 # The Trainer's name for the number of tokens that the losses of a step are divided by
 NUM_ITEMS = "num_items_in_batch"
@@ -110,10 +111,13 @@ def _copies(settings: Any) -> dict[str, Any]:
 def shard_outline(trainer: Trainer, device: torch.device) -> None:
     """Shard a model that no device can hold whole, and allocate this rank's shard of each matrix.
 
-    accelerate would shard the model when the training begins, but it identifies weights by their
-    addresses, and weights without memory have no address. accelerate later leaves this model
-    unchanged, because it is already sharded.
+    Under FSDP2, accelerate would shard the model when the training begins, but it identifies
+    weights by their addresses, and weights without memory have no address. accelerate and DeepSpeed
+    later leave this model unchanged, because it is already sharded.
     """
+    if trainer.is_deepspeed_enabled:
+        partition(trainer.model, device)
+        return
     trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     materialize(trainer.model, device)
 
@@ -255,6 +259,15 @@ class LeanTrainer(Trainer):
             self.joined.follow()
         items = {} if num_items_in_batch is None else {NUM_ITEMS: num_items_in_batch}
         return self.graphs.run(self._prepare_inputs(inputs) | items)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss. A loss in the head gets the labels before the model runs."""
+        expect = getattr(self.compute_loss_func, "expect", None)
+        if expect is not None:
+            expect(inputs["labels"], kwargs.get(NUM_ITEMS))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sampler of the rows. If `row_lengths` is given, it groups rows by length."""

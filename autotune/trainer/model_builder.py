@@ -134,14 +134,21 @@ def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) 
     return quantized | {"dequantize": True}
 
 
-def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
+def load_in_first_rank(
+    source: str, settings: ModelSettings, *, shards_by_fsdp: bool
+) -> PreTrainedModel:
     """Load the base into host memory in the first rank, and without values in other ranks.
 
-    accelerate sends the other ranks their shards (see `sharing_arguments`). transformers reads the
-    two environment variables that are set here; without them, it would load the model in all ranks.
+    accelerate (see `sharing_arguments`) or `zero_shards` sends the other ranks their shards.
+    transformers reads the two environment variables that are set here; without them, it would load
+    the model in all ranks. They stay set only if FSDP shards the model.
     """
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    return load(source, settings, torch.device("cpu"))
+    variables = dict.fromkeys(("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "true")
+    os.environ |= variables
+    base = load(source, settings, torch.device("cpu"))
+    for name in () if shards_by_fsdp else variables:
+        del os.environ[name]
+    return base
 
 
 def outline(

@@ -205,7 +205,10 @@ def train(
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
     trainer.add_callback(origin)
-    if model_builder.is_outline(model) and not is_loaded_in_first_rank:
+    is_outline = model_builder.is_outline(model)
+    if settings.is_larger_than_gpu and (
+        settings.sharding == "zero3" or (is_outline and not is_loaded_in_first_rank)
+    ):
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
 
     # A model is sharded only once, when the training begins. A model that will be sharded is
@@ -308,7 +311,11 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
     """Load the base with its weights: into host memory if the base is larger than the device."""
     if loads_in_first_rank(settings, options):
-        return model_builder.load_in_first_rank(options.model, settings.model_settings)
+        return model_builder.load_in_first_rank(
+            options.model,
+            settings.model_settings,
+            shards_by_fsdp=settings.sharding.startswith("fsdp2"),
+        )
     if settings.objective == CLASSIFICATION:
         return load_classifier(settings, options, device)
     return model_builder.load(options.model, settings.model_settings, device)
@@ -405,7 +412,9 @@ def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., t
     """Return the Trainer's `compute_loss_func`, or None if the model computes the loss."""
     if settings.objective == CLASSIFICATION:
         return label_loss
-    return chunked_loss(base) if settings.loss == "chunked" else None
+    if settings.loss != "chunked":
+        return None
+    return chunked_loss(base, in_head=settings.sharding == "zero3")
 
 
 def random_examples(

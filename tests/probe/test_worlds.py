@@ -345,11 +345,36 @@ def test_two_ranks_learn_by_deepspeed_what_one_process_does(pool: RankPool, meth
     # the first alone: ranks count alike after it
     measured(pool.probe(shared(2, "zero3", micro_steps=2, **knobs), log))
     expected = step_losses(alone)
-    for strategy in ("zero1", "zero2", "zero3"):
-        found = step_losses(measured(pool.probe(shared(2, strategy, World.REAL, 2, **knobs), log)))
+    cases = [("zero1", "full"), ("zero2", "full"), ("zero3", "full"), ("zero3", "chunked")]
+    for strategy, loss in cases:
+        asked = shared(2, strategy, World.REAL, 2, loss=loss, **knobs)
+        found = step_losses(measured(pool.probe(asked, log)))
         steps = min(len(expected), len(found))
         assert steps >= 2
-        assert found[:steps] == pytest.approx(expected[:steps], rel=2e-3), strategy
+        assert found[:steps] == pytest.approx(expected[:steps], rel=2e-3), (strategy, loss)
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize(("method", "tight_gib"), [("lora", 1.03), ("full", 1.15)])
+def test_the_third_stage_builds_a_large_model_as_shards(
+    prober: WorkerProber, method: str, tight_gib: float
+) -> None:
+    """The second limit is below the model's weights beside a CUDA context."""
+    pytest.importorskip("deepspeed")
+    model = LARGER | {"num_hidden_layers": 2}
+    found = []
+    for memory_gib in (8.0, tight_gib):
+        asked = shared(2, "zero3", method=method, precision="bf16_mixed", model=model, seq_len=16)
+        asked = replace(asked, memory_gib=memory_gib)
+        result = prober.probe(asked, prober.logs / "as_shards.log")
+        assert result.outcome is Outcome.OK and result.measurement is not None, result.reason
+        found.append(result.measurement)
+    whole, built = found
+    assert built.losses[:2] != whole.losses[:2]  # its random weights are others
+    assert built.losses[0] == pytest.approx(math.log(8000), rel=0.1)
+    assert built.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.01)
+    for name in ("model_gib", "adapters_gib", "optimizer_gib", "total_params", "trainable_params"):
+        assert getattr(built, name) == pytest.approx(getattr(whole, name)), name
 
 
 def test_gradients_that_are_divided_in_each_micro_batch_are_the_same(pool: RankPool) -> None:

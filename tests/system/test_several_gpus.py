@@ -306,15 +306,19 @@ def test_deepspeed_trains_and_saves_what_one_process_would(method: str, tmp_path
     assert len(changed) > len(trained) / 2
 
 
-def test_a_model_larger_than_a_gpu_is_trained_as_shards(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("sharding", ["fsdp2", pytest.param("zero3", marks=pytest.mark.extra)])
+def test_a_model_larger_than_a_gpu_is_trained_as_shards(sharding: str, tmp_path: Path) -> None:
     """One rank reads the weights and sends the other its
     shards: all is as if each had read them.
     """
+    if sharding == "zero3":
+        pytest.importorskip("deepspeed")
     from transformers import AutoModelForCausalLM
 
-    made = demo(
-        TrainConfig(num_gpus=2, sharding="fsdp2", method="full", micro_batch_size=2, seq_len=32)
-    )
+    knobs = {"method": "full", "micro_batch_size": 2, "seq_len": 32}
+    knobs |= {"precision": "bf16_mixed", "loss": "chunked"} if sharding == "zero3" else {}
+    made = demo(TrainConfig(num_gpus=2, sharding=sharding, **knobs))
     write(export_all(made, ["train"]) | {"on_processors.py": ON_PROCESSORS}, tmp_path / "out")
     base, data = weights_and_examples(tmp_path)
     saved, losses = [], []

@@ -493,7 +493,9 @@ def test_a_script_for_several_gpus_starts_its_ranks_itself(tmp_path: Path) -> No
         ({"sharding": "fsdp2"}, 6.0, True),
         ({"sharding": "fsdp2", "method": "full"}, 12.0, True),  # fp32 masters
         ({"sharding": "fsdp2", "method": "full"}, 14.0, False),
+        ({"sharding": "zero3"}, 6.0, True),
         ({"sharding": "ddp"}, 6.0, False),  # each must hold all of it
+        ({"sharding": "zero2"}, 6.0, False),
     ],
 )
 def test_a_model_larger_than_a_gpu_is_built_as_shards(

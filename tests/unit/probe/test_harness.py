@@ -585,7 +585,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
     monkeypatch.setattr(module, "attach", lambda *_: "model")
     monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
-    monkeypatch.setattr(module, "chunked_loss", lambda base: "chunked")
+    monkeypatch.setattr(module, "chunked_loss", lambda base, *, in_head: "chunked")
     held: list[str] = []
     meter = SimpleNamespace(
         context_gib=lambda: 0.25,

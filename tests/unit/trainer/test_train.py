@@ -519,7 +519,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         "set_seed": lambda seed: done.append(("seed", seed)),
         "choose_attention": lambda any_length: done.append(("any length", any_length)),
         "load_attention": lambda model, device: done.append(("load", model is base, device.type)),
-        "chunked_loss": lambda base: done.append("chunked") or "loss",
+        "chunked_loss": lambda base, *, in_head: done.append("chunked") or "loss",
         "add_adapters": lambda *_: made_model,
         "make_trainer": lambda settings, options, model, loss, *_: done.append(loss) or trainer,
         "compile_layers": lambda layers, activation_budget: done.append(("compile", *layers)),
