@@ -18,7 +18,7 @@ from autotune.core.files import write_atomic
 from autotune.core.json_view import json_data
 from autotune.core.probe_types import ProbeRequest, ProbeResult
 from autotune.core.process import StopToken
-from autotune.core.rollout_types import TRANSFORMERS
+from autotune.core.rollout_types import TRANSFORMERS, EngineMeasurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import parse_duration
 from autotune.export.rollout_run import (
@@ -96,40 +96,22 @@ def run_rollouts(
     """
     stop = stop or StopToken()
     deadline = time.monotonic() + _budget_s(spec)
-    target = find_target(spec.gpu)
-    if target.measured_on is not None:
-        raise UsageError(
-            f"a GRPO run is measured only on its own GPU, not on {target.measured_on.name} for "
-            f"{target.device.name}",
-            remedy="leave --gpu out",
-        )
-    setup = rollout_setup(spec, target.device, say)
-    _refuse_reference(setup)
+    setup, device = _prepare(spec, say)
     name = spec.study or f"{setup.task.study}-grpo"
     out = study_directory(spec.out, name).absolute()
     make_writable(out)
-    device = "cuda" if target.card else "cpu"
+    logs = out / "logs"
     store = ProbeStore(storage_url(spec.storage), outbox=out / "outbox.jsonl")
+
     config, choices = training_choices(setup)
-    with WorkerProber(device, out / "logs", should_stop=stop, module=ENGINE) as prober:
-        stored = StoredProber(prober, store, name)
+    with WorkerProber(device, logs, should_stop=stop, module=ENGINE) as prober:
         task = rollout_task(setup, device, prober.memory_gib, spec.headroom)
         share = task.share(config) or SHARE
-        if task.rollouts.engine.kind == TRANSFORMERS:
-            say("vLLM is not installed: transformers generates, which is slower")
-        else:
-            say(f"measuring vLLM with {share:.0%} of the GPU")
-        measured = stored.probe(task.engine_request(config, share), out / "logs" / "engine.log")
-    if measured.engine is None:
-        raise EnvironmentProblem(
-            f"the engine failed in {measured.phase}: {measured.reason}",
-            remedy=f"see {out / 'logs' / 'engine.log'}",
-        )
+        engine = _measure_engine(task, config, share, StoredProber(prober, store, name), logs, say)
 
     layouts: list[MeasuredLayout] = []
-    with WorkerProber(device, out / "logs", should_stop=stop) as prober:
-        trainer = StoredProber(prober, store, name)
-        search = RolloutSearch(task, measured.engine, share, trainer, out / "logs", say)
+    with WorkerProber(device, logs, should_stop=stop) as prober:
+        search = RolloutSearch(task, engine, share, StoredProber(prober, store, name), logs, say)
         for layout in search.run(config, choices):
             layouts.append(layout)
             if stop():
@@ -139,12 +121,47 @@ def run_rollouts(
                 layouts += [search.confirm(best)] if best.score else []
                 break
 
-    study = _study(setup, task, measured, search, layouts)
+    study = _study(setup, search, layouts)
     if spec.verify and study.best is not None and not stop():
         say("running TRL's trainer with the best layout")
         study = replace(study, verification=_verify(study, study.best, task, out, stop))
     _write(out, study)
     return study
+
+
+def _prepare(spec: StudySpec, say: Callable[[str], None]) -> tuple[RolloutSetup, str]:
+    """Read the run that `spec` describes, and find the device that measures it: "cuda" or "cpu"."""
+    target = find_target(spec.gpu)
+    if target.measured_on is not None:
+        raise UsageError(
+            f"a GRPO run is measured only on its own GPU, not on {target.measured_on.name} for "
+            f"{target.device.name}",
+            remedy="leave --gpu out",
+        )
+    setup = rollout_setup(spec, target.device, say)
+    _refuse_reference(setup)
+    return setup, "cuda" if target.card else "cpu"
+
+
+def _measure_engine(
+    task: RolloutTask,
+    config: TrainConfig,
+    share: float,
+    prober: StoredProber,
+    logs: Path,
+    say: Callable[[str], None],
+) -> EngineMeasurement:
+    """Measure the engine. Raises EnvironmentProblem if it fails."""
+    if task.rollouts.engine.kind == TRANSFORMERS:
+        say("vLLM is not installed: transformers generates, which is slower")
+    else:
+        say(f"measuring vLLM with {share:.0%} of the GPU")
+    log = logs / "engine.log"
+    result = prober.probe(task.engine_request(config, share), log)
+    if result.engine is None:
+        where = f" in {result.phase}" if result.phase else ""
+        raise EnvironmentProblem(f"the engine failed{where}: {result.reason}", remedy=f"see {log}")
+    return result.engine
 
 
 def _refuse_reference(setup: RolloutSetup) -> None:
@@ -188,13 +205,9 @@ def training_choices(setup: RolloutSetup) -> tuple[TrainConfig, dict[str, list[A
 
 
 def _study(
-    setup: RolloutSetup,
-    task: RolloutTask,
-    measured: ProbeResult,
-    search: RolloutSearch,
-    layouts: list[MeasuredLayout],
+    setup: RolloutSetup, search: RolloutSearch, layouts: list[MeasuredLayout]
 ) -> RolloutStudy:
-    assert measured.engine is not None
+    task = search.task
     best = max(layouts, key=lambda layout: layout.score, default=None)
     if layouts and best is not None and layouts[-1].config == best.config:
         best = layouts[-1] if layouts[-1].score else best  # the confirmed measurement
@@ -206,7 +219,7 @@ def _study(
         updates=task.updates,
         iterations=task.iterations,
         beta=setup.beta,
-        engine=measured.engine,
+        engine=search.engine,
         layouts=tuple(layouts),
         best=best if best is not None and best.score else None,
         two_gpus=two_gpus(search, setup.task.device.link_between(2)),

@@ -19,7 +19,14 @@ from autotune.core.rollout_types import COLOCATED, TRANSFORMERS, Engine, EngineM
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.rollouts import Rollouts
-from autotune.study.rollout_search import FITS, TOO_LONG, MeasuredLayout, RolloutSearch
+from autotune.study.rollout_search import (
+    FITS,
+    TOO_LONG,
+    MeasuredLayout,
+    RolloutSearch,
+    TwoGpus,
+    two_gpus,
+)
 from autotune.study.rollout_task import RolloutTask
 
 CARD_GIB = 80.0
@@ -203,3 +210,41 @@ def test_requests_hold_the_usual_and_the_longest_rows() -> None:
     assert engine.generation is not None
     assert engine.generation.engine == Engine(share=0.4, sleeps=True, max_tokens=2304)
     assert engine.digest != request.digest
+
+
+def searched(engine: EngineMeasurement, **changes: Any) -> RolloutSearch:
+    search = RolloutSearch(task(**changes), engine, 0.3, Card({"none": 4.0, "full": 1.0}), Path())
+    assert list(search.run(TrainConfig(), CHOICES))
+    return search
+
+
+def test_two_gpus_that_share_all_work_beat_a_gpu_that_waits() -> None:
+    """Half of the completions take 8 of 10 s; the update is half as long."""
+    found = two_gpus(searched(replace(ENGINE, half_s=8.0)))
+    assert found.colocated is not None
+    assert found.apart is not None
+    assert found.faster == "colocated"
+    alone = max(layout.score for layout in run(Card({"none": 4.0, "full": 1.0})))
+    assert alone < found.colocated < 2 * alone
+
+
+def test_a_gpu_for_the_engine_alone_wins_if_sleep_takes_long() -> None:
+    """Awake, the engine leaves no room for the training."""
+    slow = replace(ENGINE, half_s=10.0, awake_gib=(70.0,), peak_gib={"rollout": 70.0})
+    slow = replace(slow, sleep_s=(100.0,))
+    assert two_gpus(searched(slow)).faster == "apart"
+
+
+def test_the_exchange_between_two_gpus_takes_time() -> None:
+    search = searched(replace(ENGINE, half_s=8.0))
+    free, slow = two_gpus(search), two_gpus(search, link_gb_s=1.0)
+    assert (slow.apart or 0.0) < (free.apart or 0.0)
+    assert (slow.colocated or 0.0) < (free.colocated or 0.0)
+
+
+def test_without_a_layout_of_two_gpus_none_is_faster() -> None:
+    assert TwoGpus(colocated=None, apart=None).faster is None
+    own = replace(ENGINE, transfer_s=(), sleep_s=(), wake_s=(), asleep_gib=())
+    same = replace(ROLLOUTS, engine=Engine(kind=TRANSFORMERS))
+    found = two_gpus(searched(own, rollouts=same))
+    assert found == TwoGpus(colocated=None, apart=None)
