@@ -123,6 +123,21 @@ def test_a_probe_with_an_fp8_base_trains_and_leaves_nothing_behind(
 
 
 @pytest.mark.probe
+def test_a_probe_with_fp8_products_trains_and_leaves_nothing_behind(prober: WorkerProber) -> None:
+    full = {"method": "full", "compile": "per_layer", "padding": "max_length"}
+    full["precision"] = "bf16_mixed"
+    plain, *in_fp8, again = (
+        measured(prober, **full, fp8_products=one)
+        for one in ("none", "tensorwise", "rowwise", "none")
+    )
+    assert again.losses[:2] == plain.losses[:2]
+    for fp8 in in_fp8:
+        assert fp8.losses[:2] != plain.losses[:2]
+        assert fp8.losses[:2] == pytest.approx(plain.losses[:2], rel=0.01)
+        assert fp8.model_gib == plain.model_gib
+
+
+@pytest.mark.probe
 def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
     import torch
 
@@ -201,6 +216,8 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
     "knobs",
     [
         {"quantization": "fp8"},
+        {"method": "full", "compile": "per_layer", "fp8_products": "rowwise"}
+        | {"precision": "bf16_mixed"},
         {"checkpointing": "offload"},
         {"checkpointing": "offload", "tiling": "tokens"},
         {
