@@ -7,11 +7,15 @@ with the same probability at each token, at the latest after `--longest` tokens.
 
 import argparse
 import math
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from bench import TINY_MODEL, Failed, Mode, Rows, finish, run_program, table
 
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.probe_types import Outcome, Phase, ProbeResult
-from autotune.core.rollout_types import Engine
+from autotune.core.rollout_types import SERVER, Engine
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.export.rollout_run import RolloutRun, compare
@@ -30,7 +34,13 @@ from autotune.prediction.rollout_step import RolloutStep
 from autotune.probe.supervisor import ENGINE, WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.rollouts import Rollouts
-from autotune.study.rollout_search import FITS, MeasuredLayout, RolloutSearch
+from autotune.study.rollout_search import (
+    FITS,
+    MeasuredLayout,
+    PairLayout,
+    RolloutSearch,
+    two_gpus,
+)
 from autotune.study.rollout_task import SHARE, RolloutTask, engine_kind
 
 MEAN, LONGEST, PROMPT = 600, 2048, 256  # tokens
@@ -39,6 +49,8 @@ STEPS = 8
 METHODS = ("lora", "full")
 COLUMNS = ["stage", "method", "layout", "state", "step_s", "peak_gib", "seconds"]
 TIMEOUT_S = 420
+PORT = 8421  # of TRL's vLLM server
+SERVER_VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 class Bench:
@@ -72,7 +84,11 @@ class Bench:
             card_gib=card_gib,
             rollouts=self.rollouts,
             prompts=Lengths.constant(self.rollouts.prompt_tokens),
-            completions=geometric(self.mean),
+            completions=(
+                Lengths.constant(self.rollouts.completion_tokens)
+                if self.args.constant
+                else geometric(self.mean)
+            ),
         )
 
     @property
@@ -103,7 +119,8 @@ def run(args: argparse.Namespace) -> None:
     """Measure the stages of each method that no earlier row has.
 
     `engine` measures vLLM, `training` measures layouts of the training and composes their steps,
-    `trl` runs TRL's trainer with the best layout, and `defaults` with TRL's defaults. The run of
+    `trl` runs TRL's trainer with the best layout, and `defaults` with TRL's defaults. `colocated`
+    and `apart` run it on two GPUs, and are measured only if `--stages` names them. The run of
     `trl` has eight steps; in three of them every completion has the largest length. `phase_error`
     compares the largest peak of each phase, and `step_error` the median time of the other steps,
     without the first. An error is the prediction divided by the measurement, minus 1.
@@ -171,7 +188,18 @@ def training(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]
         for layout in search.run(bench.config, bench.choices):
             row = layout_row(layout)
             yield row | {"done": False}
-    yield row | {"done": layout.state == FITS}
+    found = two_gpus(search)
+    pairs = {"colocated": found.colocated, "apart": found.apart}
+    yield row | {
+        "two_gpus": {name: pair and pair_row(pair) for name, pair in pairs.items()},
+        "faster": found.faster,
+        "done": layout.state == FITS,
+    }
+
+
+def pair_row(pair: PairLayout) -> dict[str, Any]:
+    """The facts of a layout of two GPUs."""
+    return {"config": pair.config.as_dict(), "sleeps": pair.sleeps, "step_s": pair.step.seconds}
 
 
 def layout_row(layout: MeasuredLayout) -> dict[str, Any]:
@@ -235,18 +263,83 @@ def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]
     yield run_row(done) | {"layout": "TRL's defaults", "done": done.problem is None}
 
 
+def colocated(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run TRL on two GPUs that each generate and train half of the completions."""
+    training_row = one(rows, "training", bench.method)
+    pair = training_row["two_gpus"]["colocated"]
+    share, rollouts = training_row["share"], bench.rollouts
+    engine = replace(rollouts.engine, share=share, sleeps=pair["sleeps"])
+    half = replace(rollouts, sequences=rollouts.sequences // 2)
+    arguments = trl_arguments(TrainConfig(**pair["config"]), half, engine)
+    done = measure_trl(bench, folder, arguments, num_gpus=2)
+    yield pair_of_runs(done, pair, "two GPUs, colocated")
+
+
+def apart(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
+    """Run TRL on a GPU that trains, and its vLLM server on another GPU.
+
+    The server takes no other lengths than the largest: this needs `--constant`.
+    """
+    pair = one(rows, "training", bench.method)["two_gpus"]["apart"]
+    if not bench.args.constant:
+        raise Failed("the server generates only completions of the largest length: add --constant")
+    arguments = trl_arguments(TrainConfig(**pair["config"]), bench.rollouts, Engine(kind=SERVER))
+    arguments |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_port": PORT}
+    if problem := write_folder(bench, folder):
+        raise Failed(problem)
+    with server(bench, folder):
+        done = measure_trl(bench, folder, arguments)
+    yield pair_of_runs(done, pair, "two GPUs, apart")
+
+
+@contextmanager
+def server(bench: Bench, folder: Path) -> Iterator[None]:
+    """Run TRL's vLLM server on the second GPU, and let other processes see the first."""
+    command = [sys.executable, "-c", "from trl.cli import main; main()"]
+    command += ["vllm-serve", "--model", "model"]
+    command += ["--port", str(PORT), "--gpu_memory_utilization", "0.9"]
+    command += ["--max_model_len", str(bench.rollouts.longest)]
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "1"} | SERVER_VARIABLES
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=variables, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def pair_of_runs(done: RolloutRun, pair: dict[str, Any], layout: str) -> dict[str, Any]:
+    """A row of TRL's run on two GPUs."""
+    error = pair["step_s"] / done.step_s - 1 if done.step_s else None
+    return run_row(done) | {
+        "layout": layout,
+        "predicted_step_s": pair["step_s"],
+        "step_error": error,
+        "done": done.problem is None,
+    }
+
+
+def write_folder(bench: Bench, folder: Path) -> str | None:
+    """Write the model and the prompts once. Returns the reason of a failure, or None."""
+    prompts = [bench.rollouts.prompt_tokens] * (64 * STEPS)
+    return write_model(folder, bench.model.config, bench.args.device, prompts)
+
+
 def measure_trl(
     bench: Bench, folder: Path, arguments: dict[str, Any], **options: Any
 ) -> RolloutRun:
     """Run TRL's trainer on a model that is written once. Raises Failed if it cannot be written."""
-    prompts = [bench.rollouts.prompt_tokens] * (64 * STEPS)
-    if problem := write_model(folder, bench.model.config, bench.args.device, prompts):
+    if problem := write_folder(bench, folder):
         raise Failed(problem)
     on_cpu = {"use_cpu": True, "bf16": False} if bench.on_cpu else {}
     lora = lora_arguments(bench.config, bench.model.text_type)
-    return run_trl(
-        folder, arguments | on_cpu, lora, mean_tokens=bench.mean, limit_s=TIMEOUT_S, **options
-    )
+    mean = 0 if bench.args.constant else bench.mean
+    return run_trl(folder, arguments | on_cpu, lora, mean_tokens=mean, limit_s=TIMEOUT_S, **options)
 
 
 def run_row(done: RolloutRun) -> dict[str, Any]:
@@ -292,6 +385,13 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for method, row in runs.items()
         if method in others and row["step_s"] and others[method]["step_s"]
     }
+    pairs = {row["stage"]: row["step_s"] for row in rows if row["stage"] in ("colocated", "apart")}
+    predicted = [row["faster"] for row in rows if row.get("faster")]
+    faster = (
+        min(pairs, key=lambda name: pairs[name])
+        if None not in pairs.values() and len(pairs) == 2
+        else None
+    )
     return {
         "layouts": sum(row["stage"] == "training" and not row["done"] for row in rows),
         "runs": len(runs),
@@ -299,11 +399,20 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "step_error_max": max(step_errors, default=None),
         "over_defaults": min(over.values(), default=None),
         "ooms": sum(row["out_of_memory"] for row in runs.values()),
+        "two_gpus_right": None if faster is None else faster == predicted[-1],
         "failed": sum(row["state"] == "failed" for row in (*runs.values(), *others.values())),
     }
 
 
-STAGES = {"engine": engine, "training": training, "trl": trl, "defaults": defaults}
+STAGES = {
+    "engine": engine,
+    "training": training,
+    "trl": trl,
+    "defaults": defaults,
+    "colocated": colocated,
+    "apart": apart,
+}
+ON_ONE_GPU = ["engine", "training", "trl", "defaults"]
 MODES = {
     "": Mode(
         run=run,
@@ -313,7 +422,8 @@ MODES = {
             "--device": "cuda",
             "--model": "qwen3-4b",
             "--methods": {"nargs": "*", "default": list(METHODS)},
-            "--stages": {"nargs": "*", "default": list(STAGES)},
+            "--stages": {"nargs": "*", "default": ON_ONE_GPU},
+            "--constant": {"default": False, "help": "every completion has the largest length"},
             "--longest": {"type": int, "default": LONGEST, "help": "tokens of a completion"},
             "--folder": {"type": Path, "help": "keep the model and the logs in this folder"},
             "--seconds": {

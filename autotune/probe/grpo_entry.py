@@ -81,8 +81,10 @@ class _Steps(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._ends(self._log.step in self._longest)
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         self._log.end_step()
+        if not state.is_local_process_zero:
+            return
         with Path(STEPS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(step_row(self._log, self._log.step - 1)) + "\n")
 
@@ -107,7 +109,9 @@ def main() -> None:
     die_with_parent()
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     began = time.perf_counter()
-    log = RunLog(open_meter("cuda" if torch.cuda.is_available() else "cpu"))
+    # Only the first of several ranks logs the memory of its GPU.
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    log = RunLog(open_meter("cuda" if torch.cuda.is_available() and is_first else "cpu"))
     lengths: list[list[int]] = []
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -131,10 +135,19 @@ def main() -> None:
     started = time.perf_counter()
     trainer.train()
     log.enter(None)
+    if is_first:
+        _print(log, started - began, lengths)
+    if trainer.use_vllm:
+        # vLLM's end could print more lines, or hang.
+        os._exit(0)
+
+
+def _print(log: RunLog, start_s: float, lengths: list[list[int]]) -> None:
+    """Print the result as the last line of output."""
     print(
         json.dumps(
             {
-                "start_s": started - began,
+                "start_s": start_s,
                 "load_gib": log.peaks_gib()[Phase.LOAD],
                 "steps": [step_row(log, step) for step in range(log.step)],
                 "lengths": lengths,
@@ -142,9 +155,6 @@ def main() -> None:
         ),
         flush=True,
     )
-    if trainer.use_vllm:
-        # vLLM's end could print more lines, or hang.
-        os._exit(0)
 
 
 def log_engine(trainer: Any, log: PhaseLog) -> None:
@@ -160,12 +170,10 @@ def log_engine(trainer: Any, log: PhaseLog) -> None:
         setattr(owner, name, call)
 
     engine = trainer.vllm_generation
-    for name, phase in (
-        ("generate", Phase.ROLLOUT),
-        ("sleep", Phase.SLEEP),
-        ("wake_up", Phase.WAKE),
-    ):
-        logged(engine.llm, name, phase)
+    if engine.mode == "colocate":
+        logged(engine.llm, "generate", Phase.ROLLOUT)
+        logged(engine.llm, "sleep", Phase.SLEEP)
+        logged(engine.llm, "wake_up", Phase.WAKE)
     logged(engine, "sync_weights", Phase.TRANSFER)
 
 

@@ -248,7 +248,9 @@ def _two_gpus_text(study: RolloutStudy) -> str:
     """Say which layout of two GPUs is faster, as far as it is predicted."""
     two = study.two_gpus
     speeds = {"both generate and train": two.colocated, "one generates, one trains": two.apart}
-    known = [f"{value:.3g} prompts/s if {name}" for name, value in speeds.items() if value]
+    known = [
+        f"{one.step.prompts_per_s:.3g} prompts/s if {name}" for name, one in speeds.items() if one
+    ]
     return f"two GPUs, predicted from these phases: {', '.join(known)}" if known else ""
 
 

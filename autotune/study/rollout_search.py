@@ -226,22 +226,40 @@ class RolloutSearch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairLayout:
+    """A layout of two GPUs with its predicted step."""
+
+    JSON: ClassVar = keys(
+        label="config.label()",
+        vllm_enable_sleep_mode="sleeps",
+        prompts_per_s="step.prompts_per_s",
+        phase_s="step.phase_s",
+    )
+
+    config: TrainConfig
+    sleeps: bool
+    step: RolloutStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TwoGpus:
-    """The predicted speeds of two GPUs, in prompts per second; None if no layout fits.
+    """The fastest layouts of two GPUs, predicted; None if none fits.
 
     `colocated` is two GPUs that generate and train half of the completions each. `apart` is a GPU
     that trains and a GPU that generates.
     """
 
-    colocated: float | None
-    apart: float | None
+    JSON: ClassVar = keys("colocated", "apart", "faster")
+
+    colocated: PairLayout | None
+    apart: PairLayout | None
 
     @property
     def faster(self) -> str | None:
-        """The faster of the two layouts, or None if none fits."""
-        if not (self.colocated or self.apart):
-            return None
-        return "colocated" if (self.colocated or 0.0) >= (self.apart or 0.0) else "apart"
+        """The name of the faster of the two layouts, or None if none fits."""
+        named = {"colocated": self.colocated, "apart": self.apart}
+        speeds = {name: one.step.prompts_per_s for name, one in named.items() if one}
+        return max(speeds, key=lambda name: speeds[name], default=None)
 
 
 def two_gpus(search: RolloutSearch, link_gb_s: float | None = None) -> TwoGpus:
@@ -250,28 +268,30 @@ def two_gpus(search: RolloutSearch, link_gb_s: float | None = None) -> TwoGpus:
     `link_gb_s` is the rate between the GPUs; None leaves out the time of their exchange.
     """
     task, engine = search.task, search.engine
-    colocated, apart = [], []
+    colocated: list[PairLayout] = []
+    apart: list[PairLayout] = []
     for trained in search.trained:
-        measured = trained.result.measurement
+        measured, config = trained.result.measurement, trained.config
         if measured is None or trained.ran_out_in is not None:
             continue
         numbers: dict[str, Any] = {
             "prompts": task.num_prompts,
-            "accumulation": task.accumulation(trained.config),
+            "accumulation": task.accumulation(config),
             "updates": task.updates * task.iterations,
             "link_gb_s": link_gb_s,
         }
         ways = (False, True) if engine.asleep_gib else (False,)
         if numbers["accumulation"] > 1 and engine.half_s is not None:
-            colocated += [
-                compose_halves(measured, engine, sleeps=sleeps, **numbers) for sleeps in ways
-            ]
+            for sleeps in ways:
+                step = compose_halves(measured, engine, sleeps=sleeps, **numbers)
+                colocated.append(PairLayout(config=config, sleeps=sleeps, step=step))
         if task.rollouts.engine.kind != TRANSFORMERS:
-            apart.append(compose_apart(measured, engine, **numbers))
+            step = compose_apart(measured, engine, **numbers)
+            apart.append(PairLayout(config=config, sleeps=False, step=step))
 
-    def fastest(steps: list[RolloutStep]) -> float | None:
-        fitting = [step for step in steps if step.peak[1] <= task.limit_gib]
-        return max((step.prompts_per_s for step in fitting), default=None)
+    def fastest(layouts: list[PairLayout]) -> PairLayout | None:
+        fitting = [one for one in layouts if one.step.peak[1] <= task.limit_gib]
+        return max(fitting, key=lambda one: one.step.prompts_per_s, default=None)
 
     return TwoGpus(colocated=fastest(colocated), apart=fastest(apart))
 

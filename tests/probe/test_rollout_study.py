@@ -52,7 +52,8 @@ def test_the_fastest_layout_is_measured_stored_and_exported(tmp_path: Path) -> N
     assert {"rollout", "forward"} <= study["best"]["phase_s"].keys()
     assert study["engine"]["engine"].startswith("transformers ")
     assert study["workload"]["completions_at_once"] == 8
-    assert study["two_gpus"]["colocated"] > 0
+    assert study["two_gpus"]["colocated"]["prompts_per_s"] > 0
+    assert study["two_gpus"]["faster"] == "colocated"
     assert study["two_gpus"]["apart"] is None  # transformers cannot generate on another GPU
     assert json.loads((tmp_path / "out" / "grpo.json").read_text()) == study
 

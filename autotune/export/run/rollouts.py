@@ -74,6 +74,7 @@ def run_trl(
     steps: int = STEPS,
     longest_steps: tuple[int, ...] = LONGEST_STEPS,
     updates: int = 1,
+    num_gpus: int = 1,
     limit_s: float = LIMIT_S,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> RolloutRun:
@@ -81,7 +82,8 @@ def run_trl(
 
     `arguments` are those of GRPOConfig, and `lora` those of PEFT's LoraConfig, or None. The mean
     length of completions is `mean_tokens`; in `longest_steps`, every completion has the largest.
-    Each generation has `updates` optimizer steps.
+    Each generation has `updates` optimizer steps. On several GPUs, each GPU trains its part of the
+    completions, and `arguments` are those of one rank.
     """
     wanted = {
         "arguments": arguments | {"max_steps": steps, "logging_steps": 1},
@@ -92,13 +94,18 @@ def run_trl(
     write_files(folder, {RUN_FILE: json.dumps(wanted)})
     file = folder / STEPS_FILE
     file.unlink(missing_ok=True)
+    script, words = "autotune.probe.grpo_entry", [RUN_FILE]
+    if num_gpus > 1:
+        words = [f"--nproc_per_node={num_gpus}", "--module", script, RUN_FILE]
+        script = "torch.distributed.run"
     done = run_exported(
         folder,
-        [RUN_FILE],
+        words,
         folder / "trl.log",
         limit_s=limit_s,
         should_stop=should_stop,
-        script="autotune.probe.grpo_entry",
+        script=script,
+        num_gpus=num_gpus,
         environment=_environment(),
     )
     if isinstance(done, str):
