@@ -334,13 +334,11 @@ class RankAddress:
     """The number of a process among real ranks, and the file that connects the ranks.
 
     `number` is the rank's number. `meeting` is the path of a file through which the ranks find each
-    other; the file does not exist yet. If `stays` is True, the process group stays for the next
-    probe, and the file must exist as long as the group.
+    other; the file does not exist yet.
     """
 
     number: int
     meeting: str
-    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,6 @@ class Rank:
 
         self._device = device
         self._meeting = address.meeting if address else None
-        self._stays = address is not None and address.stays
         # The environment variables before `join` changed them.
         self._environment: dict[str, str] | None = None
         self._prepare_backend: Any = None  # accelerate's own method, while it is replaced
@@ -63,8 +62,7 @@ class Rank:
     def join(self) -> None:
         """Join the process group. A real rank waits here for all other real ranks.
 
-        The process group of the last probe is used again if it stayed. Raises RuntimeError for a
-        real rank without an address.
+        Raises RuntimeError for a real rank without an address.
         """
         if self.size == 1:
             return
@@ -94,8 +92,6 @@ class Rank:
             # gloo sums the norms of offloaded gradients on the host
             backend = "cuda:nccl,cpu:gloo"
         self._store = dist.FileStore(self._meeting, self.size)
-        if dist.is_initialized():
-            return
         dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
         # NCCL allocates its memory at the first collective. So this collective runs before memory
         # is limited.
@@ -159,11 +155,7 @@ class Rank:
         return max(float(self._store.get(f"{exchange} {rank}")) for rank in range(self.size))
 
     def leave(self) -> None:
-        """Leave the process group, while no collective runs. All real ranks must leave together.
-
-        If the group stays for the next probe, only wait until NCCL has released the last
-        collective's tensors.
-        """
+        """Leave the process group, while no collective runs. All real ranks must leave together."""
         if self._prepare_backend is not None:
             from accelerate.state import PartialState
 
@@ -175,22 +167,13 @@ class Rank:
             comm.destroy_process_group()
             comm.cdb = None
         if dist.is_initialized():
-            if not self._stays:
-                dist.destroy_process_group()
-            elif dist.get_backend() == "nccl":
-                dist.group.WORLD._wait_for_pending_works()
+            dist.destroy_process_group()
 
         self._store = None
         if self._environment is not None:
             os.environ.clear()
             os.environ.update(self._environment)
             self._environment = None
-
-
-def leave_group() -> None:
-    """Leave a process group that stayed after a probe. All its ranks must leave together."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _reset_numbering() -> None:

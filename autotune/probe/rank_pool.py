@@ -9,14 +9,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.core.errors import AutotuneError, Cancelled, EnvironmentProblem, UsageError
 from autotune.core.nvml import visible
-from autotune.core.parallelism import ZERO
 from autotune.core.probe_types import (
     CollectiveRates,
     Fingerprint,
@@ -40,7 +39,6 @@ from autotune.probe.worker_process import WorkerProcess, receive_first
 GRACE_S = 0.2
 
 Key = TypeVar("Key")
-Group = tuple[int, bool]  # the number of GPUs, and whether they shard the model
 Message = dict[str, Any] | None  # a worker's message, or None after the worker's end
 
 
@@ -77,11 +75,6 @@ class RankPool:
         self.device = device
         self.logs = logs
         self._should_stop = should_stop
-        self._opened = ExitStack()
-        self._meetings: Path | None = None  # the folder of the files in which ranks meet
-        self._num_meetings = 0
-        # What the process group that stayed after the last probe is for, or None without a group.
-        self._group: Group | None = None
         self._ranks = [
             WorkerProber(
                 device, logs / f"rank{number}", should_stop=should_stop, card=card, threads=threads
@@ -135,7 +128,6 @@ class RankPool:
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """Describe a model like `WorkerProber.describe`."""
-        self._leave_group()
         return self._ranks[0].describe(model)
 
     @property
@@ -150,7 +142,6 @@ class RankPool:
         same folder. Raises UsageError if the request is for more ranks than the pool has.
         """
         if not request.has_real_ranks:
-            self._leave_group()
             return self._ranks[0].probe(request, log)
 
         num_gpus = request.parallelism.num_gpus
@@ -168,14 +159,12 @@ class RankPool:
         first = self._ranks[0]
         first.begin_try()
         monitor = first.monitor(log)
-        group = lasting_group(request)
-        if group != self._group:
-            self._leave_group()
         workers = self._ready_workers()[: request.parallelism.num_gpus]
 
         try:
-            self._send(workers, request, log, stays=group is not None)
-            answers = self._answers(workers, monitor)
+            with scratch_directory() as folder:
+                self._send(workers, request, log, Path(folder, "meeting"))
+                answers = self._answers(workers, monitor)
         except Cancelled:
             self.close()
             raise
@@ -198,8 +187,6 @@ class RankPool:
             return self._failure(request, number, last, begin, log, oom_kills)
         if not all(message["reusable"] for message in answers.values() if message):
             self._renew()
-        else:
-            self._group = group
 
         results = [_result(answers[number]) for number in range(len(workers))]
         result = replace(combine_results(results), log=log.name)
@@ -208,15 +195,14 @@ class RankPool:
         return replace(result, measurement=monitor.complete(result.measurement))
 
     def _send(
-        self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, *, stays: bool
+        self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path
     ) -> None:
         """Send the request to these workers, which are the ranks of the probe.
 
         This method ignores a worker that has ended, because `_answers` notices its end later.
         """
-        meeting = self._new_meeting()
         for number, worker in enumerate(workers):
-            address = RankAddress(number=number, meeting=meeting, stays=stays)
+            address = RankAddress(number=number, meeting=str(meeting))
             own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
             shared = self._ranks[0].turns() if number == 0 else {}
             with suppress(OSError):
@@ -287,49 +273,17 @@ class RankPool:
 
         Raises the errors of `WorkerProber.rates`.
         """
-        self._leave_group()
         self._ready_workers()
-        meeting = self._new_meeting()
-        addresses = [
-            to_data(RankAddress(number=number, meeting=meeting))
-            for number in range(len(self._ranks))
-        ]
-        found, *_ = self._ask_all(
-            [{"collectives": len(self._ranks), "seat": address} for address in addresses]
-        )
-        return tuple(from_data(CollectiveRates, rates) for rates in found)
-
-    def _ask_all(self, messages: Sequence[dict[str, Any]]) -> list[Any]:
-        """Send each of the first ranks its message, and return their answers.
-
-        Raises the errors of `WorkerProber.answer`.
-        """
-        ranks = self._ranks[: len(messages)]
         try:
-            for rank, message in zip(ranks, messages, strict=True):
-                rank.ask(message)
-            return [rank.answer() for rank in ranks]
+            with scratch_directory() as folder:
+                for number, rank in enumerate(self._ranks):
+                    address = RankAddress(number=number, meeting=str(Path(folder, "meeting")))
+                    rank.ask({"collectives": len(self._ranks), "seat": to_data(address)})
+                found, *_ = [rank.answer() for rank in self._ranks]
         except AutotuneError:
             self.close()  # end all workers, because the other ranks still wait for the failed rank
             raise
-
-    def _leave_group(self) -> None:
-        """Let the ranks of the last probe leave the process group that stayed after it."""
-        if self._group is None:
-            return
-        members = self._group[0]
-        self._group = None
-        try:
-            self._ask_all([{"leave": True}] * members)
-        except EnvironmentProblem:  # all workers were ended, so the group has ended too
-            self.launch()
-
-    def _new_meeting(self) -> str:
-        """Return the path of a new file in which ranks can meet, until the pool closes."""
-        if self._meetings is None:
-            self._meetings = Path(self._opened.enter_context(scratch_directory()))
-        self._num_meetings += 1
-        return str(self._meetings / str(self._num_meetings))
+        return tuple(from_data(CollectiveRates, rates) for rates in found)
 
     def launch(self) -> None:
         """Start missing workers without waiting for their imports. Raises Cancelled."""
@@ -351,26 +305,10 @@ class RankPool:
 
     def close(self) -> None:
         """End all workers and all processes that they started."""
-        self._group = None
         for rank in self._ranks:
             rank.terminate()
         for rank in self._ranks:
             rank.close()
-        self._opened.close()
-        self._meetings = None
-
-
-def lasting_group(request: ProbeRequest) -> Group | None:
-    """Return what the process group of a probe is for, or None if it must end with the probe.
-
-    Ending and starting NCCL takes most of a second. A group is used only for the same collectives,
-    whose buffers count as memory of the process. DeepSpeed ends its own group, several copies of a
-    model make further groups, and offloading has a group of two backends.
-    """
-    parallelism = request.parallelism
-    if parallelism.strategy in ZERO or parallelism.copies > 1 or parallelism.offload:
-        return None
-    return parallelism.num_gpus, parallelism.shards
 
 
 def _result(message: Message) -> ProbeResult:

@@ -73,8 +73,6 @@ def main() -> None:
         elif "collectives" in message:
             address = from_data(RankAddress, message["seat"])
             _measure_rates(partial(worker.collectives, address, message["collectives"]), send)
-        elif "leave" in message:
-            _measure_rates(worker.leave_group, send)
         else:
             _probe(worker, message, worker_log, send)
 
@@ -222,12 +220,6 @@ class Worker:
         from autotune.probe.collective_rates import measure_collectives
 
         return self._measure(lambda meter: measure_collectives(meter, address, num_ranks))
-
-    def leave_group(self) -> None:
-        """Leave the process group that stayed after the last probe on several real ranks."""
-        from autotune.probe.rank import leave_group
-
-        leave_group()
 
     def _measure(self, measure: Callable[["Meter"], Rates]) -> Rates:
         self._drop(list(self._residents))

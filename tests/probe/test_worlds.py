@@ -508,36 +508,6 @@ def test_a_pool_probes_fewer_ranks_in_turn(pool: RankPool) -> None:
         assert pool.probe(asked, log).outcome is Outcome.OK
 
 
-def test_a_process_group_stays_while_the_same_collectives_run(pool: RankPool) -> None:
-    log = pool.logs / "group.log"
-    starts = pool.starts
-    losses = []
-    for num_gpus, strategy, group in (
-        (2, "ddp", (2, False)),
-        (2, "ddp", (2, False)),
-        (2, "fsdp2", (2, True)),
-        (2, "fsdp2_keep", (2, True)),
-        (1, "none", None),
-        (2, "ddp", (2, False)),
-    ):
-        result = pool.probe(shared(num_gpus, strategy, World.REAL), log)
-        losses.append(measured(result).losses[:2])
-        assert pool._group == group
-    assert losses[0] == pytest.approx(losses[1]) and losses[0] == pytest.approx(losses[-1])
-    assert losses[2] == pytest.approx(losses[3])
-    pool.describe(MODEL)
-    assert pool._group is None and pool.starts == starts
-
-
-def test_a_rank_that_died_between_probes_takes_the_process_group_along(pool: RankPool) -> None:
-    log = pool.logs / "died.log"
-    assert pool.probe(shared(2, "ddp", World.REAL), log).outcome is Outcome.OK
-    psutil.Process(pids(pool)[1]).kill()
-    for num_gpus, strategy in ((1, "none"), (2, "ddp")):
-        result = pool.probe(shared(num_gpus, strategy, World.REAL), log)
-        assert result.outcome is Outcome.OK, result.reason
-
-
 def test_a_world_of_another_size_is_refused(pool: RankPool) -> None:
     with pytest.raises(UsageError, match="a pool of 2 ranks cannot probe 4 real ranks"):
         pool.probe(shared(4, "ddp", World.REAL), pool.logs / "four.log")
