@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,15 @@ from autotune.planning.rollout_plan import RolloutSetup, rollout_setup
 from autotune.probe.supervisor import ENGINE, WorkerProber
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import find_target
+from autotune.report.answer import page
+from autotune.report.rollout_page import page_answer
 from autotune.report.values.rollouts import RolloutStudy
 from autotune.study.rollout_search import MeasuredLayout, RolloutSearch, two_gpus
 from autotune.study.rollout_task import SHARE, RolloutTask, engine_kind
 from autotune.study.storage.location import make_writable, storage_url, study_directory
 from autotune.study.storage.probe_store import ProbeStore
 
-RESULT = "grpo.json"
+RESULT, PAGE = "grpo.json", "grpo.html"
 # Knobs without an argument of TRL's trainer for GRPO have the value that TRL uses.
 OF_TRL: dict[str, Any] = {
     "compile": "none",
@@ -262,6 +265,7 @@ def _verify(
 def _write(out: Path, study: RolloutStudy) -> None:
     """Write the result, and the files for TRL if a layout fits."""
     write_atomic(out / RESULT, json.dumps(json_data(study), indent=1) + "\n")
+    write_atomic(out / PAGE, page(page_answer(study), date.today()))
     if study.best is None:
         return
     folder = out / "export"

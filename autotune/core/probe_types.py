@@ -75,6 +75,7 @@ class Phase(StrEnum):
     WAKE = "wake"  # the engine gets its memory again
     TRANSFER = "transfer"  # the engine gets the weights of the trained model
     LOG_PROBS = "log_probabilities"  # the model computes the probabilities of these answers
+    UPDATE = "update"  # the passes and the optimizer steps on these answers, all together
     SAVE = "save"
     PROFILE = "profile"  # one micro batch is profiled, after all other measurements
     CLEANUP = "cleanup"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from autotune.core.json_view import fields_plus
 from autotune.core.probe_types import Phase
-from autotune.prediction.rollout_step import UPDATE, RolloutStep
+from autotune.prediction.rollout_step import OF_UPDATE, RolloutStep
 
 STEPS = 8
 LONGEST_STEPS = (3, 4, 5)  # the steps in which every completion has the largest length
@@ -97,7 +97,7 @@ def compare(step: RolloutStep, run: RolloutRun) -> RolloutVerification:
     groups: dict[str, tuple[Phase, ...]] = {
         Phase.ROLLOUT.value: (Phase.ROLLOUT,),
         Phase.LOG_PROBS.value: (Phase.LOG_PROBS,),
-        "update": UPDATE,
+        Phase.UPDATE.value: OF_UPDATE,
     }
     errors = {}
     for name, phases in groups.items():

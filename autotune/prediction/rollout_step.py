@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from autotune.core.probe_types import Measurement, Phase
 from autotune.core.rollout_types import EngineMeasurement
 
-UPDATE = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+OF_UPDATE = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,7 @@ class RolloutStep:
     """The seconds and the memory of a generation with its updates.
 
     Attributes:
-        phase_s: The seconds of each phase, for one generation and all updates on it. FORWARD has
-            the time of both passes, BACKWARD is not listed.
+        phase_s: The seconds of each phase, for one generation and all updates on it.
         phase_gib: The peak of the device's memory in each phase.
         prompts: The prompts of a generation.
     """
@@ -95,7 +94,7 @@ def _seconds(
     phases = {
         Phase.ROLLOUT: each[Phase.ROLLOUT] + statistics.median(engine.generate_s),
         Phase.LOG_PROBS: each[Phase.LOG_PROBS],
-        Phase.FORWARD: update_s,
+        Phase.UPDATE: update_s,
     }
     if engine.transfer_s:
         merge_s = training.merge_s or 0.0
@@ -122,7 +121,7 @@ def _memory(training: Measurement, engine: EngineMeasurement, sleeps: bool) -> d
         resting_gib, beside_gib = training.peak_reserved_gib, awake_gib
 
     found = {Phase.ROLLOUT: context_gib + resting_gib + generating_gib}
-    for phase in (Phase.LOG_PROBS, *UPDATE):
+    for phase in (Phase.LOG_PROBS, *OF_UPDATE):
         if phase in training.phase_reserved_gib:
             found[phase] = context_gib + training.phase_reserved_gib[phase] + beside_gib
     if engine.transfer_s:
@@ -161,7 +160,7 @@ def compose_halves(
     sent_gib = updates * training.gradients_gib
     exchange_s = sent_gib * 2**30 / (link_gb_s * 1e9) if link_gb_s else 0.0
     return replace(
-        half, phase_s=half.phase_s | {Phase.FORWARD: half.phase_s[Phase.FORWARD] + exchange_s}
+        half, phase_s=half.phase_s | {Phase.UPDATE: half.phase_s[Phase.UPDATE] + exchange_s}
     )
 
 

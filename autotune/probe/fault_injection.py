@@ -2,7 +2,8 @@
 
 The environment variable AUTOTUNE_INJECT requests faults. The variable has the form
 FAULT[@PHASE][:TRIAL][#RANK]; commas separate several faults. FAULT is a name in the constant
-FAULTS. PHASE is load, first_step (the default), steady, evaluate, save or profile. TRIAL is the
+FAULTS. PHASE is load, first_step (the default), steady, evaluate, save or profile; in an engine for
+GRPO it is load, rollout, sleep, wake or transfer. TRIAL is the
 number of the only trial that gets the fault; by default every probe gets it. RANK is the only rank
 that gets the fault in a probe on several GPUs; by default every rank gets it. Without the variable,
 this module does nothing.

@@ -7,7 +7,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 from autotune.catalog import ModelSpec
@@ -810,6 +810,51 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
     figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return finish(figure, x="GiB allocated at the peak", height=170 + 62 * len(bars))
+
+
+def phase_seconds(bars: dict[str, dict[str, float]]) -> dict[str, Any] | None:
+    """Plot a timeline for each layout of a GRPO run: the seconds of its phases, in their order."""
+    if not bars:
+        return None
+
+    figure = empty()
+    phases = dict.fromkeys(phase for seconds in bars.values() for phase in seconds)
+    for phase, colour in zip(phases, cycle(SERIES), strict=False):
+        figure.add_bar(
+            x=[seconds.get(phase, 0.0) for seconds in bars.values()],
+            y=list(bars),
+            orientation="h",
+            name=phase,
+            marker={"color": colour, "line": {"width": 0}},
+            hovertext=[
+                f"{escape(name)}: {phase}<br><b>{fmt_seconds(seconds.get(phase, 0.0))}</b>"
+                for name, seconds in bars.items()
+            ],
+        )
+
+    figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return finish(figure, x="seconds", height=170 + 46 * len(bars))
+
+
+def phase_memory(peaks: dict[str, float], limit_gib: float) -> dict[str, Any] | None:
+    """Plot the peak of the GPU's memory in each phase of a GRPO run, with the limit as a line."""
+    if not peaks:
+        return None
+
+    figure = empty()
+    figure.add_bar(
+        x=list(peaks.values()),
+        y=list(peaks),
+        orientation="h",
+        marker={"color": BLUE, "line": {"width": 0}},
+        hovertext=[f"{phase}<br><b>{fmt_gib(peak)}</b>" for phase, peak in peaks.items()],
+    )
+    _add_limit_line(figure, limit_gib)
+    figure.update_xaxes(range=[0.0, 1.06 * max(limit_gib, *peaks.values())])
+    figure.update_layout(bargap=0.45, showlegend=False)
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return finish(figure, x="GiB in use on the GPU", height=150 + 38 * len(peaks))
 
 
 def _add_limit_line(figure: Any, limit_gib: float) -> None:

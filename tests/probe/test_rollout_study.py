@@ -49,7 +49,7 @@ def test_the_fastest_layout_is_measured_stored_and_exported(tmp_path: Path) -> N
     study = json.loads(done.stdout)
     assert study["best"]["fits"] == "fits"
     assert study["best"]["prompts_per_s"] > 0
-    assert {"rollout", "forward"} <= study["best"]["phase_s"].keys()
+    assert {"rollout", "update"} <= study["best"]["phase_s"].keys()
     assert study["engine"]["engine"].startswith("transformers ")
     assert study["workload"]["completions_at_once"] == 8
     assert study["two_gpus"]["colocated"]["prompts_per_s"] > 0
@@ -57,6 +57,9 @@ def test_the_fastest_layout_is_measured_stored_and_exported(tmp_path: Path) -> N
     assert study["two_gpus"]["apart"] is None  # transformers cannot generate on another GPU
     assert json.loads((tmp_path / "out" / "grpo.json").read_text()) == study
 
+    shown = (tmp_path / "out" / "grpo.html").read_text()
+    assert "GRPO of demo-3m" in shown
+    assert "Peak of the GPU&#39;s memory" in shown
     verified = study["verification"]
     assert (verified["problem"], verified["steps"], verified["out_of_memory"]) == (None, 8, False)
     assert verified["step_s"] > 0

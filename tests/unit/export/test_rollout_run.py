@@ -22,7 +22,7 @@ def step(number: int, rollout_s: float, update_gib: float) -> dict[str, Any]:
 
 
 COMPOSED = RolloutStep(
-    phase_s={Phase.ROLLOUT: 4.0, Phase.FORWARD: 1.5},
+    phase_s={Phase.ROLLOUT: 4.0, Phase.UPDATE: 1.5},
     phase_gib={Phase.ROLLOUT: 33.0, Phase.FORWARD: 40.0, Phase.BACKWARD: 45.0},
     prompts=8,
 )

@@ -65,7 +65,7 @@ def test_seconds_add_up_and_grow_with_the_micro_batches() -> None:
     assert found.phase_s[Phase.LOG_PROBS] == pytest.approx(4 * 0.5)
     assert found.phase_s[Phase.TRANSFER] == pytest.approx(0.7)
     # four micro batches of 2 s, without the two parts above, and the optimizer's second
-    assert found.phase_s[Phase.FORWARD] == pytest.approx(4 * 2 - 4 * 0.55 + 1)
+    assert found.phase_s[Phase.UPDATE] == pytest.approx(4 * 2 - 4 * 0.55 + 1)
     assert found.seconds == pytest.approx(10 + 0.7 + 4 * 2 + 1)
     assert found.prompts_per_s == pytest.approx(8 / found.seconds)
 
