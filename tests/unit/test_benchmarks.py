@@ -231,6 +231,16 @@ SAID = [
         "day_zero_gpu",
         "the counted peaks of {configs} whole models from {families} families of 2025 and 2026",
     ),
+    ("two_gpus", "**{scaling:.2f} times**: speed of the winner of a cold study on two H200s"),
+    ("two_gpus", "all layers: {two_tokens_per_s:,.0f} and {one_tokens_per_s:,.0f} tokens/s"),
+    ("two_gpus", "The first compiled candidate on two GPUs ended after {first_compiled_s:.0f} s"),
+    ("two_gpus", "master weights reached {full8b_tokens_per_s:,.0f} tokens/s on two GPUs"),
+    ("two_gpus", "| first compiled candidate on two GPUs | after {first_compiled_s:.0f} s;"),
+    ("offload", "**{memory_error_max:.0e} worst**: relative difference between the peak memory"),
+    ("offload", "The formula of plans is {formula_error_max:.1%} off at worst"),
+    ("fp8_lora", "**{lora_tokens_per_s:,.0f} tokens/s**: Llama-2-7B on an H200 with LoRA of rank"),
+    ("fp8_lora", "Joined adapters are {lora_over_before:.2f} times as fast as PEFT's own"),
+    ("fp8_lora", "| joined adapters on an fp8 base | {lora_over_before:.2f} times; goal 1.10"),
     (
         "sharded_nf4_learning",
         "**{adapter_difference:.3%}**: difference between the changes of adapters that two H200s",
@@ -758,13 +768,10 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "fp8_full",
-    "fp8_lora",
     "fp8_losses",
     "gpu_gate",
-    "offload",
     "rollouts",
     "sharded_nf4_70b",
-    "two_gpus",
 }  # results whose first measurement is still to be made
 
 
