@@ -373,7 +373,7 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The largest errors, and the speed of the best layouts divided by that of the defaults."""
+    """The largest errors, and the speed of the best layouts divided by the defaults' speed."""
     runs = {row["method"]: row for row in rows if row["stage"] == "trl"}
     others = {row["method"]: row for row in rows if row["stage"] == "defaults"}
     phase_errors = [

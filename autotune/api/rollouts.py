@@ -71,7 +71,7 @@ class StoredProber:
     study: str
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """The stored result of the request, or that of a new probe."""
+        """The stored result of the request, or the result of a new probe."""
         fingerprint = self.prober.fingerprint
         known = self.store.find(request.digest, fingerprint.digest, [request.rung])
         if known is not None:
@@ -232,7 +232,7 @@ def _study(
 def _verify(
     study: RolloutStudy, best: MeasuredLayout, task: RolloutTask, out: Path, stop: StopToken
 ) -> RolloutVerification:
-    """Run TRL's trainer on random weights, and compare its phases with those of the best layout.
+    """Run TRL's trainer on random weights, and compare its phases with the best layout's.
 
     The completions of the run end by chance, with the mean length of the study's completions.
     """
@@ -283,7 +283,7 @@ def _files(study: RolloutStudy, best: MeasuredLayout) -> dict[str, str]:
 def _arguments(
     study: RolloutStudy, best: MeasuredLayout
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The arguments of GRPOConfig for a layout, and those of LoraConfig."""
+    """The arguments of GRPOConfig and of LoraConfig for a layout."""
     engine = replace(study.rollouts.engine, share=best.share, sleeps=best.sleeps)
     numbers = {"updates": study.updates, "iterations": study.iterations}
     arguments = trl_arguments(best.config, study.rollouts, engine, beta=study.beta, **numbers)

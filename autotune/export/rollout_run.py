@@ -76,7 +76,7 @@ class RolloutVerification:
     """The composed step of a layout, compared with TRL's run.
 
     An error is the prediction divided by the measurement, minus 1; None if the run failed early.
-    `phase_errors` are those of the memory in the generation, the probabilities and the update.
+    `phase_errors` compares the memory in the generation, the probabilities and the update.
     """
 
     JSON: ClassVar = fields_plus()

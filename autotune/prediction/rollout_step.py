@@ -142,7 +142,7 @@ def compose_halves(
 ) -> RolloutStep:
     """Compose the step of two GPUs that each generate and train half of the completions.
 
-    The arguments are those of `compose`, for the whole generation. `link_gb_s` is the rate between
+    The arguments of `compose` are for the whole generation. `link_gb_s` is the rate between
     the GPUs, which exchange their gradients after each update; None leaves this time out.
 
     Raises ValueError for the reason of `compose`, and if no half generation was measured.
@@ -175,8 +175,8 @@ def compose_apart(
 ) -> RolloutStep:
     """Compose the step of a GPU that trains and another that generates.
 
-    One of them always waits for the other, as in TRL. The arguments are those of `compose_halves`;
-    the weights cross the link after each generation. The memory is that of the training GPU.
+    One of them always waits for the other, as in TRL. The weights cross the link after each
+    generation, at `link_gb_s`. The memory is the training GPU's.
     """
     whole = compose(
         training,

@@ -145,7 +145,7 @@ def _generate(
 ) -> int:
     """Time whole generations, and return the number of tokens of each.
 
-    Raises RuntimeError if the engine cuts completions off: then the times are those of less work.
+    Raises RuntimeError if the engine cuts completions off, because the times are then for less work.
     """
     for _ in range(repeats):
         with phases.inside(Phase.ROLLOUT):
@@ -208,7 +208,7 @@ def _vocab_size(model: dict[str, Any]) -> int:
 
 
 def _failure(error: Exception, phases: PhaseLog) -> dict[str, Any]:
-    """The failure as fields of the result. The phase is that in which the engine failed."""
+    """The failure as fields of the result. The phase is the one that failed."""
     from autotune.probe.accounting import is_out_of_memory, requested_gib
 
     phase = phases.failed_in or phases.phase or Phase.ROLLOUT

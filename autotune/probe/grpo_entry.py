@@ -3,7 +3,8 @@
 `python -m autotune.probe.grpo_entry FILE.json` trains in the current folder, which holds `model/`
 and `data/train.jsonl` of `synthetic_model`. The file has these keys:
 
-- `arguments`: the arguments of GRPOConfig. `lora`: those of PEFT's LoraConfig, or null.
+- `arguments`: the arguments of GRPOConfig. `lora`: the arguments of PEFT's
+  LoraConfig, or null.
 - `mean_tokens`: the mean of the completions' lengths. The model ends a completion at each token
   with the same probability. 0 means that every completion has the largest length.
 - `longest_steps`: the numbers of steps in which every completion has the largest length.

@@ -2,7 +2,7 @@
 
 One engine and some trainings are measured apart, and `prediction.rollout_step` composes each pair
 of them. The score is prompts per second. Generations, prompts per step and updates per generation
-are given: they decide what the model learns, so that they are never traded for speed.
+are given: they decide the learning, so that they are never traded for speed.
 """
 
 import math
@@ -41,7 +41,7 @@ class MeasuredLayout:
     """A layout with its composed step.
 
     `state` is FITS, TOO_LONG or the outcome of a failed probe. `phase` is the phase that ran out of
-    memory. With TOO_LONG, `breaks_at` is the length of a completion from which it does.
+    memory. With TOO_LONG, completions of `breaks_at` tokens are the shortest that do not fit.
     `between_gib` is the memory that the training's allocator holds before each generation.
     """
 
@@ -86,7 +86,7 @@ class Trained:
     """The measured training of a configuration.
 
     `ran_out_in` is the phase in which the longest completions ran out of memory, or None. The
-    result is then that of usual completions.
+    result is then for usual completions.
     """
 
     config: TrainConfig

@@ -80,10 +80,10 @@ def run_trl(
 ) -> RolloutRun:
     """Run TRL's trainer on the model and the prompts in `folder`.
 
-    `arguments` are those of GRPOConfig, and `lora` those of PEFT's LoraConfig, or None. The mean
+    `arguments` go to GRPOConfig, and `lora` to PEFT's LoraConfig unless it is None. The mean
     length of completions is `mean_tokens`; in `longest_steps`, every completion has the largest.
     Each generation has `updates` optimizer steps. On several GPUs, each GPU trains its part of the
-    completions, and `arguments` are those of one rank.
+    completions, and `arguments` are for one rank.
     """
     wanted = {
         "arguments": arguments | {"max_steps": steps, "logging_steps": 1},
