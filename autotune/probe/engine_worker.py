@@ -145,7 +145,7 @@ def _generate(
 ) -> int:
     """Time whole generations, and return the number of tokens of each.
 
-    Raises RuntimeError if the engine cuts completions off, because the times are then for less work.
+    Raises RuntimeError if the engine cuts completions off, because it then did less work.
     """
     for _ in range(repeats):
         with phases.inside(Phase.ROLLOUT):
