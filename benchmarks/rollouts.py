@@ -340,6 +340,9 @@ def measure_trl(
     lora = lora_arguments(bench.config, bench.model.text_type)
     mean = 0 if bench.args.constant else bench.mean
     done = run_trl(folder, arguments | on_cpu, lora, mean_tokens=mean, limit_s=TIMEOUT_S, **options)
+    if done.problem:
+        print(tail(folder / "trl.log", 60), flush=True)
+    return done
 
 
 def run_row(done: RolloutRun) -> dict[str, Any]:
@@ -392,9 +395,6 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if None not in pairs.values() and len(pairs) == 2
         else None
     )
-    if done.problem:
-        print(tail(folder / "trl.log", 60), flush=True)
-    return done
     return {
         "layouts": sum(row["stage"] == "training" and not row["done"] for row in rows),
         "runs": len(runs),
