@@ -71,7 +71,12 @@ class RankPool:
                 "GPUs",
             )
 
-        threads = max(1, (os.cpu_count() or 1) // num_ranks) if device == "cpu" else None
+        # Like train.py and torchrun, a rank on a GPU uses one thread. If each rank used all cores,
+        # their threads would wait for each other: a step of an optimizer on the host took 1.1 s
+        # instead of 0.03 s in two processes on two cores.
+        threads = None if "OMP_NUM_THREADS" in os.environ else 1
+        if device == "cpu":
+            threads = max(1, (os.cpu_count() or 1) // num_ranks)
         self.device = device
         self.logs = logs
         self._should_stop = should_stop

@@ -57,9 +57,13 @@ def test_each_rank_has_a_gpu_of_its_own_or_a_share_of_the_processors(
 ) -> None:
     monkeypatch.setattr(rank_pool, "visible", lambda: [3, "GPU-5", 6])
     monkeypatch.setattr(rank_pool.os, "cpu_count", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     gpus, processors = RankPool("cuda", 2, tmp_path), RankPool("cpu", 2, tmp_path)
     assert [rank._variables for rank in gpus._ranks] == [
-        {"CUDA_VISIBLE_DEVICES": card} for card in ("3", "GPU-5")
+        {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"} for card in ("3", "GPU-5")
     ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    asked = RankPool("cuda", 1, tmp_path)
+    assert [rank._variables for rank in asked._ranks] == [{"CUDA_VISIBLE_DEVICES": "3"}]
     assert [rank._variables for rank in processors._ranks] == [{"OMP_NUM_THREADS": "3"}] * 2
     assert gpus.starts == 0
