@@ -204,6 +204,9 @@ def training_choices(setup: RolloutSetup) -> tuple[TrainConfig, dict[str, list[A
     space = setup.task.space
     config = replace(setup.task.baselines[0], **OF_TRL)
     choices = {name: list(space.choices(name)) for name in SEARCHED}
+    # Another 16-bit format than the engine's would widen the distance between both models.
+    kind = config.precision.partition("_")[0]
+    choices["precision"] = [one for one in choices["precision"] if one.startswith(kind)]
     return config, choices
 
 
