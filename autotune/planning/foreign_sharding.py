@@ -32,6 +32,7 @@ _SHARED = {
     "fsdp2": _LASTING,
     "fsdp2_keep": ("gradients", "optimizer"),
 }
+SHARDS = "dp_shard_size"  # this key only shards parameters
 _NAMES = {"zero": " by DeepSpeed's ZeRO", "fsdp": " by FSDP"}
 # The dtypes in which accelerate shards 4-bit weights. It leaves integers whole on each GPU.
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -116,7 +117,7 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
         # FSDP2 and DeepSpeed keep the trained parameters in fp32.
         config = replace(config, precision="bf16_mixed")
 
-    reason = _refusal(parallelism, config, run.values)
+    reason = _split(run.values) or _refusal(parallelism, config, run.values)
     if reason is None and parallelism.shards and FP32_BASE in run.notes:
         reason = "no formula covers a sharded float32 base"
     settings = settings_of(run)
@@ -191,7 +192,9 @@ def _with_uncounted(
     if notes["sharded"] in run.notes and number > 1:
         strategy = strategy_of(run.values)
         shared = set(_SHARED.get(strategy or "", _LASTING))
-        if strategy is None and any(run.values.get(key) not in _OFF for key in _splits(table)):
+        if _split(run.values) or (
+            strategy is None and any(run.values.get(key) not in _OFF for key in _splits(table))
+        ):
             shared |= {"activations", "logits"}
         if shared:
             freed.add("reserved")  # the allocator gives unused memory back if memory is short
@@ -215,6 +218,13 @@ def _with_uncounted(
         exchanges=exchanges,
     )
     return replace(run, notes=tuple(unshared_notes), uncounted=uncounted)
+
+
+def _split(values: Mapping[str, Any]) -> str | None:
+    """Return a reason if GPUs split layers or sequences, besides sharding parameters, or None."""
+    keys = [key for key in _splits(load_data("autotune.planning", "foreign_keys")) if key != SHARDS]
+    used = next((key for key in keys if (_count(values.get(key)) or 1) > 1), None)
+    return used and f"no formula covers {used}"
 
 
 def _splits(table: Mapping[str, Any]) -> list[str]:

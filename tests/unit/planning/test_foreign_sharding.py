@@ -227,6 +227,19 @@ def test_check_judges_each_gpu(tmp_path: Path) -> None:
     assert cost is not None and price is not None and cost.usd_per_hour == 8 * price.usd_per_hour
 
 
+@pytest.mark.parametrize(
+    "key", ["tensor_parallel_size", "context_parallel_size", "expert_parallel_size"]
+)
+def test_what_also_splits_layers_or_rows_is_a_range(tmp_path: Path, key: str) -> None:
+    """The lower end also splits the activations. A key for shards alone changes nothing."""
+    run, _ = notes_of(tmp_path, LORA | FSDP | {key: 2})
+    assert run.uncounted is not None
+    assert run.uncounted.shared == {*LASTING, "activations", "logits"}
+    assert f"no formula covers {key}" in run.uncounted.causes[0]
+    for plain in ({key: 1}, {"dp_shard_size": 8}):
+        assert notes_of(tmp_path, LORA | FSDP | plain)[0].uncounted is None
+
+
 def test_copies_of_the_shards_are_counted(tmp_path: Path) -> None:
     """Axolotl's key. Each GPU then holds a quarter, and not an eighth."""
     file = tmp_path / "run.yml"
