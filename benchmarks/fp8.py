@@ -248,7 +248,7 @@ LEARNER = TrainConfig(
     compile="per_layer",
     padding="max_length",
 )
-STEPS, BASE_STEPS, HELD_OUT, RATE = 1000, 600, 256, 3e-4
+STEPS, BASE_STEPS, HELD_OUT, RATE = 1000, 500, 256, 3e-4
 SEEDS = (0, 1, 2, 3, 4, 5)
 LOSS_COLUMNS = ("scales", "seed", "loss_before", "loss", "difference", "seconds")
 
@@ -278,11 +278,13 @@ def learn(
         torch._dynamo.reset()
         compile_layers(model_builder.decoder_layers(model))
 
-    number = of["steps"] * config.micro_batch_size
-    data = text(number + args.held_out, config.seq_len, of["files"], seed)
-    if len(data) < number + args.held_out:
-        raise SystemExit(f"only {len(data)} rows of text: give fewer --steps")
-    trained, held_out = data[:number], torch.stack(data[number:]).to(device)
+    # If the library has too little text, the Trainer repeats it in another order.
+    number = of["steps"] * config.micro_batch_size + args.held_out
+    data = text(number, config.seq_len, of["files"], seed)
+    if len(data) < 2 * args.held_out:
+        raise SystemExit(f"{of['files']} gives only {len(data)} rows of text")
+    trained = data[: -args.held_out]
+    held_out = torch.stack(data[-args.held_out :]).to(device)
     before = None if weights is None else held_out_loss(model, held_out, config)
 
     arguments = training_arguments(config, accumulation=1, on_cpu=device.type == "cpu")
@@ -312,6 +314,7 @@ def learn(
         "seed": seed,
         "config": config.label(),
         "steps": of["steps"],
+        "rows": len(trained),
         "loss_before": before,
         "loss": held_out_loss(model, held_out, config),
         "seconds": seconds,
