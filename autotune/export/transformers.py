@@ -17,7 +17,13 @@ from autotune.study.summary import Recipe
 # Keys of TRL's file that are not arguments of TrainingArguments.
 _TRL_ONLY = ("max_length", "packing", "packing_strategy", "pad_to_multiple_of")
 # Knobs that TRL passes to TrainingArguments unchanged.
-_PASSED_KNOBS = ("checkpointing", "compile", "optimizer_in_backward", "quantize_experts")
+_PASSED_KNOBS = (
+    "checkpointing",
+    "compile",
+    "fp8_products",
+    "optimizer_in_backward",
+    "quantize_experts",
+)
 
 
 def export(recipe: Recipe) -> dict[str, str]:
