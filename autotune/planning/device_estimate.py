@@ -58,8 +58,8 @@ RANK_ACCURACY = (
 # `benchmarks/sharded_nf4.py offload`. Other setups were compared only with dry probes.
 UNCHECKED = (
     "With tensors in the host's memory, the memory of four ranks on two GPUs was off by at most "
-    "1.6 %; their speed, and the memory of other shards of a 4-bit base or of a mixture of experts, "
-    "are unchecked"
+    "1.6 %; their speed, and the memory of other shards of a 4-bit base or of a mixture of experts,"
+    " are unchecked"
 )
 
 
