@@ -39,6 +39,12 @@ CASES: dict[str, dict[str, Any]] = {
         "padding": "max_length",
     },
 }
+EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "joined on fp8": {"quantization": "fp8", "lora_kernels": "joined"},
+    "tensorwise": {"method": "full", "fp8_products": "tensorwise"},
+    "rowwise": {"method": "full", "fp8_products": "rowwise"},
+    "compiled graphs": {"cuda_graphs": "micro_batch"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +213,21 @@ def test_a_profile_of_a_micro_batch_divides_its_time(prober: WorkerProber) -> No
     assert plain.host_micro_s is not None and again.host_micro_s is not None
     assert again.host_micro_s < 2 * plain.host_micro_s
     assert again.context_gib == pytest.approx(plain.context_gib, abs=0.1)
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_products_in_8_bits_and_graphs_of_compiled_layers_learn_the_same(
+    prober: WorkerProber, name: str
+) -> None:
+    """Losses of the same micro batches, with the lever and with compiled layers alone."""
+    lever = EIGHT_BITS[name]
+    needs_fp8 = "cuda_graphs" not in lever
+    if needs_fp8 and float(prober.fingerprint.compute_capability or 0) < 8.9:
+        pytest.skip("needs products in 8-bit floats")
+    plain = {"compile": "per_layer", "loss": "chunked", "padding": "max_length"}
+    plain["method"] = lever.get("method", "lora")
+    expected, found = (
+        answer(prober, request(prober.memory_gib, **knobs), "eight_bits").losses
+        for knobs in (plain, plain | lever)
+    )
+    assert found[:4] == pytest.approx(expected[:4], rel=0.01)
