@@ -430,9 +430,10 @@ def fitted_quantities(
     """
     own, untrained = objective.passes
     # PEFT reads the base's outputs again to add the adapters' outputs. With `lora_kernels: joined`,
-    # an adapter is part of the base's matrix product.
+    # an adapter is part of the base's matrix product, unless the base is in fp8.
     adapted = len(sizes.adapted(config)) / len(sizes.matrices)
-    with_adapters = FULL + (adapted * (1 - FULL) if config.lora_kernels != "joined" else 0.0)
+    is_part = config.lora_kernels == "joined" and config.quantization != "fp8"
+    with_adapters = FULL + (0.0 if is_part else adapted * (1 - FULL))
     passes = with_adapters * (2 + _recomputed_share(sizes, config) + own) + FULL * untrained
 
     kinds = {
