@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,16 @@ def take_group_along(*handles: int, scratch: str) -> None:
         signal.sigwait((signal.SIGUSR2,))
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(worker, signal.SIGKILL)  # this kills the watchdog too
+
+
+def seconds_since_start() -> float:
+    """Return the seconds since this process started.
+
+    psutil's `create_time` adds the time of the boot, which Linux rounds to whole seconds.
+    """
+    after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2]
+    started_s = int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def module_command(module: str) -> list[str]:

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-import psutil
-
 from autotune.core.probe_types import OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.process import seconds_since_start
 from autotune.core.rollout_types import EngineMeasurement
 from autotune.core.serialization import from_data, to_data
 from autotune.probe.channel import open_channel, phase_seconds, redirect_output
@@ -43,7 +42,7 @@ def main() -> None:
         meter = open_meter(device)
         meter.hold_memory("fixed")
         sizes = {"memory_gib": meter.memory_gib(), "context_gib": meter.context_gib() or 0.0}
-        seconds = time.time() - psutil.Process().create_time()
+        seconds = seconds_since_start()
         send(event="ready", fingerprint=to_data(meter.fingerprint()), seconds=seconds, **sizes)
     except Exception as error:
         traceback.print_exc()

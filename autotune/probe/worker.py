@@ -30,6 +30,7 @@ from autotune.core.probe_types import (
     ProbeResult,
     RankAddress,
 )
+from autotune.core.process import seconds_since_start
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
 from autotune.probe.channel import open_channel, phase_seconds, redirect_output
@@ -85,7 +86,7 @@ def _start(device: str, send: Callable[..., None], scratch: str) -> "Worker | No
         worker = Worker(device, send, scratch)
         meter = worker.meter
         sizes = {"memory_gib": meter.memory_gib(), "context_gib": meter.context_gib() or 0.0}
-        seconds = time.time() - psutil.Process().create_time()
+        seconds = seconds_since_start()
         known = {
             "fingerprint": to_data(meter.fingerprint()),
             "seconds": seconds,

@@ -104,8 +104,8 @@ def read_rows(path: Path, grow: Grow) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield from _Reader(data, grow).rows()
-    except (KeyError, IndexError, TypeError, struct.error, RecursionError, OverflowError) as error:
-        raise Unreadable(f"it is damaged ({type(error).__name__})") from None
+    except (KeyError, IndexError, TypeError, struct.error, RecursionError, OverflowError):
+        raise Unreadable("it is damaged") from None
 
 
 class _Reader:

@@ -124,8 +124,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                     leaf.fill(_Chunk(file, leaf.node, column[META_DATA]).entries())
                 for _ in range(group[NUM_ROWS]):
                     yield {child.name: _value(child) for child in root.children}
-    except (KeyError, IndexError, TypeError, AttributeError, struct.error, RecursionError) as error:
-        raise Unreadable(f"it is damaged ({type(error).__name__})") from None
+    except (KeyError, IndexError, TypeError, AttributeError, struct.error, RecursionError):
+        raise Unreadable("it is damaged") from None
 
 
 def _schema(elements: Sequence[dict[int, Any]]) -> _Node:

@@ -294,7 +294,7 @@ CHECKS = (
                 has=(
                     "The offloaded tensors take 36\\.7 GiB of the host's memory",
                     "The 4-bit weights are sharded, because they are stored as floats",
-                    "No GPU has checked the formulas",
+                    "With tensors in the host.s memory, the memory of four ranks",
                 ),
             ),
             Command(
@@ -328,7 +328,7 @@ CHECKS = (
                 begins=r"too close to tell: needs 22\.\d to 25\.\d of 21\.5 GiB on each of 4",
                 has=(
                     "the lower end of the memory has no adapters on experts",
-                    "No GPU has checked the formulas",
+                    "With tensors in the host.s memory, the memory of four ranks",
                 ),
             ),
         ),
@@ -355,7 +355,7 @@ CHECKS = (
                     begins=rf"fits: needs {needs} of 21\.5 GiB",
                     has=(
                         "The offloaded tensors take 127\\.7 GiB of the host's memory",
-                        "No GPU has checked the formulas",
+                        "With tensors in the host.s memory, the memory of four ranks",
                     ),
                 )
                 for gpus, needs in (("rtx-4090", r"4\.\d"), ("rtx-3090 --gpus 2", r"5\.\d"))

@@ -10,6 +10,7 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.plan_text import print_plan
 from autotune.core.errors import UsageError
+from autotune.core.other_trainer import OtherTrainer
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryAnswer, DryProber
@@ -117,7 +118,7 @@ def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(
     asked: list[ProbeRequest] = []
 
     class Prober:
-        def count(self, request: ProbeRequest) -> DryAnswer:
+        def count(self, request: ProbeRequest, other: OtherTrainer) -> DryAnswer:
             asked.append(request)
             return DryAnswer(refused="no")
 

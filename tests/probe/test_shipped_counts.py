@@ -14,6 +14,7 @@ import pytest
 from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.dry import prober as dry_prober
@@ -40,9 +41,9 @@ class Asked(DryProber):
         super().__init__(directory)
         self.requests: list[ProbeRequest] = []
 
-    def count(self, request: ProbeRequest) -> DryAnswer:
+    def count(self, request: ProbeRequest, other: OtherTrainer = USUAL) -> DryAnswer:
         self.requests.append(request)
-        return super().count(request)
+        return super().count(request, other)
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ def test_a_checkpoint_of_all_weights_is_not_tried(prober: WorkerProber) -> None:
     )
 
 
+@pytest.mark.real_processes  # a forked worker starts when the server forks, which may come later
 def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: Path) -> None:
     whole = request()
     with WorkerProber("cpu", tmp_path) as started:

@@ -7,6 +7,7 @@ import gc
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,3 +168,11 @@ def test_what_was_loaded_is_not_collected_again(raised: type[Exception] | None) 
         assert not during and gc.isenabled() and gc.get_freeze_count() > frozen
     finally:
         gc.unfreeze()
+
+
+def test_the_age_of_a_process_has_no_error_of_whole_seconds() -> None:
+    code = "from autotune.core.process import seconds_since_start as age; print(age())"
+    began = time.monotonic()
+    command = [sys.executable, "-c", code]
+    age = float(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert 0 < age < time.monotonic() - began + 0.02  # a clock tick
