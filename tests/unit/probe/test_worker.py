@@ -791,10 +791,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     registered = lambda number, all_threads=False: seen.setdefault("stacks", (number, all_threads))  # noqa: E731
     monkeypatch.setattr(channel.faulthandler, "register", registered)
-    monkeypatch.setattr(worker.time, "time", lambda: 1000.0)
-    monkeypatch.setattr(
-        worker.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 990.5)
-    )
+    monkeypatch.setattr(worker, "seconds_since_start", lambda: 9.5)
     monkeypatch.setattr(worker.os, "dup", {2: 77}.__getitem__)
 
     class Made:
