@@ -278,7 +278,7 @@ def _write(out: Path, study: RolloutStudy) -> None:
 
 
 def _files(study: RolloutStudy, best: MeasuredLayout) -> dict[str, str]:
-    """The files with which TRL trains as the best layout says."""
+    """Return the files with which TRL trains the best layout, by name."""
     model = study.task.model
     return export_layout(model.weights or model.name, *_arguments(study, best))
 
