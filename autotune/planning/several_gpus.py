@@ -111,6 +111,8 @@ def plan_spec(
 
     of_one_gpu = replace(spec, gpu=gpu, gpus=None, pins=pins)
     setup = planned_setup(of_one_gpu, device, say)
+    for knob, value in sharding_pins.items():
+        setup.task.space.pin(knob, value)  # only checks the value: the space is for one GPU
     plan_setup = partial(
         plan_gpus,
         limit_gib=limit_of(spec, device),

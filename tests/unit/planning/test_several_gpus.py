@@ -218,6 +218,14 @@ def test_a_model_without_a_formula_is_refused_if_it_cannot_be_counted(
         planned(model="pythia-1b")
 
 
+@pytest.mark.parametrize(
+    ("knob", "value"), [("sharding", "zero9"), ("copies", "x"), ("offload", 7)]
+)
+def test_a_wrong_pin_of_sharding_is_an_error_with_its_name(knob: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"--set {knob}: "):
+        plan_spec(StudySpec(model="mistral-7b", gpu="h100", pins={knob: value}), "2")
+
+
 def test_as_data() -> None:
     made = replace(planned((1, 2)), within_hours=100.0)
     data = json.loads(json.dumps(json_data(made)))
