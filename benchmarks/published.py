@@ -17,6 +17,7 @@ from autotune.study.named_configs import SPEEDS, ConfigResult
 
 RUNS = DATA / "published_2026.yaml"
 LARGE = 0.15  # a relative error of memory whose cause is asked for
+NEAR = 0.1  # the goal for most errors of memory on several GPUs
 UNKNOWN_LENGTHS = "the source does not say how long its rows are"
 WIDEST = 0.3  # half of an interval, relative to the speed
 CPU_BOUND = 0.1  # a larger share of the host says little about the GPU
@@ -149,11 +150,13 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     `by_source` has the largest error of memory of each source. `unexplained` counts the errors
     above 15 % without a known cause. A verdict is dangerous if a run that was out of memory should
     fit. Speeds do not count if they cannot be right (`doubt`), or if the run computed in another
-    way than its settings say (`differs`).
+    way than its settings say (`differs`). `several_gpus_within_10` counts the errors of at most 10 %
+    among runs on several GPUs.
     """
     compared = [row for row in rows if row["excluded"] is None]
     measured = [row for row in compared if row.get("memory_error") is not None]
     large = [row for row in measured if abs(row["memory_error"]) > LARGE]
+    several = [row for row in measured if row["gpus"] > 1]
     verdicts = [row for row in compared if row["verdict"] is not None]
     speeds = [row for row in compared if "inside" in row]
     usual = [row for row in speeds if row["differs"] is None and row["doubt"] is None]
@@ -165,6 +168,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_error_median": statistics.median(abs(row["memory_error"]) for row in measured),
         "memory_error_max": max(abs(row["memory_error"]) for row in measured),
         "memory_within_15": len(measured) - len(large),
+        "several_gpus_memory_rows": len(several),
+        "several_gpus_within_10": sum(abs(row["memory_error"]) <= NEAR for row in several),
         "unexplained": sum(row["cause"] is None for row in large),
         "by_source": {
             source: max(abs(row["memory_error"]) for row in measured if row["source"] == source)
