@@ -150,8 +150,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     `by_source` has the largest error of memory of each source. `unexplained` counts the errors
     above 15 % without a known cause. A verdict is dangerous if a run that was out of memory should
     fit. Speeds do not count if they cannot be right (`doubt`), or if the run computed in another
-    way than its settings say (`differs`). `several_gpus_within_10` counts the errors of at most 10 %
-    among runs on several GPUs.
+    way than its settings say (`differs`). `several_gpus_within_10` counts the errors of memory up
+    to 10 % in runs on several GPUs.
     """
     compared = [row for row in rows if row["excluded"] is None]
     measured = [row for row in compared if row.get("memory_error") is not None]
