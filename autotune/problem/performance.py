@@ -24,8 +24,8 @@ AGAIN = 0.01
 # speed of the other; on the other H200, both speeds were the same.
 TIE = 2 * AGAIN
 # If the step times of one configuration's measurements differ from each other by more than this
-# fraction, something disturbed a measurement. The configuration is then measured once more, and the
-# median of the step times is used.
+# fraction, something disturbed a measurement. The configuration is then measured once more, the
+# median of the step times is used, and the interval of the speed covers all measurements.
 DISAGREEMENT = 0.05
 # The relative spread that is assumed if only one time was measured: twice the spread of steps on an
 # H200.
@@ -72,6 +72,19 @@ class Performance:
         return replace(
             self, spread=(-math.hypot(self.spread[0], low), math.hypot(self.spread[1], high))
         )
+
+    def cover(self, other: "Performance") -> "Performance":
+        """Widen the spreads to include the step times of another measurement of the same run."""
+        slower = other.step_time_s / self.step_time_s
+
+        def include(own: tuple[float, float], others: tuple[float, float]) -> tuple[float, float]:
+            low, high = (slower * (1 + end) - 1 for end in others)
+            return min(own[0], low), max(own[1], high)
+
+        own_spread = None
+        if self.own_spread is not None and other.own_spread is not None:
+            own_spread = include(self.own_spread, other.own_spread)
+        return replace(self, spread=include(self.spread, other.spread), own_spread=own_spread)
 
     def times(self, other: "Performance") -> tuple[float, float]:
         """Return the interval of the ratio of this speed to another speed on the same device.

@@ -105,15 +105,16 @@ def candidate_line(candidate: Candidate) -> str:
 def speed_up(recipe: Recipe) -> str:
     """Compare the winner's speed with the baseline's speed.
 
-    If the difference is within the measurement error, the text has no ratio. If either speed was
-    extrapolated from a few layers, the ratio is labelled as extrapolated.
+    If the difference is within the measurement error, the text has no ratio. If measurements of one
+    configuration disagree, the text has the interval of the ratio. If either speed was extrapolated
+    from a few layers, the ratio is labelled as extrapolated.
     """
-    if recipe.unsteady is not None:
-        return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
     if recipe.baseline is None:
         return "no baseline was measured"
-    if recipe.speedup is None:
+    if recipe.alone:
         return "unknown: only the baseline was tried"
+    if recipe.unsteady is not None:
+        return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
     if recipe.config == recipe.baseline.config:
         return "the baseline is the best configuration"
     if not recipe.differs:
@@ -126,10 +127,34 @@ def speed_up(recipe: Recipe) -> str:
         winner_gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         label += f", on {winner_gpus} instead of {baseline_gpus}"
 
-    if recipe.speedup >= 1.1:
-        return f"{recipe.speedup:.1f} times the speed of the baseline{label}"
-    direction = "faster" if recipe.speedup > 1 else "slower"
-    return f"{abs(recipe.speedup - 1):.0%} {direction} than the baseline{label}"
+    low, high = speed_up_ends(recipe)
+    if low >= 1.1:
+        return f"{rounded(low, high, 1)} times the speed of the baseline{label}"
+    direction = "faster" if low > 1 else "slower"
+    near, far = sorted((abs(low - 1), abs(high - 1)))
+    return f"{rounded(100 * near, 100 * far, 0)}% {direction} than the baseline{label}"
+
+
+def speed_up_ends(recipe: Recipe) -> tuple[float, float]:
+    """Return the ends of the stated speed-up, which are equal unless measurements disagree.
+
+    Raises ValueError if the speed-up is unknown.
+    """
+    if recipe.speedup is None or recipe.speedup_interval is None:
+        raise ValueError("the study has no speed-up")
+    return recipe.speedup_interval if recipe.disagreement else (recipe.speedup, recipe.speedup)
+
+
+def rounded(low: float, high: float, digits: int) -> str:
+    """Format an interval, rounded outwards, such as '1.6 to 1.8'; or one number if both are equal.
+
+    An interval that is rounded outwards still covers all measurements.
+    """
+    if low == high:
+        return f"{low:.{digits}f}"
+    scale = 10**digits
+    ends = (math.floor(low * scale) / scale, math.ceil(high * scale) / scale)
+    return " to ".join(f"{end:.{digits}f}" for end in ends)
 
 
 def headline(summary: StudySummary) -> str:
@@ -143,10 +168,15 @@ def headline(summary: StudySummary) -> str:
     if broken := broken_promise(summary):
         return broken
 
+    # If measurements disagree, the time and the cost are intervals, as the speed-up is.
+    cost = recipe.winner.cost
     number = {name: one.text for name, one in numbers(recipe.winner).items()}
-    run = f"the full run takes {number['time']}"
-    if recipe.winner.cost.full_run_usd is not None:
-        run += f" and costs {number['USD']}"
+    time, usd = number["time"], number["USD"]
+    if recipe.disagreement:
+        time, usd = hours_range(cost), usd_range(cost)
+    run = f"the full run takes {time}"
+    if cost.full_run_usd is not None:
+        run += f" and costs {usd}"
     subject = f"{recipe.model.name} on {recipe.device.label}"
     if recipe.differs:
         return f"{speed_up(recipe)}: {run} ({subject})"
@@ -202,9 +232,8 @@ def speed_up_range(recipe: Recipe) -> str:
         or recipe.config == recipe.baseline.config
     ):
         return ""
-    low, high = recipe.speedup_interval
     speed = fmt_count(recipe.baseline.performance.tokens_per_second)
-    return f"{low:.2f} to {high:.2f} times the baseline's {speed} tokens/s"
+    return f"{rounded(*recipe.speedup_interval, 2)} times the baseline's {speed} tokens/s"
 
 
 def factors(decomposition: Decomposition | None) -> str:

@@ -142,7 +142,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
 def _speed_up(recipe: Recipe) -> str:
     """Format the winner's speed-up: 'none' if speeds do not differ, or a dash if it is unknown."""
     if recipe.differs:
-        return f"{recipe.speedup:.2f}×"
+        return f"{describe.rounded(*describe.speed_up_ends(recipe), 2)}×"
     return DASH if recipe.speedup is None else "none"
 
 

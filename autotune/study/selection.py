@@ -32,7 +32,6 @@ from autotune.problem.performance import (
     DISAGREEMENT,
     TIE,
     Performance,
-    step_spread,
     step_time_s,
 )
 from autotune.problem.run_cost import TABLE_EXAMPLES, CostProjection, project
@@ -462,6 +461,9 @@ class Selection:
         task = self.task
         record = self.record(config)
         performance = run_performance(task, config, record.best_known)
+        if self._disagreement_text(config) is not None:
+            repeats = run_performance(task, config, self._repeats(config))
+            performance = performance.cover(repeats)
         known = [*record.best_known, *record.disturbed_wholes]
         largest = max(known, key=lambda measurement: measurement.peak_reserved_gib)
         cost = self._project(config, performance, largest)
@@ -581,7 +583,7 @@ class Selection:
             example_gib=task.example_gib,
             numerics=self._numerics_in_words(winner.config),
             run_options=task.run_options,
-            unsteady=self.unsteadiness_reason(baseline, winner.config) if baseline else None,
+            disagreement=self._disagreements(baseline, winner.config) if baseline else None,
             alone=len(self.tried) == 1,
             caveats=(*self.caveats, *_assumptions(task, best), *self._doubts(winner, pool)),
         )
@@ -610,30 +612,17 @@ class Selection:
             return record.confirmed
         return [*record.confirmed, record.measured]
 
-    def unsteadiness_reason(self, *configs: TrainConfig) -> str | None:
-        """The reason why the machine is too unsteady to compare the configurations, or None.
+    def _disagreement_text(self, config: TrainConfig) -> str | None:
+        """Say by how much the measurements of a configuration differ, or None if they agree."""
+        difference = self.disagreement(config)
+        if difference <= DISAGREEMENT:
+            return None
+        return f"measurements of {config.label()} differ by {difference:.0%}"
 
-        The machine is too unsteady if all measurements of a configuration were disturbed, or if the
-        intervals of its measurements do not overlap.
-        """
-        for config in configs:
-            if self.record(config).evidence is Evidence.DISTURBED:
-                return f"every measurement of {config.label()} was disturbed"
-            difference = self.disagreement(config)
-            if difference > DISAGREEMENT and not self._intervals_meet(config):
-                return f"measurements of {config.label()} differ by {difference:.0%}"
-        return None
-
-    def _intervals_meet(self, config: TrainConfig) -> bool:
-        """Whether the intervals of all measured step times of a configuration overlap."""
-        accumulation = self.task.workload.run_shape(config).accumulation
-        lows, highs = [], []
-        for measurement in self._repeats(config):
-            step_s = step_time_s(measurement, accumulation)
-            low, high = step_spread([measurement], accumulation)
-            lows.append(step_s * (1 + low))
-            highs.append(step_s * (1 + high))
-        return max(lows) <= min(highs)
+    def _disagreements(self, *configs: TrainConfig) -> str | None:
+        """Join the disagreements of several configurations, or return None if there are none."""
+        texts = map(self._disagreement_text, dict.fromkeys(configs))
+        return "; ".join(filter(None, texts)) or None
 
     def _contenders(self) -> list[CandidateRecord]:
         """Return the records that were measured, or whose extrapolation says that they may win.
@@ -816,11 +805,9 @@ class Selection:
             reason = record.disturbed[-1].disturbed
             doubts.append(f"every measurement of {config.label()} was disturbed: {reason}")
 
-        difference = self.disagreement(config)
-        if difference > DISAGREEMENT:
+        if (disagreement := self._disagreement_text(config)) is not None:
             doubts.append(
-                f"measurements of {config.label()} differ by {difference:.0%}: something "
-                "disturbed them"
+                f"{disagreement}: something disturbed them, so the intervals cover all of them"
             )
 
         shares = [

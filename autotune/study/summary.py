@@ -21,7 +21,7 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate
 from autotune.problem.demo import is_demo
-from autotune.problem.performance import Performance
+from autotune.problem.performance import AGAIN, Performance
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import RunShape, Workload
@@ -107,9 +107,10 @@ class Recipe:
     """The winner of a study, and the facts that reports and exporters need about it.
 
     `by_gpus` has the best configuration for each number of GPUs, the smallest number first.
-    `learning` has the learning rates that were tried for the winner. `unsteady` says why the
-    measurements vary too much to state a speed-up, or is None. `alone` is True if the winner is the
-    only configuration that was tried.
+    `learning` has the learning rates that were tried for the winner. `disagreement` says which
+    measurements of the winner or of the baseline differ from each other, or is None. The intervals
+    then cover all these measurements. `alone` is True if the winner is the only configuration that
+    was tried.
     """
 
     study: str
@@ -131,7 +132,7 @@ class Recipe:
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
     learning: Learning | None = None
-    unsteady: str | None = None
+    disagreement: str | None = None
     alone: bool = False
     data: TrainingData | None = None  # None if the study had no dataset
 
@@ -174,6 +175,23 @@ class Recipe:
     def accumulation(self) -> int:
         """The number of micro batches in each optimizer step of the winner."""
         return self.shape.accumulation
+
+    @property
+    def unsteady(self) -> str | None:
+        """Why the measurements vary too much to state a speed-up, or None.
+
+        Either other work disturbed all measurements of a configuration, or the measurements of a
+        configuration differ so much that the winner may be faster or slower than the baseline.
+        """
+        if self.baseline is None:
+            return None
+        for one in (self.baseline, self.winner):
+            if one.evidence is Evidence.DISTURBED:
+                return f"every measurement of {one.config.label()} was disturbed"
+
+        # Both ends of the interval must differ from 1 by more than two probes usually differ.
+        low, high = self.winner.performance.times(self.baseline.performance)
+        return self.disagreement if low <= 1 + AGAIN and high >= 1 - AGAIN else None
 
     @property
     def speedup(self) -> float | None:

@@ -48,7 +48,7 @@ STUDIES = {
     ),
     "qlora": with_data(changed(summary(), config={"quantization": "nf4"}), "/data/my rows.jsonl"),
     "unsteady": changed(
-        summary(study="-a b"), evidence=Evidence.DISTURBED, unsteady="two probes differ"
+        summary(study="-a b"), evidence=Evidence.DISTURBED, disagreement="two probes differ"
     ),
     "for another card": with_data(
         changed(summary(), evidence=Evidence.PROJECTED, device=resolve_device("a10")), "org/rows"

@@ -249,6 +249,39 @@ def test_evaluations_and_checkpoints_are_said_as_far_as_they_are_known() -> None
     )
 
 
+def test_a_speed_up_of_measurements_that_disagree_is_an_interval() -> None:
+    """The headline's time and cost are intervals, too, and every end is rounded outwards."""
+    made = recipe()
+    assert made.baseline is not None
+
+    def text(low: float, high: float) -> str:
+        speed = replace(made.winner.performance, tokens_per_second=1.0, spread=(0.0, 0.0))
+        other = replace(speed, spread=(low - 1, high - 1))
+        found = replace(
+            made,
+            winner=replace(made.winner, performance=speed),
+            baseline=replace(made.baseline, performance=other),  # type: ignore[type-var]
+            disagreement="measurements of a differ by 9%",
+        )
+        return describe.speed_up(found)
+
+    assert text(1.61, 1.79) == "1.6 to 1.8 times the speed of the baseline"
+    assert text(1.69, 1.71) == "1.6 to 1.8 times the speed of the baseline"
+    assert text(1.033, 1.257) == "3 to 26% faster than the baseline"
+    assert text(0.855, 0.945) == "5 to 15% slower than the baseline"
+    assert text(0.96, 1.2) == (
+        "the machine is too unsteady for a speed-up: measurements of a differ by 9%"
+    )
+
+    study = replace(summary(), recipe=replace(made, disagreement="measurements of a differ by 9%"))
+    cost = made.winner.cost
+    assert study.recipe is not None
+    assert describe.headline(study).startswith(
+        f"{describe.speed_up(study.recipe)}: the full run takes {describe.hours_range(cost)} "
+        f"and costs {describe.usd_range(cost)} ("
+    )
+
+
 def test_savings_are_stated_beside_the_cost_of_the_search() -> None:
     study = summary()
     saved = describe.savings(study)
@@ -281,7 +314,7 @@ def test_savings_without_a_price_are_times() -> None:
     ("changes", "text"),
     [
         ({"baseline": None}, "savings are unknown; the search cost $0.07"),
-        ({"unsteady": "noise"}, "savings are unknown; the search cost $0.07"),
+        ({"alone": True}, "savings are unknown; the search cost $0.07"),
         ({"winner": recipe().baseline}, "savings are not measurable; the search cost $0.07"),
     ],
 )

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from autotune.core.errors import Cancelled, EnvironmentProblem
-from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.probe_types import (
+    Evidence,
+    Measurement,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import DepthPredictor
 from autotune.problem.disturbance import ASSUME_QUIET
@@ -16,7 +23,8 @@ from autotune.study.ablation import ablate
 from autotune.study.confirmation import MAX_CONFIRMATIONS
 from autotune.study.history import restore
 from autotune.study.selection import Selection
-from tests.helpers.factories import measurement, result
+from autotune.study.summary import Recipe
+from tests.helpers.factories import FINGERPRINT, measurement, result
 from tests.helpers.layered import SHAPE, layered
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, subject_of, whole
@@ -203,7 +211,7 @@ def test_a_finalist_whose_confirmation_was_disturbed_is_confirmed_in_the_next_ro
     session = whole(start, disturbed_if(first_confirmation), rounds=2)
     recipe = session.summary().recipe
     assert recipe is not None and recipe.baseline is not None
-    assert recipe.unsteady is None
+    assert recipe.unsteady is recipe.disagreement is None
     for config in (BEST, BASELINE):
         assert session.study.trials.selection.record(config).confirmed
     assert recipe.winner.evidence is recipe.baseline.evidence is Evidence.MEASURED
@@ -211,27 +219,90 @@ def test_a_finalist_whose_confirmation_was_disturbed_is_confirmed_in_the_next_ro
     assert recipe.speedup == pytest.approx(by_tokens(BEST) / by_tokens(BASELINE), rel=0.01)
 
 
-def repeated(*step_s: tuple[float, ...]) -> Selection:
-    """A selection with a confirmation of the baseline for each tuple of step times."""
+def steady(*step_s: float) -> Measurement:
+    """A measurement of optimizer steps, each of which has four micro batches."""
+    micro = tuple(step / 4 for step in step_s)
+    return measurement(step_s=step_s, micro_step_s=micro, rest_s=(0.0,))
+
+
+def repeated(
+    baseline: tuple[Measurement, ...], best: tuple[Measurement, ...], searched: Measurement
+) -> Selection:
+    """A selection with these confirmations; the search measured the best one as `searched`."""
     selection = Selection(subject_of())
-    for steps in step_s:
-        micro = tuple(step / 2 for step in steps)
-        measured = measurement(step_s=steps, micro_step_s=micro, rest_s=(0.0,))
-        selection.confirm(BASELINE, measured)
+    selection.add_result(result(BASELINE, measurement=baseline[0]))
+    selection.add_result(result(BEST, measurement=searched))
+    for config, confirmations in ((BASELINE, baseline), (BEST, best)):
+        for confirmation in confirmations:
+            selection.confirm(config, confirmation)
     return selection
 
 
-def test_measurements_that_differ_by_more_than_their_intervals_are_unsteady() -> None:
-    label = BASELINE.label()
-    apart = repeated((1.0, 1.01), (1.2, 1.21), (1.0, 1.01))
-    assert apart.unsteadiness_reason(BASELINE) == f"measurements of {label} differ by 20%"
-    assert (
-        repeated((1.0, 1.3, 1.0), (1.2, 1.1, 1.25)).unsteadiness_reason(BASELINE) is None
-    )  # they overlap
-    assert (
-        repeated((1.0, 1.0), (1.04, 1.04)).unsteadiness_reason(BASELINE) is None
-    )  # a small difference
-    assert repeated((1.0, 1.0)).unsteadiness_reason(BASELINE) is None
+def recipe_of(selection: Selection) -> Recipe:
+    recipe = selection.recipe(FINGERPRINT)
+    assert recipe is not None and recipe.baseline is not None
+    assert (recipe.baseline.config, recipe.config) == (BASELINE, BEST)
+    return recipe
+
+
+def test_a_confirmation_that_differs_from_the_search_widens_the_speed_up() -> None:
+    quiet, slower = steady(1.0, 1.01, 1.02), steady(1.1, 1.11, 1.12)
+    made = repeated((steady(1.8, 1.82, 1.84),) * 2, (slower,), quiet)
+    recipe = recipe_of(made)
+    assert recipe.disagreement == f"measurements of {BEST.label()} differ by 10%"
+    assert recipe.unsteady is None and recipe.differs
+    assert recipe.speedup == pytest.approx(1.82 / 1.11)  # the confirmation's
+    assert recipe.speedup_interval == pytest.approx((1.8 / (1.01 * 1.11), 1.84 / 1.0))
+    assert recipe.winner.performance.spread == pytest.approx((1.0 / 1.11 - 1, 0.01))
+    assert recipe.speedup_evidence is Evidence.MEASURED
+    assert describe.speed_up(recipe) == "1.6 to 1.9 times the speed of the baseline"
+    assert any(caveat.startswith(recipe.disagreement) for caveat in recipe.caveats)
+
+    # The second confirmation agrees with the first, so the search's short probe is not used.
+    made.confirm(BEST, slower)
+    recipe = recipe_of(made)
+    assert recipe.disagreement is None
+    assert recipe.speedup_interval == pytest.approx((1.8 / 1.11 / 1.01, 1.84 / 1.11 / 0.99))
+    assert describe.speed_up(recipe) == "1.6 times the speed of the baseline"
+
+
+def test_measurements_of_both_configurations_may_disagree() -> None:
+    recipe = recipe_of(
+        repeated((steady(1.8), steady(2.0)), (steady(1.1), steady(1.0)), steady(1.0))
+    )
+    assert recipe.disagreement == (
+        f"measurements of {BASELINE.label()} differ by 11%; "
+        f"measurements of {BEST.label()} differ by 10%"
+    )
+    assert recipe.speedup_interval == pytest.approx((1.8 / 1.1, 2.0 / 1.0))
+
+
+@pytest.mark.parametrize(
+    ("slow_s", "text"),
+    [
+        (1.18, "1.3 to 1.7 times the speed of the baseline"),
+        (1.49, "4 to 64% faster than the baseline"),
+        (1.55, "too unsteady"),  # from 0.6 % faster
+        (1.6, "too unsteady"),  # from 2.5 % slower
+    ],
+)
+def test_a_speed_up_is_stated_if_its_whole_interval_is_clearly_above_1(
+    slow_s: float, text: str
+) -> None:
+    baseline = (steady(1.56, 1.6, 1.635),) * 2
+    recipe = recipe_of(repeated(baseline, (steady(1.0), steady(slow_s)), steady(1.0)))
+    assert text in describe.speed_up(recipe)
+    if text == "too unsteady":
+        assert recipe.unsteady is not None and recipe.unsteady == recipe.disagreement
+        assert (recipe.speedup, recipe.speedup_interval, recipe.differs) == (None, None, False)
+        assert recipe.speedup_evidence is Evidence.DISTURBED
+
+
+def test_small_differences_are_no_disagreement() -> None:
+    recipe = recipe_of(
+        repeated((steady(1.8), steady(1.88)), (steady(1.0), steady(1.04)), steady(1.04))
+    )
+    assert recipe.disagreement is recipe.unsteady is None
 
 
 def test_a_baseline_without_rivals_allows_no_speed_up(start: Start) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.core.probe_types import Evidence
 from autotune.problem.run_cost import CostProjection
 from autotune.study.savings import Savings, run_savings
 from autotune.study.summary import StudySummary
@@ -79,6 +80,21 @@ def test_a_study_has_savings_only_if_the_speeds_differ() -> None:
         return replace(study, recipe=replace(recipe, **changes))  # type: ignore[arg-type]
 
     same = without(winner=recipe.baseline)
-    for other in (same, without(baseline=None), without(unsteady="noise"), without(alone=True)):
+    disturbed = without(winner=replace(recipe.winner, evidence=Evidence.DISTURBED))
+    for other in (same, without(baseline=None), disturbed, without(alone=True)):
         assert other.savings is None
     assert replace(study, recipe=None).savings is None
+
+
+def test_savings_follow_the_interval_of_a_speed_up_whose_measurements_disagree() -> None:
+    study = summary()
+    recipe = study.recipe
+    assert recipe is not None and study.savings is not None
+    speed = recipe.winner.performance
+    faster = replace(speed, step_time_s=speed.step_time_s * 0.8)
+    wide = replace(recipe.winner, performance=speed.cover(faster))
+    found = replace(study, recipe=replace(recipe, winner=wide, disagreement="by 25%")).savings
+    assert found is not None and found.interval_usd is not None and study.savings.interval_usd
+    assert found.usd == study.savings.usd
+    assert found.interval_usd[0] == pytest.approx(study.savings.interval_usd[0])
+    assert found.interval_usd[1] > study.savings.interval_usd[1]

@@ -509,7 +509,10 @@ def test_measurements_that_differ_are_doubtful(config, steps):
     for index in range(2):
         made.confirm(FAST, steady(steps[index] if config == FAST else 0.5))
         made.confirm(SLOW, steady(steps[index] if config == SLOW else 1.0))
-    expected = f"measurements of {config.label()} differ by 10%: something disturbed them"
+    expected = (
+        f"measurements of {config.label()} differ by 10%: something disturbed them, so the "
+        "intervals cover all of them"
+    )
     assert [one for one in made.recipe(FINGERPRINT).caveats if "differ by" in one] == [expected]
 
 

@@ -102,10 +102,15 @@ def test_the_learning_rate_is_the_one_that_was_found_or_the_usual_one():
 
 def test_an_uncertain_speedup_is_none():
     recipe = summary().recipe
-    for unknown in (replace(recipe, unsteady="it varies"), replace(recipe, alone=True)):
+    disturbed = replace(recipe, baseline=replace(recipe.baseline, evidence=Evidence.DISTURBED))
+    same = replace(recipe, winner=recipe.baseline, disagreement="measurements differ by 9%")
+    for unknown in (disturbed, same, replace(recipe, alone=True)):
         assert (unknown.speedup, unknown.speedup_interval, unknown.differs) == (None, None, False)
     assert recipe.differs and recipe.speedup_evidence is Evidence.MEASURED
-    assert replace(recipe, unsteady="it varies").speedup_evidence is Evidence.DISTURBED
+    assert disturbed.speedup_evidence is same.speedup_evidence is Evidence.DISTURBED
+    assert same.unsteady == same.disagreement
+    assert replace(disturbed, baseline=None).unsteady is None
+    assert replace(recipe, disagreement="measurements differ by 9%").differs
     projected = replace(recipe.baseline, evidence=Evidence.PROJECTED)
     assert replace(recipe, baseline=projected).speedup_evidence is Evidence.PROJECTED
 
