@@ -112,7 +112,7 @@ def speed_up(recipe: Recipe) -> str:
     if recipe.baseline is None:
         return "no baseline was measured"
     if recipe.alone:
-        return "unknown: only the baseline was tried"
+        return "the speed-up is unknown, because only the baseline was tried"
     if recipe.unsteady is not None:
         return f"the machine is too unsteady for a speed-up: {recipe.unsteady}"
     if recipe.config == recipe.baseline.config:

@@ -232,7 +232,8 @@ def horizontal_bars(
         figure.update_xaxes(range=[0.0, 1.04 * end])
 
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(tickformat=ticks, nticks=5, tickangle=0)
+    # On a phone, five labels such as "$0.50" would touch each other.
+    figure.update_xaxes(tickformat=ticks, nticks=4, tickangle=0)
     return finish(figure, x=x, height=70 + max(row_px, 18 * max(map(len, names))) * len(bars))
 
 

@@ -108,7 +108,12 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     text = {name: number.text for name, number in describe.numbers(winner).items()}
 
     # The notes below the numbers.
-    speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
+    # The number itself is above its note, so the note does not repeat it.
+    speedup = describe.speed_up_range(recipe)
+    if not recipe.differs:
+        speedup = ": ".join(filter(None, (describe.speed_up(recipe), speedup)))
+    elif recipe.disagreement is not None:
+        speedup = recipe.disagreement
     if factors := describe.factors(summary.decomposition):
         speedup += f"; {factors}"
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"

@@ -78,6 +78,16 @@ def test_a_ratio_to_a_baseline_that_was_not_measured_as_a_whole_is_labelled(
     assert stats(weaker, study)[0].evidence is Evidence.EXTRAPOLATED
 
 
+def test_a_note_does_not_repeat_the_speed_up_above_it(study: StudySummary) -> None:
+    recipe = recipe_of(study)
+    clear = stats(recipe, study)[0]
+    assert clear.value.endswith("×") and clear.note == describe.speed_up_range(recipe)
+    why = "measurements of a differ by 9%"
+    wide = stats(replace(recipe, disagreement=why), study)[0]
+    low, high = map(float, wide.value.removesuffix("×").split(" to "))
+    assert low < float(clear.value.removesuffix("×")) < high and wide.note == why
+
+
 def test_the_speed_up_says_what_it_consists_of(study: StudySummary) -> None:
     recipe = recipe_of(study)
     assert recipe.baseline is not None

@@ -312,7 +312,9 @@ def test_a_baseline_without_rivals_allows_no_speed_up(start: Start) -> None:
     selection.add_result(session.evaluator.evaluate(BASELINE, 0).result)
     recipe = selection.recipe(session.prober.fingerprint)
     assert recipe.alone and recipe.speedup is None and recipe.speedup_interval is None
-    assert describe.speed_up(recipe) == "unknown: only the baseline was tried"
+    assert (
+        describe.speed_up(recipe) == "the speed-up is unknown, because only the baseline was tried"
+    )
     selection.add_result(session.evaluator.evaluate(MIDDLE, 1).result)
     assert not selection.recipe(session.prober.fingerprint).alone
 
