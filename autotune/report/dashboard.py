@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial
 from autotune.core.text import code_span
 from autotune.core.units import fmt_count, fmt_gib
 from autotune.report import infos
-from autotune.report.describe import LABELS, broken_promise, candidate_line
+from autotune.report.describe import LABELS, candidate_line, headline
 from autotune.report.html import draw, render
 from autotune.report.oom import oom_report
 from autotune.study.optimizer import METRIC, METRIC_OF_SEVERAL
@@ -50,13 +50,23 @@ REFUSED = (  # CSS selectors of the controls that would change the study
     '.MuiCard-root:has(> button [data-testid="UploadFileIcon"])',
 )
 # optuna-dashboard's page, narrowed to one column on a phone. Our figures have a white background,
-# so their colours are inverted in a dark window.
-LOOK = """
+# so their colours are inverted in a dark window. Importances without bars are replaced by a text.
+LOOK = (
+    f"""
+#graph-hyperparameter-importances:not(:has(.point)) {{ visibility: hidden }}
+#graph-hyperparameter-importances:not(:has(.point))::before {{
+  content: "Shown once {infos.MIN_MEASURED} configurations are measured with all layers.";
+  visibility: visible;
+}}
+"""
+    + """
 @media (max-width: 760px) {
   main { min-width: 0 }
   main fieldset { flex-wrap: wrap }
   .modebar { display: none !important }
   main [class*="MuiGrid-grid-xs"] { flex-basis: 100%; max-width: 100%; width: 100% }
+  main .MuiTable-root { min-width: 0 }
+  main .MuiTableCell-root { overflow-wrap: anywhere; padding: 10px }
 }
 @media (prefers-color-scheme: dark) {
   .js-plotly-plot:has(.main-svg[style*="background: white"]) {
@@ -64,6 +74,7 @@ LOOK = """
   }
 }
 """
+)
 Record = tuple[dict[str, Any], list[FrozenTrial]]  # the user attributes and the trials of a study
 
 
@@ -258,9 +269,10 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> C
         study.set_metric_names([METRIC_OF_SEVERAL if several else METRIC])
 
     # Leave out attributes that are dicts or lists: they are for programs, and would fill the page.
+    # An attribute that is None has nothing to show.
     attributes, trials = record
     for key, value in attributes.items():
-        if not isinstance(value, dict | list):
+        if value is not None and not isinstance(value, dict | list):
             study.set_user_attr(key, value)
     for trial in trials:
         study.add_trial(_with_visible_constraints(trial))
@@ -330,16 +342,15 @@ def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
 
 
 def _note(summary: StudySummary) -> str:
-    """Return the winner so far, in Markdown."""
+    """Return the answer so far and the winner, in Markdown."""
     if (recipe := summary.recipe) is None:
         return "No configuration has succeeded so far."
 
     best = recipe.winner
     number = _winner(summary, len(summary.trials))
     trial = "" if number is None else f" (trial {number})"
-    broken = broken_promise(summary)
     lines = [
-        *([f"**{code_span(broken)}**"] if broken else []),
+        f"**{code_span(headline(summary))}**",
         f"**Winner**{trial}: {code_span(best.config.label())}",
         candidate_line(best),
         code_span(recipe.reason),

@@ -176,7 +176,8 @@ def test_every_trial_has_a_note(study: dict[str, Any]) -> None:
     ran_out = next(note for note in notes if note.startswith("**out of memory**"))
     assert "Reason: `out of memory in backward`" in ran_out
     assert "Log: `trial-" in ran_out
-    assert study["note"]["body"].startswith("**Winner** (trial ")
+    answer, winner, *_ = study["note"]["body"].split("\n\n")
+    assert "the full run takes " in answer.lower() and winner.startswith("**Winner** (trial ")
 
 
 def test_the_figures_of_the_report_are_served(study: dict[str, Any]) -> None:
