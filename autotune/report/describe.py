@@ -395,7 +395,7 @@ def breakdown(summary: StudySummary) -> str:
     number = "1 configuration"
     if len(configurations) != 1:
         number = f"{len(configurations):,} configurations"
-    return f"{number}: {', '.join(parts)}" if parts else "nothing was tried"
+    return f"{number}: {', '.join(parts)}" if parts else "no trial has ended"
 
 
 def configuration(recipe: Recipe) -> tuple[str, ...]:

@@ -354,7 +354,7 @@ def test_no_winner_for_reasons_other_than_memory(study: StudySummary) -> None:
 
 def test_an_empty_study_renders(study: StudySummary) -> None:
     page = render(replace(study, recipe=None, trials=(), search_usd=None), "out")
-    assert "nothing was tried" in page
+    assert "no trial has ended" in page
 
 
 def test_no_baseline_and_no_price_render(study: StudySummary) -> None:
