@@ -1,6 +1,7 @@
 """4-bit layers that FSDP2 can shard: the same bits as bitsandbytes' layers, and random shards."""
 
 import copy
+import weakref
 from typing import Any
 
 import bitsandbytes as bnb
@@ -66,6 +67,14 @@ def test_outputs_and_gradients_are_bitsandbytes_own(double_quant: bool, dtype: t
         results.append((output, rows.grad))
     for expected, found in zip(*results, strict=True):
         assert torch.equal(expected, found)
+
+
+def test_the_scales_of_a_whole_layer_are_freed() -> None:
+    """A rank that kept them would hold a whole model's scales, which is 1 GiB for 70B weights."""
+    model = quantised(True, torch.bfloat16)
+    scales = weakref.ref(model[0].quant_state.absmax)
+    shard_4_bit_layers(model, CPU)
+    assert scales() is None
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
