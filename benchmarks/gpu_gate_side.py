@@ -65,8 +65,8 @@ PROBES: list[tuple[str, str, int, dict[str, Any]]] = [
         },
     ),
 ]
-EXPORTED = TrainConfig(**KEPT | {"micro_batch_size": 2})
-EXPORTED_MODEL, EXPORTED_STEPS, EXPORTED_LONGEST_S = "llama-3.2-1b", 20, 120.0
+EXPORTED = TrainConfig(**KEPT)
+EXPORTED_MODEL, EXPORTED_STEPS, EXPORTED_LONGEST_S = "llama-3.2-1b", 40, 120.0
 STUDY = ["--model", "llama-3.2-1b", "--tokens-per-example", "1024", "--budget", "45s"]
 
 
