@@ -32,7 +32,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 _LAYER_LISTS = ("layers_block_type", "layer_types")  # lists with one entry per layer
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _VOCAB = ("vocab_size",)
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = (*_NUM_EXPERTS, "moe_intermediate_size")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 MAX_SIZE = 2**31  # a larger size in a config is an error
 
@@ -177,6 +178,12 @@ class ModelSpec:
     def has_experts(self) -> bool:
         """Whether the model is a mixture of experts."""
         return any((self.size(key) or 0) > 1 for key in _EXPERTS)
+
+    @property
+    def num_experts(self) -> int | None:
+        """The number of routed experts in a layer of a mixture, or None if it is unknown."""
+        numbers = (self.size(key) or 0 for key in _NUM_EXPERTS)
+        return next((number for number in numbers if number > 1), None)
 
     @property
     def text_type(self) -> str:

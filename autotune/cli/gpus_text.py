@@ -100,13 +100,16 @@ def _print_details(gpu_plan: GpuPlan) -> None:
 def _cells(row: RankPlan) -> dict[str, str]:
     """Return the texts of a row by column."""
     estimated = row.estimate
+    held = estimated.interval_gib or (estimated.held_gib,) if estimated else ()
     efficiency = row.efficiency
     return {
         "GPUs": str(row.num_gpus)
         if row.hosts == 1
         else f"{row.hosts} x {row.num_gpus // row.hosts}",
         "strategy": row.parallelism.name,
-        "GiB a GPU": DASH if estimated is None else f"{estimated.held_gib:.1f}",
+        "GiB a GPU": DASH
+        if estimated is None
+        else " to ".join(dict.fromkeys(f"{gib:.1f}" for gib in held)),
         "verdict": row.state or "impossible",
         "tokens/s of all": fmt_count(row.tokens_per_s),
         "range": DASH if row.interval is None else " to ".join(map(fmt_count, row.interval)),

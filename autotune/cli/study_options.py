@@ -176,9 +176,10 @@ def _set_rare(options: dict[str, Any], setting: str) -> None:
             remedy=f"give {flag}" if _is_flag(name) else f"give {flag} {text}",
         )
     if name not in options:
+        reader = "plan --gpus" if name == "expert_parallel" else "run"
         raise UsageError(
             f"--set {name}: this command does not read {name}",
-            remedy="leave it out, or give it to `autotune run`",
+            remedy=f"leave it out, or give it to `autotune {reader}`",
         )
     value = _value(name, text)
     if options[name] not in (None, value):

@@ -29,7 +29,9 @@ class Parallelism:
     With `sync_each_batch`, FSDP2 reduces and shards the gradients after each micro batch. `offload`
     keeps weights, gradients and optimizer state in the host's memory. With several `copies` of the
     model (HSDP), the GPUs form groups, usually one on each host. Each group holds all shards of one
-    copy, and the groups sum their gradients.
+    copy, and the groups sum their gradients. With `expert_parallel` above 1, this number of GPUs
+    share out the experts of a mixture, and each GPU holds all other weights. autotune estimates the
+    memory of such a GPU, but cannot train so.
 
     Raises ValueError for a combination that cannot run.
     """
@@ -39,6 +41,7 @@ class Parallelism:
     sync_each_batch: bool = False
     offload: bool = False
     copies: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         if (
@@ -67,6 +70,16 @@ class Parallelism:
                 f" {self.num_gpus} GPUs into equal groups of two or more"
             )
 
+        if self.expert_parallel > 1 and self.strategy != "ddp":
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} is only estimated with ddp, not with"
+                f" {self.strategy}"
+            )
+        if self.expert_parallel < 1 or self.num_gpus % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} does not divide {self.num_gpus} GPUs"
+            )
+
     @classmethod
     def of(cls, config: TrainConfig) -> "Parallelism":
         """Return the parallelism that the configuration sets."""
@@ -82,6 +95,8 @@ class Parallelism:
     def name(self) -> str:
         """The name of the strategy in tables."""
         name = self.strategy.replace("fsdp2", "hsdp") if self.copies > 1 else self.strategy
+        if self.expert_parallel > 1:
+            return f"{name}, experts over {self.expert_parallel} GPUs"
         return f"{name}, offloaded" if self.offload else name
 
     @property
@@ -116,6 +131,13 @@ class Parallelism:
             for knob in OF_ONE_GPU:
                 if (value := getattr(config, knob.name)) != knob.default:
                     return f"{knob.name} {value} works only with {KNOBS['num_gpus'].label} 1"
+        if self.expert_parallel > 1 and (
+            config.compile != "none" or config.lora_kernels != "peft" or config.quantize_experts
+        ):
+            return (
+                "divided experts are only estimated in 16 bits, without compiled layers and without"
+                " grouped or joined adapters"
+            )
         if not self.shards:
             return None
 

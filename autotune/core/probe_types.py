@@ -179,6 +179,18 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShard:
+    """One GPU's part of a mixture's experts, which `num_gpus` GPUs share out equally.
+
+    The GPU gets the mean number of tokens or, with `fullest`, the largest possible number: every
+    token of all these GPUs then chooses as many of its experts as it can.
+    """
+
+    num_gpus: int
+    fullest: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """A request for one probe.
 
@@ -217,6 +229,8 @@ class ProbeRequest:
         patience_s: The least time limit of a phase. A probe that exceeds a limit counts as hanging.
         generation: The generation of a GRPO run, or None. The trainer's worker trains on given
             completions, without an engine. The engine's worker generates them, without a trainer.
+        experts: The part of the experts that the GPU holds, or None for all experts. Only dry
+            probes can divide the experts.
     """
 
     config: TrainConfig
@@ -244,6 +258,7 @@ class ProbeRequest:
     flash: bool = True
     patience_s: float = 0.0
     generation: Generation | None = None
+    experts: ExpertShard | None = None
 
     @property
     def parallelism(self) -> Parallelism:
@@ -646,7 +661,8 @@ class DryCount:
     `moved_bytes` has the bytes that operations read and write, by kind: matrix products, products
     with so few FLOPs per byte that memory bandwidth limits them, strided tensors, gathered or
     scattered rows, and all others. `operations` is the number of torch operations; each launches a
-    kernel.
+    kernel. If the GPU holds a part of the experts, `expert_gradients_gib` is the part of
+    `gradients_gib` that belongs to these experts and their adapters.
     """
 
     model_gib: float
@@ -660,6 +676,7 @@ class DryCount:
     flops: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
     operations: int = 0
+    expert_gradients_gib: float = 0.0
 
     @property
     def attention_flops(self) -> float:

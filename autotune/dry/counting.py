@@ -23,6 +23,7 @@ from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.dry.compiled import compile_for_count
+from autotune.dry.expert_parallel import divide_experts, expert_parameters
 from autotune.dry.flex import FLEX_ATTENTION
 from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.storage_counter import StorageCounter, blocks
@@ -110,6 +111,8 @@ class CountedStep:
             truncate(shape, request.depth)
         quantized = partial(quantized_linear, unpacks_to_input=other.unpacks_to_input)
         self._base = build(shape, settings, device, quantized if device == META else None)
+        if request.experts is not None:
+            divide_experts(self._base, request.experts)
 
         self._counter = StorageCounter(device, workspace)
         self._counter.hold_module(self._base)
@@ -221,6 +224,11 @@ class CountedStep:
             self._forget_gradients()
             self._enter("")
 
+        of_experts = 0
+        if self._request.experts is not None:
+            held = expert_parameters(self._model)
+            of_experts = sum(parameter.nbytes for parameter in trained if id(parameter) in held)
+
         segments = {name: gib(peak + workspace) for name, peak in self._segments.items()}
         return DryCount(
             model_gib=gib(self._model_bytes),
@@ -234,6 +242,7 @@ class CountedStep:
             flops=flops,
             moved_bytes=moved_bytes,
             operations=operations,
+            expert_gradients_gib=gib(of_experts),
         )
 
     def _forget_gradients(self) -> None:

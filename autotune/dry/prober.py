@@ -261,6 +261,8 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = (), other: OtherTrai
         about.append(["fp8", FP8_VERSION])
     if request.config.lora_kernels == "grouped" or request.config.quantize_experts:
         about.append(["experts", EXPERTS_VERSION])
+    if request.experts is not None:
+        about.append(["expert shard", to_data(request.experts)])
     if other != USUAL:
         about.append(["trainer", to_data(other)])
     return digest_of([DRY_VERSION, *versions, *about])

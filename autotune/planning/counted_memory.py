@@ -10,20 +10,25 @@ from dataclasses import replace
 from autotune.catalog import ModelSpec
 from autotune.core.objective import Objective
 from autotune.core.other_trainer import USUAL, OtherTrainer
-from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
+from autotune.core.probe_types import DryCount, ExpertShard, ModelShape, ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryAnswer, DryProber, obstacle
 
 
 def count(
-    model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
+    model: ModelSpec,
+    config: TrainConfig,
+    micro_steps: int,
+    objective: Objective,
+    experts: ExpertShard | None = None,
 ) -> DryCount | None:
     """Compute the memory, the FLOPs and the memory traffic of a training step of the whole model.
 
-    Returns None if the dry probe cannot run the step; `no_count` says why.
+    With `experts`, the model has only one GPU's part of its experts. Returns None if the dry probe
+    cannot run the step; `no_count` says why.
     """
-    return dry_count(model, config, micro_steps, objective).count
+    return dry_count(model, config, micro_steps, objective, experts=experts).count
 
 
 def no_count(
@@ -42,10 +47,12 @@ def dry_count(
     objective: Objective = Objective.SFT,
     depth: int | None = None,
     other: OtherTrainer = USUAL,
+    experts: ExpertShard | None = None,
 ) -> DryAnswer:
     """Run a dry probe of a training step of the whole model, or of a copy with `depth` layers.
 
-    The step is that of autotune's trainer, or of the trainer `other`.
+    The step is that of autotune's trainer, or of the trainer `other`. With `experts`, the model has
+    only one GPU's part of its experts.
 
     The answer holds the memory and the work of the step, or the reason why the dry probe failed.
     """
@@ -74,6 +81,7 @@ def dry_count(
         depth=depth,
         objective=objective,
         trainer=objective.trainers[0],
+        experts=experts,
     )
 
     return _prober().count(request, other)

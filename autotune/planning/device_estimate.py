@@ -61,6 +61,12 @@ UNCHECKED = (
     "1.6 %; their speed, and the memory of other shards of a 4-bit base or of a mixture of experts,"
     " are unchecked"
 )
+# The two bounds follow from the routing alone: one GPU gets at least the mean number of tokens.
+DIVIDED_EXPERTS = (
+    "the memory is a projection by counting a training step of one GPU with its part of the "
+    "experts, which no GPU has checked. The lower end spreads the tokens evenly over the GPUs, and "
+    "the upper end sends every token to this GPU. The time of the exchange of tokens is unknown"
+)
 
 
 # How a speed on an H200 is converted to the GPU, by what is known of that GPU. Results of

@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from autotune.catalog import DeviceSpec
+from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import UsageError
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
@@ -21,6 +21,7 @@ from autotune.dry.prober import obstacle
 from autotune.planning.counted_memory import count
 from autotune.planning.counted_plan import count_best
 from autotune.planning.device_estimate import (
+    DIVIDED_EXPERTS,
     accuracy_text,
     is_unchecked,
     limit_of,
@@ -109,8 +110,11 @@ def plan_spec(
     sharding_pins = {knob: value for knob, value in spec.pins.items() if knob in SHARDING_KNOBS}
     pins = {knob: value for knob, value in spec.pins.items() if knob not in SHARDING_KNOBS}
 
-    of_one_gpu = replace(spec, gpu=gpu, gpus=None, pins=pins)
+    of_one_gpu = replace(spec, gpu=gpu, gpus=None, pins=pins, expert_parallel=1)
     setup = planned_setup(of_one_gpu, device, say)
+    if spec.expert_parallel > 1:
+        totals = [number * host for number in counts for host in hosts]
+        _check_expert_parallel(setup.task.model, spec.expert_parallel, totals, sharding_pins)
     for knob, value in sharding_pins.items():
         setup.task.space.pin(knob, value)  # only checks the value: the space is for one GPU
     plan_setup = partial(
@@ -121,6 +125,7 @@ def plan_spec(
         within_hours=hours,
         hosts={number: network_gb_s if number > 1 else None for number in hosts},
         sharding_pins=sharding_pins,
+        expert_parallel=spec.expert_parallel,
         say=say,
     )
     result = plan_setup(setup.task)
@@ -128,6 +133,40 @@ def plan_spec(
     if not any(row.state == FITS for row in result.rows):
         change = _first_change(of_one_gpu, device, plan_setup)
     return replace(result, change=change, left_out=tuple(map(str, setup.removals)))
+
+
+def _check_expert_parallel(
+    model: ModelSpec, expert_parallel: int, totals: Sequence[int], sharding_pins: Mapping[str, Any]
+) -> None:
+    """Raise UsageError if the GPUs cannot share out the experts of the model equally.
+
+    `totals` are the numbers of GPUs to plan for.
+    """
+    experts = model.num_experts
+    if experts is None:
+        raise UsageError(
+            f"expert_parallel {expert_parallel}: {model.short} has no experts to share out",
+            remedy="leave out expert_parallel",
+        )
+    if experts % expert_parallel:
+        divisors = [number for number in range(2, experts + 1) if experts % number == 0]
+        raise UsageError(
+            f"expert_parallel {expert_parallel} does not divide the {experts} experts of"
+            f" {model.short}",
+            remedy=f"set it to {' or '.join(map(str, divisors))}",
+        )
+    undivided = next((total for total in totals if total % expert_parallel), None)
+    if undivided is not None:
+        raise UsageError(
+            f"expert_parallel {expert_parallel} does not divide {undivided} GPUs",
+            remedy=f"plan for multiples of {expert_parallel} GPUs",
+        )
+    if sharding_pins.keys() - {"sharding"} or sharding_pins.get("sharding", "ddp") != "ddp":
+        raise UsageError(
+            "expert_parallel is only estimated with ddp: each GPU holds all weights but the"
+            " experts'",
+            remedy=f"leave out {' and '.join(sharding_pins)}",
+        )
 
 
 def _first_change(
@@ -153,13 +192,15 @@ def plan_gpus(
     within_hours: float | None = None,
     hosts: Mapping[int, float | None] = MappingProxyType({1: None}),
     sharding_pins: Mapping[str, Any] = MappingProxyType({}),
+    expert_parallel: int = 1,
     say: Say = ignore_message,
 ) -> GpuPlan:
     """Plan the task for each number of GPUs in `numbers`, with each sharding strategy.
 
     Each number in `numbers` is the number of GPUs per host. `hosts` maps each number of hosts to
     the GB/s of the link between the hosts. `sharding_pins` has the knobs of SHARDING_KNOBS that the
-    user pinned, with their values. `say` gets progress messages.
+    user pinned, with their values. `expert_parallel` GPUs share out the experts of a mixture. `say`
+    gets progress messages.
 
     Raises UsageError if no formula covers the model, and this machine runs no dry probes.
     """
@@ -188,7 +229,7 @@ def plan_gpus(
             partial(
                 _plan_rank, task, configs, partial(estimate_of, network_gb_s=network_gb_s), say
             ),
-            list(_parallelisms(number, number_of_hosts, sharding_pins)),
+            list(_parallelisms(number, number_of_hosts, sharding_pins, expert_parallel)),
         )
     ]
 
@@ -204,9 +245,9 @@ def plan_gpus(
         task=task,
         limit_gib=limit_gib,
         rows=with_efficiency(rows, one_gpu),
-        how_sure=accuracy_text(
-            task, num_gpus=max(numbers), link_by_rule=by_rule, unchecked=unchecked
-        ),
+        how_sure=DIVIDED_EXPERTS
+        if expert_parallel > 1
+        else accuracy_text(task, num_gpus=max(numbers), link_by_rule=by_rule, unchecked=unchecked),
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
     )
@@ -229,14 +270,17 @@ def _plan_number(
 
 
 def _parallelisms(
-    number: int, hosts: int, sharding_pins: Mapping[str, Any]
+    number: int, hosts: int, sharding_pins: Mapping[str, Any], expert_parallel: int = 1
 ) -> Iterator[Parallelism]:
     """Yield the ways to distribute a training over `number` GPUs on each host.
 
     For several hosts, one of these ways is HSDP, with one copy of the model on each host. On one
-    host, `sharding_pins` sets the number of copies.
+    host, `sharding_pins` sets the number of copies. Divided experts are planned only with DDP.
     """
     total = hosts * number
+    if expert_parallel > 1:
+        yield Parallelism(num_gpus=total, strategy="ddp", expert_parallel=expert_parallel)
+        return
     strategy_pin = sharding_pins.get("sharding")
     shard_pins = {knob: value for knob, value in sharding_pins.items() if knob != "sharding"}
     copies = shard_pins.pop("copies", 1)

@@ -277,6 +277,7 @@ def count_at_depth(
         flops=whole_numbers("flops"),
         moved_bytes=whole_numbers("moved_bytes"),
         operations=round(line("operations")),
+        expert_gradients_gib=line("expert_gradients_gib"),
     )
 
 

@@ -19,7 +19,7 @@ from autotune.core.memory_budget import PINNED
 from autotune.core.notebook import ShownAsTable
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
-from autotune.core.probe_types import DryCount, Evidence
+from autotune.core.probe_types import DryCount, Evidence, ExpertShard
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_usd, gib
 from autotune.core.untested import untested
@@ -75,8 +75,9 @@ from autotune.problem.workload import RunShape
 
 # A function that computes the memory and the operations of a whole model's training step in a dry
 # probe, or returns None if a dry probe cannot run the step. The function's arguments are the model,
-# the configuration, the number of micro batches in a step, and the objective.
-Counter = Callable[[ModelSpec, TrainConfig, int, Objective], DryCount | None]
+# the configuration, the number of micro batches in a step, and the objective. The keyword `experts`
+# has the ExpertShard of a GPU that holds only a part of the experts.
+Counter = Callable[..., DryCount | None]
 KEPT_BYTES = 16  # for each token that metrics need: its prediction and its label, 8 bytes each
 # A function that returns the step time of one GPU. The function is called only if the run may fit.
 Clock = Callable[[], StepTimeEstimate | None]
@@ -176,6 +177,8 @@ class Estimate(ShownAsTable):
         need_gib: the reserved memory at the peak.
         limit_gib: the memory of a GPU that the run's tensors may use.
         memory: the terms of `need_gib`, or None if it was measured.
+        least: the lower bound of `memory` if GPUs share out the experts of a mixture: the tokens
+            are then spread evenly over the GPUs. `memory` is the upper bound.
         tokens_per_s: useful tokens per second of one device; in 80 % of cases, the true speed is in
             `interval`.
         num_observations: the number of other users' measurements on this device that corrected the
@@ -211,6 +214,7 @@ class Estimate(ShownAsTable):
     limit_gib: float
     price: Price | None = None
     memory: MemoryBreakdown | None = None
+    least: MemoryBreakdown | None = None
     tokens_per_s: float | None = None
     interval: tuple[float, float] | None = None
     samples_per_s: float | None = None
@@ -246,9 +250,15 @@ class Estimate(ShownAsTable):
         The allocator keeps free segments, and free blocks of side streams, only as long as the GPU
         has room for them.
         """
-        if self.memory is None:
-            return self.need_gib
-        return max(self.memory.needed_gib, min(self.memory.roomy_gib, self.limit_gib))
+        return self.need_gib if self.memory is None else self._held(self.memory)
+
+    @property
+    def interval_gib(self) -> tuple[float, float] | None:
+        """The interval of `held_gib` if the routing of tokens decides it, otherwise None."""
+        return None if self.least is None else (self._held(self.least), self.held_gib)
+
+    def _held(self, memory: MemoryBreakdown) -> float:
+        return max(memory.needed_gib, min(memory.roomy_gib, self.limit_gib))
 
     @property
     def memory_by(self) -> str | None:
@@ -311,14 +321,16 @@ def memory_of(
     parallelism: Parallelism | None = None,
     settings: ShardingSettings = EXPORTED,
     count: Counter | None = None,
+    fullest: bool = False,
 ) -> MemoryBreakdown | None:
     """Return the memory of each GPU at the peak of a step, from a formula or a dry probe.
 
     If `micro_steps` is EVALUATES, the result is the peak of an evaluation. `count` runs the dry
     probe. The result is None if no formula covers the configuration and no dry probe can run it.
-    `parallelism` replaces the parallelism in the configuration. `settings` are those of the tool
-    that shards the model. The result is also None if our trainer cannot train the configuration on
-    these GPUs; for another tool, the caller knows.
+    `parallelism` replaces the parallelism in the configuration. If the GPUs share out the experts
+    of a mixture, each GPU gets the mean number of tokens or, with `fullest`, the largest possible
+    number. `settings` are those of the tool that shards the model. The result is also None if our
+    trainer cannot train the configuration on these GPUs; for another tool, the caller knows.
     """
     parallelism = parallelism or Parallelism.of(config)
     if parallelism.strategy != "none":
@@ -332,6 +344,9 @@ def memory_of(
         if parallelism.shards:
             alone = sharded_precision(alone)
             counted_steps = min(micro_steps, 1) * 2  # two micro batches, or an evaluation
+        if parallelism.expert_parallel > 1:
+            shard = ExpertShard(num_gpus=parallelism.expert_parallel, fullest=fullest)
+            count = partial(count, experts=shard)
         dry_count = count(model, alone, counted_steps, objective)
         if dry_count is None:
             return None
@@ -451,9 +466,11 @@ def estimate(
         limit_gib=limit_gib,
         price=task.price,
         memory=memory.reported,
+        least=memory.least if parallelism.expert_parallel > 1 else None,
         accumulation=shape.accumulation,
     )
-    if estimated.state == OOM:
+    # The time that GPUs take to exchange the tokens of experts is unknown.
+    if estimated.state == OOM or parallelism.expert_parallel > 1:
         return estimated
 
     by_formula = partial(_single_gpu, task, config, micro_steps, observations, host, count)
@@ -497,20 +514,24 @@ def _memory(
         parallelism=parallelism,
         count=count,
     )
+
+    def bounds_of(config: TrainConfig, steps: int) -> MemoryBounds | None:
+        least = most = query(config, steps)
+        if parallelism.expert_parallel > 1:
+            most = query(config, steps, fullest=True)
+        return None if least is None or most is None else MemoryBounds(least=least, most=most)
+
     longest = task.workload.longest_row_config(config)
-    need = query(longest, micro_steps)
-    if need is None:
+    bounds = bounds_of(longest, micro_steps)
+    if bounds is None:
         return None
-    bounds = MemoryBounds(least=need, most=need)
 
     # autotune's own trainer evaluates with the micro batch size and the loss of the training.
     evaluation = Evaluation(rows=None, loss=config.loss)
     if not task.workload.held_out() or evaluation.needs_less(longest):
         return bounds
-    batch = query(evaluation.batch_of(longest), EVALUATES)
-    return (
-        None if batch is None else bounds.include_evaluation(MemoryBounds(least=batch, most=batch))
-    )
+    batch = bounds_of(evaluation.batch_of(longest), EVALUATES)
+    return None if batch is None else bounds.include_evaluation(batch)
 
 
 def _single_gpu(

@@ -233,8 +233,11 @@ def counted_rank_breakdown(
         return None
     if not parallelism.shards:
         alone = counted_breakdown(model, config, count)
-        # DDP sends gradients from buckets, which together are as large as all gradients.
+        # DDP sends gradients from buckets, which together are as large as these gradients. If no
+        # two GPUs hold the same experts, the experts' gradients are not sent.
         buckets = count.gradients_gib
+        if parallelism.num_gpus == parallelism.expert_parallel:
+            buckets -= count.expert_gradients_gib
         return replace(
             alone, communication=buckets, nccl=nccl_of(parallelism), own_error=RANK_ERROR
         )

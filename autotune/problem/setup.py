@@ -113,7 +113,7 @@ def set_up(
             `generates`, or a knob without a possible value.
         EnvironmentProblem: if a package is missing that every probe needs.
     """
-    refuse_generation(spec, allowed=generates)
+    refuse_untrainable(spec, allowed=generates)
     probes_run_here = isinstance(target, Target)
     model = resolve_model(spec.model)
     if probes_run_here and spec.dataset is not None and spec.tokenizer is None and is_demo(model):
@@ -207,8 +207,17 @@ def set_up(
     return setup if shape is None else adapt_to_layers(setup, shape)
 
 
-def refuse_generation(spec: StudySpec, *, allowed: bool = False) -> None:
-    """Raise UsageError if the model would generate answers, unless that is allowed."""
+def refuse_untrainable(spec: StudySpec, *, allowed: bool = False) -> None:
+    """Raise UsageError if the trainer cannot run the study.
+
+    `allowed` says that the model may generate answers.
+    """
+    if spec.expert_parallel > 1:
+        raise UsageError(
+            "autotune cannot train with expert_parallel, because its trainer sends no tokens to"
+            " experts on another GPU",
+            remedy="leave it out, or estimate the memory with `autotune plan --gpus`",
+        )
     if Objective(spec.objective).generates and not allowed:
         raise UsageError(
             f"{spec.objective} trains on generated answers, and this search generates none",

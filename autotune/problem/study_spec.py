@@ -410,6 +410,12 @@ class StudySpec:
         " Speeds are then projected.",
         is_rare=True,
     )
+    expert_parallel: int = _count(
+        1,
+        "For `plan --gpus`: number of GPUs that share out the experts of a mixture. autotune"
+        " estimates the memory, but cannot train so.",
+        is_rare=True,
+    )
     workers: int = _count(
         1, "Number of this machine's GPUs that probe at the same time, one configuration each."
     )

@@ -79,12 +79,18 @@ def run_numbers(estimated: Estimate, num_gpus: int = 1) -> str:
     return ", ".join([speed, fmt_hours(cost.full_run_hours), *usd])
 
 
+def held_text(estimated: Estimate) -> str:
+    """Return the memory of a configuration, as an interval if the routing of tokens decides it."""
+    bounds = estimated.interval_gib or (estimated.held_gib,)
+    return " to ".join(dict.fromkeys(map(fmt_gib, bounds)))
+
+
 def memory_text(estimated: Estimate, device: DeviceSpec) -> str:
     """Return the memory that a configuration needs, its limit, and the memory of the card."""
     card = f" (the GPU has {fmt_gib(device.memory_gib)})" if device.memory_gib else ""
     if device.memory_gib and device.unified_memory:
         card = f" (the GPU and its host share {fmt_gib(device.memory_gib)})"
-    return f"{fmt_gib(estimated.held_gib)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
+    return f"{held_text(estimated)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
 
 
 def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
@@ -352,7 +358,7 @@ def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None
 
     if shown is None or shown.estimate is None:
         return f"No number of {card} trains {model}: 0 of {len(plan.rows)} plans are possible"
-    need = f"{fmt_gib(shown.estimate.held_gib)} of {fmt_gib(plan.limit_gib)} on each GPU"
+    need = f"{held_text(shown.estimate)} of {fmt_gib(plan.limit_gib)} on each GPU"
     if any(row.state == FITS for row in plan.rows):
         late = f", and no plan is known to end{deadline}" if deadline else ", at an unknown speed"
         return f"{model} fits {_layout(shown, card)}{late}: it needs {need} (estimated)"
@@ -368,6 +374,8 @@ def _layout(row: RankPlan, card: str) -> str:
 
 def _gpus_reason(plan: GpuPlan, chosen: RankPlan | None) -> str:
     """Compare the cheapest plan with the fastest plan, or say that it may miss the deadline."""
+    if any(row.parallelism.expert_parallel > 1 for row in plan.rows):
+        return plan.how_sure
     if chosen is None or chosen.estimate is None or chosen.estimate.cost is None:
         return next((row.problem for row in plan.rows if row.problem), "")
     high = chosen.estimate.cost.interval_hours[1]

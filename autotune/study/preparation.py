@@ -19,7 +19,7 @@ from autotune.core.units import parse_duration
 from autotune.prediction.projection import with_transfer
 from autotune.problem.dataset import full_path
 from autotune.problem.gpu_counts import split_count
-from autotune.problem.setup import Setup, refuse_generation, set_up
+from autotune.problem.setup import Setup, refuse_untrainable, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, find_target
 from autotune.problem.task import Task
@@ -83,7 +83,7 @@ def prepare_session(
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
 
     spec = _with_counted_gpu(spec)
-    refuse_generation(spec)
+    refuse_untrainable(spec)
     target = find_target(spec.gpu)
     _check_combination(spec, target)
     # If the spec lists configurations to probe, its pins (fixed knobs) are later applied to each

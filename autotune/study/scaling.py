@@ -33,6 +33,7 @@ class RankPlan:
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
         *("precision", "accumulation", "state", "problem", "num_without_speed"),
         *("tokens_per_s", "efficiency", "hours", "usd", "step", "evidence"),
+        interval_gib="interval_gib",
         interval_tokens_per_s="interval",
         of_one_gpu="estimate",
     )
@@ -69,6 +70,11 @@ class RankPlan:
     def state(self) -> str | None:
         """Whether the run fits each GPU (FITS, TIGHT or OOM), or None if training is impossible."""
         return self.estimate.state if self.estimate else None
+
+    @property
+    def interval_gib(self) -> tuple[float, float] | None:
+        """The interval of the memory if the GPUs share out experts (`Estimate.interval_gib`)."""
+        return self.estimate.interval_gib if self.estimate else None
 
     @property
     def tokens_per_s(self) -> float | None:

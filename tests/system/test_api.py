@@ -152,7 +152,9 @@ def test_plans_need_no_gpu(
 
 
 def test_a_plan_counts_what_no_formula_covers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="not here."))
+    monkeypatch.setattr(
+        counted_memory, "dry_count", lambda *asked, **_: DryAnswer(refused="not here.")
+    )
     with pytest.raises(autotune.AutotuneError, match=r"cannot be counted: not here$"):
         autotune.plan("gpt2", gpu="a10")
 

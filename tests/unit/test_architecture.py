@@ -46,6 +46,7 @@ CHILD = {
     "dry": (
         "compiled",
         "counting",
+        "expert_parallel",
         "fast_kernels",
         "flex",
         "meta_device",

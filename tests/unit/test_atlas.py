@@ -43,7 +43,7 @@ def atlas(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         counted_memory,
         "dry_count",
-        lambda model, config, *_: (
+        lambda model, config, *_, **__: (
             refused if config.quantization == "nf4" else DryAnswer(count=COUNT)
         ),
     )
@@ -132,7 +132,7 @@ def test_what_is_not_known_stays_unknown(atlas: Any) -> None:
 def test_a_model_without_any_peak_is_an_error(
     atlas: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(refused="no"))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked, **_: DryAnswer(refused="no"))
     options = [
         "--models",
         "gpt2",

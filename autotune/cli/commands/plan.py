@@ -31,7 +31,7 @@ ANY_MODEL = "demo-3m"  # a placeholder in the spec of a plan that tries many mod
 DETAILED_COLUMNS = ("configuration", "published")  # columns that only --details shows
 
 
-@with_study_options("model", *PLANNED, *ROLLOUTS)
+@with_study_options("model", *PLANNED, "expert_parallel", *ROLLOUTS)
 def plan_command(
     gpu: Gpu = None,
     gpus: Annotated[

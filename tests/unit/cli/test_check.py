@@ -242,7 +242,7 @@ def test_unknown_models(
         == FITS
     )
     monkeypatch.setattr(
-        counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers.")
+        counted_memory, "dry_count", lambda *asked, **_: DryAnswer(refused="It has no layers.")
     )
     with pytest.raises(
         UsageError, match=r"no formula for gpt2 models, and .* cannot be counted: It has no layers$"

@@ -20,6 +20,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "compile_ahead": ("never", "never"),
     "eval_share": ("5e-2", 0.05),
     "eval_steps": ("50", 50),
+    "expert_parallel": ("2", 2),
     "fresh": ("true", True),
     "global_batch_tokens": ("65536", 65536),
     "image_size": ("1280x960", "1280x960"),

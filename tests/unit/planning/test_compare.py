@@ -514,7 +514,7 @@ COUNT = DryCount(
 def not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry probe that refuses; the real one is tested with the real probe."""
     monkeypatch.setattr(
-        counted_memory, "dry_count", lambda *asked: DryAnswer(refused="It has no layers.")
+        counted_memory, "dry_count", lambda *asked, **_: DryAnswer(refused="It has no layers.")
     )
 
 
@@ -523,7 +523,7 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
 
     No speed is known of it.
     """
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked, **_: DryAnswer(count=COUNT))
     asked = ("--gpus", "t4,a10,h100", "--methods", "lora")
     first = run(*asked, model="mixtral-8x7b").stdout.splitlines()[0]
     assert first.startswith("Mixtral-8x7B-v0.1 fits ") and "at an unknown speed: it needs" in first
@@ -560,7 +560,7 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worked = replace(COUNT, flops={"mm": 10**14}, moved_bytes={"other": 10**11}, operations=2000)
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=worked))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked, **_: DryAnswer(count=worked))
     made = rules.compare([StudySpec(model="gpt2", space="lora")], gpus=["a10,h100"])
     group = made.groups[0]
     assert group.fastest is not None and group.fastest.device.name == "h100-sxm"
@@ -587,7 +587,7 @@ def counted(
     """Dry probes that need so many GiB, or refuse; what they are asked for is noted."""
     work: Any = {"flops": {"mm": 10**14}, "moved_bytes": {"other": 10**11}, "operations": 2000}
 
-    def answer(model: object, config: TrainConfig, *_: object) -> DryAnswer:
+    def answer(model: object, config: TrainConfig, *_: object, **__: object) -> DryAnswer:
         asked.append(config)
         peak = gib(config)
         if refuses(config):

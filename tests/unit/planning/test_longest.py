@@ -180,7 +180,9 @@ def test_a_count_that_fails_between_others_says_so(
     """
     lengths: list[int] = []
 
-    def answer(model: Any, config: TrainConfig, *_: Any, depth: int | None = None) -> DryAnswer:
+    def answer(
+        model: Any, config: TrainConfig, *_: Any, depth: int | None = None, **__: Any
+    ) -> DryAnswer:
         lengths.extend([config.seq_len] if config.seq_len not in lengths else [])
         if lengths.index(config.seq_len) + 1 == failing:
             return DryAnswer(refused="the counting process ended")

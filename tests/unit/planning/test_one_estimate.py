@@ -185,7 +185,7 @@ def pinned(case: Case) -> dict[str, Any]:
 def test_every_command_gives_the_same_numbers(
     case: Case, calibrated_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked, **_: DryAnswer(count=COUNT))
     spec = spec_of(
         case, calibrated_file, pins=pinned(case), space="full" if case.kind == "full" else "lora"
     )

@@ -81,9 +81,11 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     count = counted_memory.dry_count
 
-    def answer(model: ModelSpec, config: TrainConfig, *asked: Any) -> DryAnswer:
+    def answer(model: ModelSpec, config: TrainConfig, *asked: Any, **options: Any) -> DryAnswer:
         is_int8 = config.quantization == "int8"
-        return DryAnswer(refused="Not here.") if is_int8 else count(model, config, *asked)
+        return (
+            DryAnswer(refused="Not here.") if is_int8 else count(model, config, *asked, **options)
+        )
 
     monkeypatch.setattr(counted_memory, "dry_count", answer)
 
@@ -824,7 +826,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> MemoryBreakdown:
     """A dry probe that gives one count for every configuration; the real one is tested with the
     real probe.
     """
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *asked, **_: DryAnswer(count=COUNT))
     return counted_breakdown(resolve_model("gpt2"), RUN.config, COUNT)
 
 
@@ -877,24 +879,26 @@ def test_an_int8_base_is_counted_though_the_model_has_a_formula(
 def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
-        counted_memory, "dry_count", lambda *what: asked.append(what) or DryAnswer(refused="no")
+        counted_memory,
+        "dry_count",
+        lambda *what, **_: asked.append(what) or DryAnswer(refused="no"),
     )
     gpt2 = resolve_model("gpt2")
     assert memory_bounds(gpt2, replace(RUN, accumulation=1)) is None
     assert asked[0] == (gpt2, RUN.config, 1, Objective.SFT)
     assert check_run(context(model=gpt2), RUN) is None
     monkeypatch.setattr(
-        counted_memory, "dry_count", lambda *what: DryAnswer(refused="It has \x1bno layers.")
+        counted_memory, "dry_count", lambda *what, **_: DryAnswer(refused="It has \x1bno layers.")
     )
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "It has ?no layers"
-    monkeypatch.setattr(counted_memory, "dry_count", lambda *what: DryAnswer(count=COUNT))
+    monkeypatch.setattr(counted_memory, "dry_count", lambda *what, **_: DryAnswer(count=COUNT))
     assert counted_memory.no_count(gpt2, RUN.config, 2) == "it can be counted"
 
 
 def test_logits_that_change_after_the_head_are_counted_whole(
     answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dry(model: ModelSpec, config: TrainConfig, *asked: Any) -> DryAnswer:
+    def dry(model: ModelSpec, config: TrainConfig, *asked: Any, **_: Any) -> DryAnswer:
         return DryAnswer(refused="no") if config.loss == "chunked" else DryAnswer(count=COUNT)
 
     monkeypatch.setattr(counted_memory, "dry_count", dry)

@@ -16,14 +16,18 @@ from autotune.catalog import resolve_device
 from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.json_view import json_data
+from autotune.core.knobs import KNOBS
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
+from autotune.core.probe_types import DryCount, ExpertShard
+from autotune.core.train_config import TrainConfig
 from autotune.planning import several_gpus
-from autotune.planning.device_estimate import UNCHECKED, limit_of
+from autotune.planning.device_estimate import DIVIDED_EXPERTS, UNCHECKED, limit_of
 from autotune.planning.plan import planned_setup
 from autotune.planning.several_gpus import GpuPlan, RankPlan, plan_gpus, plan_spec
 from autotune.prediction.estimate import estimate
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
+from autotune.report.answers import gpu_answer
 
 
 @cache
@@ -521,3 +525,105 @@ def test_the_printed_memory_of_shards_includes_blocks_that_torch_keeps() -> None
     assert full.held_gib == pytest.approx(full.limit_gib)
     alone = next(one.estimate for one in made.rows if one.num_gpus == 1)
     assert alone is not None and alone.held_gib == alone.need_gib
+
+
+# --- experts that several GPUs share out
+
+
+def counted_shard(
+    model: Any, config: Any, micro_steps: int, objective: Any, experts: ExpertShard | None = None
+) -> DryCount:
+    """A count in which 8 GiB of the weights are experts, and the tokens take 1 GiB or 3 GiB."""
+    num_gpus = experts.num_gpus if experts else 1
+    tokens = 3.0 if experts and experts.fullest else 1.0
+    return DryCount(
+        model_gib=2 + 8 / num_gpus,
+        adapters_gib=0.0,
+        gradients_gib=2 + 8 / num_gpus,
+        optimizer_gib=4 + 16 / num_gpus,
+        segment_peak_gib={"backward": 8 + 32 / num_gpus + tokens},
+        peak_allocated_gib=8 + 32 / num_gpus + tokens,
+        trainable_params=10**9,
+        total_params=10**9,
+        expert_gradients_gib=8 / num_gpus if experts else 0.0,
+    )
+
+
+def divided(monkeypatch: pytest.MonkeyPatch, numbers: Any, **options: Any) -> GpuPlan:
+    monkeypatch.setattr(several_gpus, "obstacle", lambda: None)
+    monkeypatch.setattr(several_gpus, "count", counted_shard)
+    values: dict[str, Any] = {"model": "qwen3-30b-a3b", "gpu": "h100", "price": 2.0}
+    return plan_spec(StudySpec(**values | options), numbers)
+
+
+def test_divided_experts_have_an_interval_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = divided(monkeypatch, "4,8", expert_parallel=4)
+    assert [one.parallelism.name for one in made.rows] == ["ddp, experts over 4 GPUs"] * 2
+    assert made.how_sure == DIVIDED_EXPERTS and "send" in made.how_sure
+    four, eight = made.rows
+    for one, buckets in ((four, 2.0), (eight, 4.0)):  # two of eight GPUs hold the same experts
+        found = one.estimate
+        assert found is not None and found.memory is not None and found.least is not None
+        assert found.least.communication == found.memory.communication == buckets
+        assert found.least.weights == found.memory.weights == 4.0
+        assert one.interval_gib is not None
+        low, high = one.interval_gib
+        assert high - low == pytest.approx(2.0, abs=0.2)
+        assert one.state == FITS and found.tokens_per_s is None and one.hours is None
+    data = json_data(made)["rows"][0]
+    assert data["interval_gib"] == list(four.interval_gib or ())
+    assert "to" in gpu_answer(made).needs and gpu_answer(made).reason == DIVIDED_EXPERTS
+
+
+def test_undivided_experts_are_planned_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, without = divided(monkeypatch, "2", expert_parallel=1), divided(monkeypatch, "2")
+    assert one.rows == without.rows and one.how_sure == without.how_sure
+    assert all(found.interval_gib is None for found in one.rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "remedy"),
+    [
+        (
+            {"expert_parallel": 3},
+            "expert_parallel 3 does not divide the 128 experts of Qwen3-30B-A3B",
+            "set it to 2 or 4 or 8 or 16 or 32 or 64 or 128",
+        ),
+        (
+            {"expert_parallel": 8},
+            "expert_parallel 8 does not divide 4 GPUs",
+            "plan for multiples of 8 GPUs",
+        ),
+        (
+            {"expert_parallel": 4, "model": "mistral-7b"},
+            "expert_parallel 4: Mistral-7B-v0.3 has no experts to share out",
+            "leave out expert_parallel",
+        ),
+        (
+            {"expert_parallel": 4, "pins": {"sharding": "fsdp2"}},
+            "expert_parallel is only estimated with ddp",
+            "leave out sharding",
+        ),
+    ],
+    ids=str,
+)
+def test_experts_that_cannot_be_divided_are_refused(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str, remedy: str
+) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        divided(monkeypatch, "4", **options)
+    assert caught.value.remedy == remedy
+
+
+def test_only_several_gpus_can_divide_experts() -> None:
+    spec = StudySpec(model="qwen3-30b-a3b", gpu="h100", expert_parallel=2)
+    with pytest.raises(UsageError, match="cannot train with expert_parallel, because its trainer"):
+        planned_setup(spec, resolve_device("h100"))
+    assert "expert_parallel" not in KNOBS
+    for parallelism in ({"strategy": "fsdp2"}, {"strategy": "ddp", "num_gpus": 3}):
+        with pytest.raises(ValueError, match="expert_parallel 2 "):
+            Parallelism(**{"num_gpus": 4, "expert_parallel": 2} | parallelism)
+    compiled = TrainConfig(compile="per_layer")
+    split = Parallelism(num_gpus=4, strategy="ddp", expert_parallel=2)
+    assert "without compiled layers" in (split.refusal(compiled) or "")
+    assert split.refusal(TrainConfig()) is None

@@ -98,6 +98,7 @@ def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
     ("options", "reason"),
     [
         ({"play_ranks": True}, "this study is for one GPU"),
+        ({"gpus": 2, "expert_parallel": 2}, "its trainer sends no tokens to experts on another"),
         ({"gpus": 4, "verify": True}, "this machine has 2 and simulates a rank"),
         ({"gpus": 4, "gpu": "rtx-4090-laptop"}, "a host has only one rtx-4090-laptop"),
         (
