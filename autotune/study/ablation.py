@@ -21,6 +21,8 @@ from autotune.problem.task import Task
 if TYPE_CHECKING:
     from autotune.study.evaluator import Evaluator
 
+QUIET = "stop other work on this machine, then run the command again"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblatedKnob:
@@ -141,11 +143,14 @@ def ablate(
 def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> AblatedKnob:
     """Probe the winner. Raises EnvironmentProblem if the probe yields no speed."""
     result = evaluator.evaluate(winner, None).result
+    if result.disturbed is not None:
+        raise EnvironmentProblem(
+            f"the machine is too unsteady to compare speeds: {result.disturbed}", remedy=QUIET
+        )
     measured = to_ablated_knob(task, "", result)
     if measured.tokens_per_s is None:
         raise EnvironmentProblem(
-            "the probe of the winner failed this time: "
-            f"{result.disturbed or result.reason or result.outcome}",
+            f"the probe of the winner failed this time: {result.reason or result.outcome}",
             remedy="check whether another process uses the device (`autotune doctor`)",
         )
     return measured
@@ -159,7 +164,7 @@ def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
         raise EnvironmentProblem(
             "the machine is too unsteady to compare speeds: two probes of the winner differ by "
             f"{difference:.0%}",
-            remedy="stop other work on this machine, then run the command again",
+            remedy=QUIET,
         )
 
 

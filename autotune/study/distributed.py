@@ -152,8 +152,7 @@ class SharedTrials:
 
         if self.rows:
             self.say(
-                f"{len(self.rows)} trials are done already; "
-                f"{num_queued} interrupted trials are queued again"
+                f"trials: {len(self.rows)} done already, {num_queued} interrupted and queued again"
             )
 
     def begin(self, tried: list[TrainConfig]) -> None:
@@ -167,7 +166,7 @@ class SharedTrials:
             self.optimizer.enqueue(self.task.space.clip(config))
 
         if not self.is_done() and (num_queued := self.optimizer.reopen_queue()):
-            self.say(f"{num_queued} trials that did not begin in time are queued again")
+            self.say(f"trials that did not begin in time, queued again: {num_queued}")
 
     def run_one(
         self, pruner: Pruner | None, wanted: dict[str, Any] | None = None
@@ -417,7 +416,7 @@ class SharedTrials:
         self._reap_at = self.clock() + REAP_EVERY_S
         num_queued = self.optimizer.repair(self._settle, self.coordinator.workers)
         if num_queued:
-            self.say(f"{num_queued} trials of a worker that died are queued again")
+            self.say(f"trials of a worker that died, queued again: {num_queued}")
 
     def _settle(self, number: int) -> bool:
         """Finish a dead worker's trial if its result is stored; return whether it is stored."""

@@ -59,17 +59,24 @@ def restore(
         row for row in stored if row.result.rung not in NOT_SEARCHED and row.result.depth is None
     ]
 
-    by_trial = {row.trial: row.result for row in searched}
-    by_config = {row.result.config.digest: row.result for row in searched}
+    places_by_trial = {row.trial: place for place, row in enumerate(searched)}
+    places_by_config = {row.result.config.digest: place for place, row in enumerate(searched)}
     seconds: dict[int | None, float] = {}
     for row in stored:
         seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
     own = _trials_of_own_results(stored)
 
     records = []
+    results: list[tuple[int, ProbeResult, bool]] = [
+        (place, row.result, False)
+        for place, row in enumerate(searched)
+        if row.trial is None and row.result.rung is Rung.FULL
+    ]
     for trial in finished:
-        result = by_trial.get(trial.number) or by_config.get(trial.config.digest)
-        if result is None:  # the trial reused another study's probe
+        place = places_by_trial.get(trial.number, places_by_config.get(trial.config.digest))
+        if place is not None:
+            result = searched[place].result
+        else:  # the trial reused another study's probe
             result = ProbeResult(
                 request_digest="",
                 config=trial.config,
@@ -86,11 +93,12 @@ def restore(
         )
         record = to_record(trial.number, evaluation, task)
         records.append(record)
-        selection.add_result(result, reused=record.is_from_other)
+        results.append((-1 if place is None else place, result, record.is_from_other))
 
-    for row in searched:
-        if row.trial is None and row.result.rung is Rung.FULL:
-            selection.add_result(row.result)
+    # Of several measurements of a configuration, the last one counts. The order in which they were
+    # stored gives the same winner and the same numbers as the session that measured them.
+    for _, result, is_from_other in sorted(results, key=lambda added: added[0]):
+        selection.add_result(result, reused=is_from_other)
     for row in stored:
         if row.result.rung is Rung.REFERENCE:
             selection.references[row.result.config.digest] = row.result.measurement

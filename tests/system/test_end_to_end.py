@@ -500,7 +500,7 @@ def test_a_killed_and_then_stopped_study_resumes_without_loss(tmp_path: Path) ->
 
     code, err = interrupted(folder, signal.SIGINT, after=len(before) + 1, total=TOTAL)
     assert code == 130
-    assert f"{len(before)} trials are done already; 1 interrupted trials are queued again" in err
+    assert f"trials: {len(before)} done already, 1 interrupted and queued again" in err
     assert err.splitlines()[-2].startswith("error: stopped")
     (resume,) = next_commands("\n".join(err.splitlines()[-2:]))
     assert resume == "autotune resume mine"

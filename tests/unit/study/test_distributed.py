@@ -370,7 +370,7 @@ def test_every_fifteen_seconds_the_trials_of_the_dead_are_settled(
     now[0] = 115.0
     trials.sync()
     assert states(database)[TrialState.RUNNING] == 0
-    assert said == ["1 trials of a worker that died are queued again"]
+    assert said == ["trials of a worker that died, queued again: 1"]
 
 
 @SQLITE

@@ -388,8 +388,9 @@ def test_an_explanation_needs_a_steady_winner(start: Start) -> None:
         ablate(drifts.study.trials.task, drifts.evaluator, BEST, BASELINE)
 
     busy = start(disturbed_if(lambda request, earlier: True))
-    with pytest.raises(EnvironmentProblem, match=REASON):
+    with pytest.raises(EnvironmentProblem, match=f"too unsteady .*: {REASON}") as error:
         ablate(busy.study.trials.task, busy.evaluator, BEST, BASELINE)
+    assert error.value.remedy == "stop other work on this machine, then run the command again"
 
 
 def test_an_explanation_compares_no_disturbed_probe(start: Start) -> None:

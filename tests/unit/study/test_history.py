@@ -97,6 +97,21 @@ def test_a_trial_has_its_own_result_or_that_of_its_configuration_or_what_optuna_
     assert selection.tried == {BASELINE, OTHER}
 
 
+def test_the_last_measurement_counts_as_in_the_session_that_made_it() -> None:
+    """Other work disturbed the baseline before the search, and again in its trial."""
+    disturbed = {"evidence": Evidence.DISTURBED, "disturbed": "other processes used 1.5 of 2 cores"}
+    first, second = (
+        stored(trial, measurement=measurement(step_s), **disturbed)
+        for trial, step_s in ((None, 0.25), (0, 0.5))
+    )
+    _, selection = restore(TASK, [finished(0, BASELINE)], [first, second])
+    live = Selection(TASK)
+    for row in (first, second):
+        live.add_result(row.result)
+    assert selection.record(BASELINE).best_known == live.record(BASELINE).best_known
+    assert live.record(BASELINE).best_known == [measurement(0.5)]
+
+
 def test_a_result_is_of_the_study_if_it_measured_it_before_the_trial() -> None:
     """OTHER was measured by another study; this one confirms it later."""
     rows, _ = restore(

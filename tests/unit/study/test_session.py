@@ -214,7 +214,7 @@ def test_a_later_session_goes_on_where_the_first_ended() -> None:
     again = record()
     assert (
         "resumed with 3" in said
-        and "3 trials are done already; 0 interrupted trials are queued again" in said
+        and "trials: 3 done already, 0 interrupted and queued again" in said
     )
     assert [line for line in said if line.startswith("on trial")] == ["on trial 3", "on trial 4"]
     assert again.earlier_seconds == first.wall_seconds < again.wall_seconds
@@ -243,7 +243,7 @@ def test_a_trial_that_is_queued_at_the_end_is_tried_by_a_later_session(
 
     said: list[str] = []
     later = lead(said, trials=4)
-    assert "1 trials that did not begin in time are queued again" in said
+    assert "trials that did not begin in time, queued again: 1" in said
     assert [row.config for row in later.trials.rows][2] == seen[2]
 
 
