@@ -696,7 +696,13 @@ def _compute_knobs(file: File, tool: str) -> dict[str, Any]:
     state = next(similar, "adamw_torch")
     file.note(optimizer not in optimizers, "optimizer", name=quote(optimizer), state=state)
 
-    workers = file.whole(key_of(tool, "loader_workers"), default=0, least=0)
+    # Axolotl starts a process for each GPU if the file sets none of these keys (its schema's
+    # default_dataloader_opts), so at least one.
+    has_default = tool == "axolotl" and all(
+        file.values.get(f"dataloader_{key}") is None
+        for key in ("num_workers", "pin_memory", "prefetch_factor")
+    )
+    workers = file.whole(key_of(tool, "loader_workers"), default=int(has_default), least=0)
     choices = KNOBS["loader_workers"].choices
     strategy = file.text("train_sampling_strategy")
 

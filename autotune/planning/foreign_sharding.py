@@ -21,6 +21,7 @@ from autotune.report.values.check import FP32_BASE, ForeignConfig, Uncounted
 # The ZeRO stage in the name of a file, such as zero3_bf16.json or ds_z2_config.json
 _STAGE = re.compile(r"z(?:ero)?[-_]?([0-3])(?!\d)")
 _BY_STAGE = ("ddp", "zero1", "zero2", "zero3")
+TORCHAO = {"adamw_torch_8bit", "ao_adamw_8bit"}  # the tools' names for its 8-bit AdamW
 # Terms of MemoryBreakdown whose tensors stay on the GPU between micro batches
 _LASTING = ("weights", "adapters", "gradients", "optimizer")
 # Terms of MemoryBreakdown that are sharded over the GPUs, by strategy
@@ -149,12 +150,15 @@ def _refusal(
 
     The tools train some configurations that autotune's own trainer refuses, and formulas cover
     them: 4-bit bases, fused losses under ZeRO, and 8-bit optimizers on FSDP 1's plain tensors or on
-    DeepSpeed's.
+    DeepSpeed's. torchao's 8-bit optimizers work with the sharded tensors of FSDP2, too.
     """
     plain = replace(config, quantization="none") if config.quantization == "nf4" else config
     if parallelism.strategy in ZERO:
         plain = replace(plain, loss="full", compile="none")
-    if config.optimizer in BITSANDBYTES and (parallelism.strategy in ZERO or _is_fsdp_1(values)):
+    of_torchao = {values.get("optim"), values.get("optimizer")} & TORCHAO
+    if config.optimizer in BITSANDBYTES and (
+        parallelism.strategy in ZERO or _is_fsdp_1(values) or of_torchao
+    ):
         plain = replace(plain, optimizer="adamw_torch")
     return parallelism.refusal(plain)
 

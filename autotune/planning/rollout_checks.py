@@ -1,5 +1,6 @@
 """Checks of the rollouts of a GRPO run: whether vLLM starts, and how much its cache holds."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,11 +47,23 @@ def rounded_share(share: float | None) -> float | None:
 
 
 def refuse_engine(model: ModelSpec, run: ForeignConfig, card_gib: float) -> None:
-    """Raise Refused if vLLM surely refuses to start: its cache does not hold one sequence."""
+    """Raise Refused if vLLM surely refuses to start.
+
+    Its sequences are longer than the model's context, or its cache does not hold one sequence.
+    """
     rollouts = run.rollouts
     if rollouts is None or rollouts.engine.kind != COLOCATED:
         return
     engine = rollouts.engine
+    context = _longest_context(model)
+    if context is not None and engine.max_tokens > context:
+        raise Refused(
+            LENGTH_KEY,
+            f"vLLM refuses to start: {engine.max_tokens:,} tokens are more than the model's "
+            f"context of {context:,}",
+            f"write {LENGTH_KEY}: {context}",
+        )
+
     cached = cached_tokens(model, run.config, rollouts, card_gib)
     if cached is None or cached[1] >= engine.max_tokens:
         return
@@ -70,6 +83,17 @@ def refuse_engine(model: ModelSpec, run: ForeignConfig, card_gib: float) -> None
         f"{fmt_gib(engine.share * card_gib)}",
         remedy,
     )
+
+
+def _longest_context(model: ModelSpec) -> int | None:
+    """Return the context that vLLM derives from a config, or None if a RoPE factor changes it."""
+    text = model.config.get("text_config")
+    configs = [model.config, text] if isinstance(text, dict) else [model.config]
+    for config in configs:
+        for key in ("rope_scaling", "rope_parameters"):
+            if '"factor"' in json.dumps(config.get(key)):
+                return None
+    return model.max_seq_len
 
 
 def engine_edits(model: ModelSpec, run: ForeignConfig, card_gib: float) -> list[dict[str, Any]]:

@@ -129,7 +129,10 @@ def test_axolotl_qlora_example(read):
         "optimizer: paged_adamw_32bit\nbf16: auto\ntf32: false\ngradient_checkpointing: true\n"
         "attn_implementation: flash_attention_2\nspecial_tokens:\n  pad_token: <|end_of_text|>\n"
     )
-    label = "lora r32 nf4-double 2x4096 bf16_mixed ckpt-full adamw_torch flash_attention_2 packed"
+    label = (
+        "lora r32 nf4-double 2x4096 bf16_mixed ckpt-full adamw_torch flash_attention_2"
+        " packed loader-2"
+    )
     assert (run.config.label(), run.format, run.model) == (
         label,
         "axolotl",
@@ -153,7 +156,7 @@ def test_axolotl_full_example(read):
     )
     label = (
         "full 2x4096 bf16_pure ckpt-full adamw_torch_fused flash_attention_2 liger"
-        " chunked-loss packed"
+        " chunked-loss packed loader-2"
     )
     assert run.config.label() == label
     assert run.notes == (BF16, FUSED, SHARDED)  # once, of two keys
@@ -171,7 +174,7 @@ def test_axolotl_offload_example(read):
     )
     label = (
         "lora r16 nf4-double 1x2048 bf16_mixed ckpt-offload lion_8bit on-down_proj,q_proj"
-        " chunked-loss"
+        " chunked-loss loader-2"
     )
     assert run.config.label() == label
     assert (
@@ -278,7 +281,7 @@ def test_defaults(read):
     assert (
         runs[0].config.label() == "full 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"
     )
-    assert runs[1].config.label() == "full 1x512 bf16_pure ckpt-none adamw_torch_fused"
+    assert runs[1].config.label() == "full 1x512 bf16_pure ckpt-none adamw_torch_fused loader-2"
     assert runs[2].config.label() == "lora r8 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
     assert [(run.accumulation, run.epochs) for run in runs] == [(1, 3.0), (1, 1.0), (1, 3.0)]
     assert [run.notes for run in runs] == [(CHUNKS,), (BF16,), ()]
@@ -301,7 +304,8 @@ def test_defaults(read):
          " flash_attention: true, "
          "torch_compile: auto, optimizer: ao_adamw_fp8, micro_batch_size: '4',"
          " gradient_checkpointing: 'true'}",
-         "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit on-q_v compiled flash_attention_2"),
+         "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit on-q_v compiled flash_attention_2"
+         " loader-2"),
         ("llamafactory", "{quantization_bit: 8, pure_bf16: true, use_unsloth_gc: true, flash_attn:"
          " fa2, "
          "enable_liger_kernel: true, neat_packing: true, use_dora: true, optim: adafactor}",
@@ -1044,6 +1048,15 @@ def test_devices_are_multiplied_and_examples_counted_for_each_dataset(read):
     assert read(f"{FACTORY}dataset: a, b ,c\n").max_examples is None
     several = read(f"{AXOLOTL}datasets:\n  - path: a\n  - b\n  - {{type: x}}\n")
     assert several.dataset == "a,b" and read(AXOLOTL).dataset is None
+
+
+@pytest.mark.parametrize(
+    ("line", "workers"),
+    [("", 2), ("dataloader_num_workers: 0", 0), ("dataloader_pin_memory: false", 0)],
+)
+def test_axolotl_starts_a_worker_by_default(line, workers, read):
+    assert read(f"{AXOLOTL}{line}\n").config.loader_workers == workers
+    assert read(TRL).config.loader_workers == 0
 
 
 @pytest.mark.parametrize(

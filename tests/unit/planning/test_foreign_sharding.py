@@ -373,6 +373,13 @@ def test_fsdp_1_shards_what_bitsandbytes_optimizes(tmp_path: Path) -> None:
     assert run.uncounted is None and run.config.sharding == "fsdp2"
 
 
+@pytest.mark.parametrize(("optimizer", "can"), [("ao_adamw_8bit", True), ("adamw_8bit", False)])
+def test_torchao_shards_what_bitsandbytes_cannot(optimizer: str, can: bool, tmp_path: Path) -> None:
+    run, notes = notes_of(tmp_path, LORA | {"optimizer": optimizer} | FSDP)
+    assert (run.uncounted is None) is can and run.config.optimizer == "adamw_8bit"
+    assert (f"The optimizer '{optimizer}' is counted as adamw_8bit." in notes) is can
+
+
 MIXTURE = {
     "model_name_or_path": "Qwen/Qwen3-30B-A3B",
     "stage": "sft",

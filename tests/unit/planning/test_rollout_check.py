@@ -192,6 +192,9 @@ def test_vllm_refuses_a_share_that_holds_no_sequence(tmp_path: Path) -> None:
     assert caught.value.remedy == (
         "write vllm_max_model_length: 1536 and vllm_gpu_memory_utilization: 0.45"
     )
+    with pytest.raises(UsageError, match=r"50,000 tokens are more than .* 40,960") as caught:
+        checked(tmp_path, "h100", vllm_max_model_length=50_000)
+    assert caught.value.remedy == "write vllm_max_model_length: 40960"
     cut = checked(tmp_path, "h100", vllm_max_model_length=1000)
     assert cut.checked.run.config.seq_len == 1000
     assert any("vLLM stops a sequence at 1,000 tokens" in note for note in cut.notes)
