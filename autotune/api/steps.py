@@ -258,9 +258,12 @@ def with_interruption(outcome: RunOutcome, stop: StopToken) -> RunOutcome:
     if outcome.error is not None or stop.signal is None:
         return outcome
 
+    began = outcome.data is not None  # without results, the database may not have the study
     interrupted = Interrupted(
-        "stopped; the results so far are stored",
-        remedy=f"continue with: {resume_command(plan)}",
+        "stopped; the results so far are stored"
+        if began
+        else "stopped before the search; finished probes are stored and not repeated",
+        remedy=f"continue with: {resume_command(plan)}" if began else "run the same command again",
         exit_code=128 + stop.signal,
     )
     return replace(outcome, error=interrupted)

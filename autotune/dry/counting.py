@@ -281,9 +281,13 @@ class CountedStep:
                 lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
             )
         else:
-            self._base.get_output_embeddings().register_forward_pre_hook(
-                lambda module, inputs: end_layers(inputs[0])
-            )
+            output_head = self._base.get_output_embeddings()
+            if output_head is None:
+                raise ValueError(
+                    f"transformers' {type(self._base).__name__} does not say which layer is its "
+                    "output head (get_output_embeddings)"
+                )
+            output_head.register_forward_pre_hook(lambda module, inputs: end_layers(inputs[0]))
 
     def _batch(self) -> dict[str, torch.Tensor]:
         if self._trl_step is not None:

@@ -23,6 +23,7 @@ from autotune.core.errors import (
     AutotuneError,
     Cancelled,
     EnvironmentProblem,
+    NothingFits,
     TooManyFailures,
     UsageError,
 )
@@ -436,7 +437,9 @@ class Leader:
                 # in a notebook.
                 stop.request()
             finally:
-                is_stopped = stop() or self.failure is not None
+                # A search in which nothing fits has an answer, so it is finished.
+                has_answer = self.failure is None or isinstance(self.failure, NothingFits)
+                is_stopped = stop() or not has_answer
                 self.update(
                     phase=StudyPhase.STOPPED if is_stopped else StudyPhase.ENDED,
                     too_short_for=() if stop() else self.trials.too_short_for,

@@ -399,6 +399,15 @@ def test_a_model_whose_code_reads_values_is_left_to_probes(model: dict[str, Any]
     assert dry_worker._answer({"count": to_data(request)}) == {"refused": dry_worker.READS_VALUES}
 
 
+@pytest.mark.filterwarnings("ignore")  # as the worker does
+def test_a_model_without_a_known_head_says_so() -> None:
+    """Its values that are None are defaults, and not the cause."""
+    config = TrainConfig(seq_len=32, loss="full", precision="bf16_pure")
+    request = replace(REQUEST, model={"model_type": "nemotron_h_omni"}, config=config, depth=None)
+    refused = dry_worker._answer({"count": to_data(request)})["refused"]
+    assert refused.endswith("does not say which layer is its output head (get_output_embeddings)")
+
+
 def test_a_model_that_masks_no_token_is_counted() -> None:
     """BART's decoder makes a mask for all tokens, whose values do not exist on the meta device."""
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 2, "vocab_size": 512}

@@ -114,6 +114,8 @@ def test_a_stopped_study_names_the_command_that_continues_it(tmp_path: Path) -> 
     command = (outcome.error.remedy or "").removeprefix("continue with: ")
     parsed = parse(arguments_of_autotune(command, tmp_path))
     assert (parsed["verb"], parsed["study"], parsed["storage"]) == ("resume", "-a b", spec.storage)
+    nothing = steps.with_interruption(steps.RunOutcome(plan=plan, data=None), stop).error
+    assert nothing is not None and nothing.remedy == "run the same command again"
 
 
 def test_a_trl_study_names_the_command_of_trl() -> None:
