@@ -26,7 +26,7 @@ COLUMNS = {
     "USD": "right",
 }
 FEW_COLUMNS = tuple(name for name in COLUMNS if name not in ("verdict", "range", "efficiency"))
-MORE = "--details shows every strategy, ranges, the accuracy, and what was left out."
+MORE = "--details shows every strategy, ranges, the accuracy, and the omitted settings."
 
 
 def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:

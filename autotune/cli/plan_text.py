@@ -15,7 +15,7 @@ from autotune.report.describe import estimate_basis
 from autotune.report.values.plan import Cell, Plan
 from autotune.report.values.rollouts import Layout, RolloutPlan, RolloutStudy
 
-MORE = "--details shows the baseline, the accuracy, what was left out, and which sizes fit."
+MORE = "--details shows the baseline, the accuracy, the omitted settings, and the sizes that fit."
 
 
 def print_plan(study_plan: Plan, *, details: bool = False) -> None:

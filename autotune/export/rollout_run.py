@@ -18,11 +18,11 @@ class RolloutRun:
     """TRL's run, by phases.
 
     Attributes:
-        steps: For each finished step, its number, the seconds and the peak of each phase in GiB.
-        lengths: The tokens of all completions of each generation.
-        start_s: The seconds from the start of the process to the first step; None if it failed.
+        steps: Each finished step's number, with the seconds and the peak in GiB of its phases.
+        lengths: For each generation, the number of tokens of each completion.
+        start_s: The seconds from the start of the process to the first step, or None without it.
         problem: The reason why the run failed, or None.
-        longest: The numbers of the steps in which every completion had the largest length.
+        longest: The numbers of the steps whose completions all had the largest length.
         updates: The optimizer steps for each generation.
     """
 

@@ -136,7 +136,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
         if result.change:
             ways = f"give {result.change.options}, or take a larger GPU or a smaller model"
         raise NothingFits(
-            f"nothing in the search space surely fits {device.name}",
+            f"no configuration of the search space is certain to fit {device.name}",
             remedy=f"{ways}; `autotune compare` finds a GPU for it",
         )
 
@@ -172,7 +172,7 @@ def plan_grpo(
     if result.best is None:
         larger = "take a larger GPU or a smaller model"
         raise NothingFits(
-            f"no layout of the training and vLLM surely fits {result.task.device.name}",
+            f"no layout of the training and vLLM is certain to fit {result.task.device.name}",
             remedy=f"give {result.change}, or {larger}" if result.change else larger,
         )
 
@@ -281,7 +281,7 @@ def plan_card(
 
     if not any(entry.state == FITS for entry in result.entries):
         raise NothingFits(
-            f"nothing surely fits {device.name}",
+            f"no model is certain to fit {device.name}",
             remedy="use shorter samples: --tokens-per-example 512",
         )
 
@@ -324,7 +324,8 @@ def plan_several(
         if result.change:
             ways = f"give {result.change.options}, or take a larger GPU or a smaller model"
         raise NothingFits(
-            f"nothing in the search space surely fits {gpus or spec.gpu} x {task.device.name}",
+            "no configuration of the search space is certain to fit "
+            f"{gpus or spec.gpu} x {task.device.name}",
             remedy=f"plan for more GPUs, {ways}",
         )
 

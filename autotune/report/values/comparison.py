@@ -428,7 +428,7 @@ class Comparison(ShownAsTable):
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]
 
         if not any(card.holds_it for group in planned for card in group.cards):
-            lines = ["nothing surely fits any of these GPUs"]
+            lines = ["no configuration is certain to fit any of these GPUs"]
             for group in planned:
                 card = (
                     f"the smallest GPU that holds the run is {group.smallest.name}"

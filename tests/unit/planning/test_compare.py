@@ -312,9 +312,8 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
 def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
     assert (
-        held.unmet_reason()
-        == "nothing surely fits any of these GPUs\nm, lora: the smallest GPU that holds the run"
-        " is h100-sxm"
+        held.unmet_reason() == "no configuration is certain to fit any of these GPUs\n"
+        "m, lora: the smallest GPU that holds the run is h100-sxm"
     )
     assert (
         held.remedy() == "take a larger GPU, a smaller model, --space qlora or a shorter --seq-len"
@@ -1118,7 +1117,7 @@ def test_cards_that_cannot_run_the_space_do_not_stand_for_others() -> None:
     )
     assert list(needs) == [True] and needs[True].config.method == "full"
     assert Comparison(groups=(group(too_large("t4")),)).unmet_reason() == (
-        "nothing surely fits any of these GPUs\nm, lora: no GPU holds it"
+        "no configuration is certain to fit any of these GPUs\nm, lora: no GPU holds it"
     )
 
 

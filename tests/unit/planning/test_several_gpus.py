@@ -461,7 +461,7 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
         (
             ("--gpu", "a10", "--gpus", "2", "--space", "full", "--set", "sharding=ddp"),
             4,
-            "nothing in the search space surely fits 2 x a10",
+            "no configuration of the search space is certain to fit 2 x a10",
         ),
     ],
     ids=str,

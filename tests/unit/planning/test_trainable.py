@@ -155,7 +155,7 @@ def test_the_command_as_json() -> None:
             UsageError,
             "--objective dpo is planned for one model",
         ),
-        (["--gpu", "rtx-3060", "--memory-gib", "1.2"], NothingFits, "nothing surely fits"),
+        (["--gpu", "rtx-3060", "--memory-gib", "1.2"], NothingFits, "no model is certain to fit"),
     ],
 )
 def test_what_the_command_refuses(args: list[str], kind: type[Exception], said: str) -> None:
