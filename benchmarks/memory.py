@@ -5,6 +5,7 @@ segments.
 import argparse
 import itertools
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from bench import (
     Rows,
     device_of,
     finish,
+    load,
     measured,
     run_program,
     run_study,
@@ -26,11 +28,14 @@ from bench import (
     table,
     worker,
 )
+from published import RUNS
 
 from autotune.catalog import resolve_device, resolve_model
+from autotune.core.other_trainer import OtherTrainer
 from autotune.core.probe_types import Outcome, ProbeRequest, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
+from autotune.planning.counted_memory import dry_count
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
@@ -365,6 +370,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama-3.2-1b", RECOMPUTED | {"micro_batch_size": 16, "seq_len": 2048}),
 ]
 COLUMNS = ["model", "config", "expandable_gib", "fixed_gib", "planned_gib", "error"]
+COLUMNS += ["counted_gib", "counted_error"]
 
 
 def run_allocator(args: argparse.Namespace) -> None:
@@ -374,17 +380,15 @@ def run_allocator(args: argparse.Namespace) -> None:
     Each configuration of four layers is probed twice by the same warm worker, with all memory of
     the GPU. An error is the reserved memory that the formula predicts for fixed segments, divided
     by the measurement, minus 1. The formula's `FIXED_SHARE` was chosen by these rows: each
-    configuration holds at most the predicted memory.
+    configuration holds at most the predicted memory. `counted_error` is the error of a dry probe,
+    which repeats the requests of a step by the allocator's rules. These rows chose nothing of it.
+    Further rows are whole models whose reserved memory others published (`published_2026.yaml`).
     """
     stored = Rows.of(args)
     measure_allocator(args, stored)
     rows = [compare_allocator(row) for row in stored.all]
-    finish(
-        args,
-        stored.fingerprint,
-        rows,
-        ["model", "config", "expandable_gib", "fixed_gib", "planned_gib", "error"],
-    )
+    rows += [compare_reserved(row) for row in load(RUNS) if "reserved_gib" in row]
+    finish(args, stored.fingerprint, rows, COLUMNS)
 
 
 def measure_allocator(args: argparse.Namespace, stored: Rows) -> None:
@@ -440,15 +444,38 @@ def compare_allocator(row: dict[str, Any]) -> dict[str, Any]:
     model = replace(model, params=None, config=model.config | {"num_hidden_layers": LAYERS})
     config = allocator_config(row["knobs"], "fixed")
     planned = memory_breakdown(model, config, 2)
-    assert planned is not None
+    counted = dry_count(model, config, 2, depth=LAYERS).count
+    assert planned is not None and counted is not None and counted.reserved_gib is not None
     return row | {
         "config": config.label(),
         "planned_gib": planned.peak_reserved_gib,
         "error": planned.peak_reserved_gib / row["fixed_gib"][1] - 1,
+        "counted_gib": counted.reserved_gib,
+        "counted_error": counted.reserved_gib / row["fixed_gib"][1] - 1,
+    }
+
+
+def compare_reserved(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a published run with its reserved memory, counted as its trainer computes a step."""
+    model = resolve_model(row["model"]).with_overrides(row.get("model_overrides", {}))
+    config = TrainConfig(**row["config"])
+    trainer = OtherTrainer(**row["trainer"])
+    counted = dry_count(model, config, 1, depth=model.num_layers, other=trainer).count
+    assert counted is not None and counted.reserved_gib is not None
+    return {
+        "source": row["source"],
+        "model": row["model"],
+        "config": config.label(),
+        "published_gib": row["reserved_gib"],
+        "counted_gib": counted.reserved_gib,
+        "counted_error": counted.reserved_gib / row["reserved_gib"] - 1,
     }
 
 
 def summarize_allocator(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    published = [row["counted_error"] for row in rows if "published_gib" in row]
+    rows = [row for row in rows if "published_gib" not in row]
+
     def unused_max(kind: str) -> float:
         return max(row[kind][1] / row[kind][0] - 1 for row in rows)
 
@@ -458,6 +485,12 @@ def summarize_allocator(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "unused_max_fixed": unused_max("fixed_gib"),
         "error_min": min(row["error"] for row in rows),
         "error_max": max(row["error"] for row in rows),
+        "counted_error_median": statistics.median(abs(row["counted_error"]) for row in rows),
+        "counted_error_min": min(row["counted_error"] for row in rows),
+        "counted_error_max": max(row["counted_error"] for row in rows),
+        "published_configs": len(published),
+        "published_error_median": statistics.median(map(abs, published)),
+        "published_error_max": max(map(abs, published)),
     }
 
 

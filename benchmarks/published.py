@@ -11,6 +11,7 @@ from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import Outcome
 from autotune.core.units import GIB
 from autotune.planning.named_estimates import estimate_named_configs
+from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec, shipped_suites
 from autotune.study.named_configs import SPEEDS, ConfigResult
@@ -20,6 +21,9 @@ LARGE = 0.15  # a relative error of memory whose cause is asked for
 NEAR = 0.1  # the goal for most errors of memory on several GPUs
 UNKNOWN_LENGTHS = "the source does not say how long its rows are"
 WIDEST = 0.3  # half of an interval, relative to the speed
+# The causes of wider intervals
+NO_PAIR = "no published pair of speeds has a card of this kind, so data sheets alone give its speed"
+UNKNOWN_OVERLAP = "how much of the communication overlaps with computation is not known"
 CPU_BOUND = 0.1  # a larger share of the host says little about the GPU
 
 
@@ -58,7 +62,9 @@ def run_rows() -> Iterator[dict[str, Any]]:
             configs=(case,),
         )
         [found] = estimate_named_configs(spec, device=resolve_device(gpu), counted=True)
-        cause = row.get("note") or UNKNOWN_LENGTHS if "lengths" in row else row.get("note")
+        cause = row.get("cause") or row.get("note")
+        if cause is None and "lengths" in row:
+            cause = UNKNOWN_LENGTHS
         compared = compare(_publisher(row["source"]), gpu, model, found, cause)
         if row.get("no_memory"):
             compared = {**compared, "verdict": None, "wrong": False, "no_memory": row["no_memory"]}
@@ -104,7 +110,7 @@ def compare(
     verdict = TIGHT if found.tight else FITS if found.outcome is Outcome.OK else OOM
     wrong = verdict == (FITS if outcome == "oom" else OOM)
     row |= {"outcome": outcome, "verdict": verdict, "wrong": wrong}
-    return row | _memory(found) | _speed(found)
+    return row | _memory(found) | _speed(gpu, found)
 
 
 def _memory(found: ConfigResult) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def _memory(found: ConfigResult) -> dict[str, Any]:
     return {}
 
 
-def _speed(found: ConfigResult) -> dict[str, Any]:
+def _speed(gpu: str, found: ConfigResult) -> dict[str, Any]:
     """Compare the published speed: `speed_error` is relative to it, whatever its unit."""
     pairs = {name: pair for name, pair in found.published.items() if name in SPEEDS}
     name, pair = next(iter(pairs.items()), (None, None))
@@ -132,26 +138,35 @@ def _speed(found: ConfigResult) -> dict[str, Any]:
         faster = 1 / faster
     assert found.tokens_per_s is not None and found.host_share is not None
     low, high = found.interval
+    half_width = (high - low) / 2 / found.tokens_per_s
     return {
         "speed": name,
         "published_speed": pair.theirs,
         "predicted_speed": pair.ours,
         "speed_error": faster - 1,
-        "half_width": (high - low) / 2 / found.tokens_per_s,
+        "half_width": half_width,
+        "wide_because": _causes_of_width(gpu, found) if half_width > WIDEST else [],
         "inside": pair.inside,
         "gpu_bound": found.host_share < CPU_BOUND,
         "doubt": found.doubt,
     }
 
 
+def _causes_of_width(gpu: str, found: ConfigResult) -> list[str]:
+    """Return the reasons that the interval of a speed is wide."""
+    measured = is_measured_kind(resolve_device(gpu))
+    return [NO_PAIR] * (not measured) + [UNKNOWN_OVERLAP] * (found.config.num_gpus > 1)
+
+
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the memory, the verdicts and the speeds of all runs that are not excluded.
 
     `by_source` has the largest error of memory of each source. `unexplained` counts the errors
-    above 15 % without a known cause. A verdict is dangerous if a run that was out of memory should
-    fit. Speeds do not count if they cannot be right (`doubt`), or if the run computed in another
-    way than its settings say (`differs`). `several_gpus_within_10` counts the errors of memory up
-    to 10 % in runs on several GPUs.
+    above 15 % without a known cause, and `wide_without_cause` the wide intervals without one. A
+    verdict is dangerous if a run that was out of memory should fit. Speeds do not count if they
+    cannot be right (`doubt`), or if the run computed in another way than its settings say
+    (`differs`). `several_gpus_within_10` counts the errors of memory up to 10 % in runs on several
+    GPUs.
     """
     compared = [row for row in rows if row["excluded"] is None]
     measured = [row for row in compared if row.get("memory_error") is not None]
@@ -185,4 +200,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gpu_bound_half_width_median": statistics.median(row["half_width"] for row in bound),
         "gpu_bound_half_width_max": max(row["half_width"] for row in bound),
         "wider_than_30": sum(row["half_width"] > WIDEST for row in bound),
+        "wide_without_cause": sum(
+            row["half_width"] > WIDEST and not row["wide_because"] for row in bound
+        ),
     }

@@ -1,13 +1,14 @@
 """Write `autotune/dry/shipped_counts.json.gz`: the answers of dry probes to default plans of the
-catalogue's models.
+catalogue's models, and to the shipped suites.
 
     python benchmarks/shipped_counts.py
 
 Each model of the file is planned for each card of the catalogue, with the default search space and
-those of LoRA, QLoRA and full fine-tuning. `--add NAME...` counts these models alone and adds their
-answers. Plans of other models are counted when they are asked for. No GPU is needed. Answers stay
-in the user's cache, so an interrupted run continues. The answers of the present file count only
-with `--missing`, which suits changes that give some plans new keys.
+those of LoRA, QLoRA and full fine-tuning. `--add NAME...` counts these models and the suites alone,
+and adds their answers; `--add` without a name counts the suites. Plans of other models are counted
+when they are asked for. No GPU is needed. Answers stay in the user's cache, so an interrupted run
+continues. The answers of the present file count only with `--missing`, which suits changes that
+give some plans new keys.
 """
 
 import argparse
@@ -23,17 +24,19 @@ from typing import Any
 
 from bench import ROOT, command, now
 
-from autotune.catalog import ModelSpec, list_devices, resolve_model
+from autotune.catalog import ModelSpec, list_devices, resolve_device, resolve_model
 from autotune.catalog.fast_kernels import counted_packages
 from autotune.core.errors import UsageError
+from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.dry.prober import DRY_VERSION, DryAnswer, DryProber, key_of, library_versions
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import limit_of
+from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.plan import plan_setup, planned_setup
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.study_spec import StudySpec
+from autotune.problem.study_spec import StudySpec, make_spec, shipped_suites
 
 SPACES = ("default", "lora", "qlora", "full")
 DIGITS = 6  # of each number
@@ -48,23 +51,23 @@ class Recorder(DryProber):
         super().__init__(shipped=shipped)
         self.answers: dict[str, DryAnswer] = {}
 
-    def count(self, request: ProbeRequest) -> DryAnswer:
-        key = key_of(request)
+    def count(self, request: ProbeRequest, other: OtherTrainer = USUAL) -> DryAnswer:
+        key = key_of(request, other=other)
         if key not in self.answers:
-            self.answers[key] = self._in_bf16(request) or super().count(request)
+            self.answers[key] = self._in_bf16(request, other) or super().count(request, other)
             refused = self.answers[key].refused or ""
             if any(reason in refused for reason in OF_THIS_MACHINE):
                 raise SystemExit(f"{refused}: {request}")
         return self.answers[key]
 
-    def _in_bf16(self, request: ProbeRequest) -> DryAnswer | None:
+    def _in_bf16(self, request: ProbeRequest, other: OtherTrainer) -> DryAnswer | None:
         """The answer in bf16 where fp16 has the same: the product of experts alone has kernels of
         its own.
         """
         if request.config.precision != "fp16_mixed":
             return None
         answer = self.count(
-            replace(request, config=replace(request.config, precision="bf16_mixed"))
+            replace(request, config=replace(request.config, precision="bf16_mixed")), other
         )
         work = answer.count.flops if answer.count is not None else ()
         return None if any("grouped_mm" in name for name in work) else answer
@@ -83,8 +86,8 @@ def count_plans(
     *,
     shipped: bool = False,
 ) -> None:
-    """Write the answers to all plans of these models, after each GPU again, beside the kept content
-    of the file.
+    """Write the answers to the suites and to all plans of these models, after each GPU again,
+    beside the kept content of the file.
 
     Progress is printed.
     """
@@ -94,6 +97,9 @@ def count_plans(
     devices = sorted(list_devices(), key=lambda device: device.usual_precision)
     with Recorder(shipped=shipped) as recorder:
         counted_memory._prober = lambda: recorder
+        for suite_path in shipped_suites().values():
+            suite = make_spec(suite_path, {})
+            estimate_named_configs(suite, device=resolve_device(suite.gpu), counted=True)
         for number, device in enumerate(devices, 1):
             for model, space in itertools.product(models, spaces):
                 spec = StudySpec(model=model.name, gpu=device.name, space=space)
@@ -141,9 +147,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument(
         "--add",
-        nargs="+",
+        nargs="*",
         metavar="NAME",
-        help="count these models alone, and keep the other answers",
+        help="count these models and the suites alone, and keep the other answers",
     )
     parser.add_argument(
         "--missing",
@@ -153,9 +159,9 @@ def main() -> None:
     args = parser.parse_args()
     kept = shipped()
     count_plans(
-        [resolve_model(name) for name in args.add or kept["models"]],
+        [resolve_model(name) for name in (kept["models"] if args.add is None else args.add)],
         args.out,
-        kept if args.add else None,
+        None if args.add is None else kept,
         shipped=args.missing,
     )
 

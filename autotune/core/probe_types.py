@@ -662,7 +662,10 @@ class DryCount:
     with so few FLOPs per byte that memory bandwidth limits them, strided tensors, gathered or
     scattered rows, and all others. `operations` is the number of torch operations; each launches a
     kernel. If the GPU holds a part of the experts, `expert_gradients_gib` is the part of
-    `gradients_gib` that belongs to these experts and their adapters.
+    `gradients_gib` that belongs to these experts and their adapters. `reserved_gib` is the memory
+    that torch's allocator reserves in segments that cannot grow, and `occupied_gib` is its part
+    that cannot be given back to the driver. Both are None if the segments can grow, and in a result
+    that was extrapolated from truncated models.
     """
 
     model_gib: float
@@ -677,6 +680,8 @@ class DryCount:
     moved_bytes: dict[str, int] = field(default_factory=dict)
     operations: int = 0
     expert_gradients_gib: float = 0.0
+    reserved_gib: float | None = None
+    occupied_gib: float | None = None
 
     @property
     def attention_flops(self) -> float:

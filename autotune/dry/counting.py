@@ -26,6 +26,7 @@ from autotune.dry.compiled import compile_for_count
 from autotune.dry.expert_parallel import divide_experts, expert_parameters
 from autotune.dry.flex import FLEX_ATTENTION
 from autotune.dry.meta_device import simulate_cuda
+from autotune.dry.segments import FixedSegments, reserve
 from autotune.dry.storage_counter import StorageCounter, blocks
 from autotune.probe.accounting import logical_params, trained_parameters
 from autotune.probe.model_settings import model_settings
@@ -173,6 +174,7 @@ class CountedStep:
         counter.hold_module(self._model)
         built = counter.live
         evaluates = self._request.micro_steps == 0
+        of_model = counter.take_requests()
 
         with counter:
             # An optimizer makes its state in its first step.
@@ -198,6 +200,7 @@ class CountedStep:
             if evaluates:
                 self._model.eval()
             counter.begin()
+            of_state = counter.take_requests()
 
             # Trainer fetches all micro batches of a step at once, so all their inputs are in
             # memory.
@@ -223,14 +226,10 @@ class CountedStep:
             self._outputs = None
             self._forget_gradients()
             self._enter("")
-
-        of_experts = 0
-        if self._request.experts is not None:
-            held = expert_parameters(self._model)
-            of_experts = sum(parameter.nbytes for parameter in trained if id(parameter) in held)
+            of_step = counter.take_requests()
 
         segments = {name: gib(peak + workspace) for name, peak in self._segments.items()}
-        return DryCount(
+        count = DryCount(
             model_gib=gib(self._model_bytes),
             adapters_gib=gib(built - self._model_bytes),
             gradients_gib=gib(gradients),
@@ -242,8 +241,18 @@ class CountedStep:
             flops=flops,
             moved_bytes=moved_bytes,
             operations=operations,
-            expert_gradients_gib=gib(of_experts),
+            expert_gradients_gib=gib(self._expert_bytes(trained)),
         )
+        if self._config.allocator != "fixed" or evaluates:
+            return count
+        return _with_segments(count, reserve(of_model, of_state, of_step, workspace))
+
+    def _expert_bytes(self, trained: Sequence[nn.Parameter]) -> int:
+        """Return the bytes of the trained parameters that belong to this GPU's experts."""
+        if self._request.experts is None:
+            return 0
+        held = expert_parameters(self._model)
+        return sum(parameter.nbytes for parameter in trained if id(parameter) in held)
 
     def _forget_gradients(self) -> None:
         for parameter in self._model.parameters():
@@ -322,6 +331,13 @@ class CountedStep:
             return self._loss(outputs, labels, num_items_in_batch=items)
         loss: torch.Tensor = outputs["loss"]
         return loss
+
+
+def _with_segments(count: DryCount, segments: FixedSegments) -> DryCount:
+    """Add the memory of segments that cannot grow to a count."""
+    return replace(
+        count, reserved_gib=gib(segments.reserved), occupied_gib=gib(segments.peak_occupied)
+    )
 
 
 def _loss_of_logits(outputs: Any, labels: torch.Tensor, **_: Any) -> torch.Tensor:

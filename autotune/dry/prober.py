@@ -45,12 +45,14 @@ from autotune.trainer.settings import CHUNK_TOKENS, chunk_tokens
 # cached counts invalid. If only some configurations change, increase another version instead:
 # OFFLOAD_VERSION for activations that are offloaded to the host, FP8_VERSION for base weights in
 # fp8, CHUNKS_VERSION for a chunked loss of at most CHUNK_TOKENS tokens, which has two chunks,
-# EXPERTS_VERSION for experts that `trainer.grouped_lora` computes.
+# EXPERTS_VERSION for experts that `trainer.grouped_lora` computes, SEGMENTS_VERSION for segments
+# that cannot grow.
 DRY_VERSION = 7
 OFFLOAD_VERSION = 2
 FP8_VERSION = 2
 CHUNKS_VERSION = 1
 EXPERTS_VERSION = 1
+SEGMENTS_VERSION = 1
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
@@ -263,6 +265,9 @@ def key_of(request: ProbeRequest, versions: Sequence[str] = (), other: OtherTrai
         about.append(["experts", EXPERTS_VERSION])
     if request.experts is not None:
         about.append(["expert shard", to_data(request.experts)])
+    # An extrapolated count has no segments.
+    if request.config.allocator == "fixed" and request.depth is not None:
+        about.append(["segments", SEGMENTS_VERSION])
     if other != USUAL:
         about.append(["trainer", to_data(other)])
     return digest_of([DRY_VERSION, *versions, *about])

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from autotune.core.probe_types import UNALIGNED, WIDE
+from autotune.dry.segments import Request
 
 # Kinds of work. A THIN product, such as the product with an adapter, does so little arithmetic for
 # each byte that memory traffic decides its time. STRIDED work reads or writes a tensor that is not
@@ -71,6 +72,7 @@ FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 # narrow products with an adapter's matrix. Each number here stands for one narrow product, and is
 # the index of the operation's argument that the narrow product reads.
 NARROW = {"joined_backward": (0, 0, 1)}
+WORKSPACE_OF_KERNEL = -2  # the key of memory that a kernel allocates for itself
 BLOCK = 512  # the CUDA allocator rounds each request up to a multiple of this number of bytes
 
 
@@ -85,7 +87,7 @@ class StorageCounter(TorchDispatchMode):
     `workspace` takes an operation and its arguments, and returns the bytes that the operation's
     kernel allocates for itself. `flops` has the FLOPs of matrix products, by name of the operation.
     `moved` has the bytes that all operations read and write, by kind of work, and `operations` is
-    the number of operations.
+    the number of operations. `take_requests` returns all requests for memory, in their order.
 
     While `fusing` is set, new storages take no memory. While `fused` is set, a compiled graph is
     running: the graph reports the bytes of its generated kernels itself, so the operations inside
@@ -117,6 +119,7 @@ class StorageCounter(TorchDispatchMode):
         self._peak = 0
         self._workspace = workspace
         self._sizes: dict[int, int] = {}  # bytes, by the address of the storage
+        self._requests: list[Request] = []
         self._least = _least_references()
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -149,6 +152,11 @@ class StorageCounter(TorchDispatchMode):
         self._peak = self.live
         return peak
 
+    def take_requests(self) -> list[Request]:
+        """Return the requests for memory since the last call."""
+        requests, self._requests = self._requests, []
+        return requests
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -175,6 +183,8 @@ class StorageCounter(TorchDispatchMode):
 
         extra = self._workspace(func, args)
         self._peak = max(self._peak, self.live + extra)
+        if extra:
+            self._requests += [(WORKSPACE_OF_KERNEL, extra), (WORKSPACE_OF_KERNEL, 0)]
         self._count_work(func, args, kwargs or {}, out)
         return out
 
@@ -203,10 +213,15 @@ class StorageCounter(TorchDispatchMode):
         if key not in self._sizes and tensor.device.type == self._device:
             size = self._sizes[key] = 0 if StorageCounter.fusing else blocks(storage.nbytes())
             self.live += size
+            if size:
+                self._requests.append((key, size))
             weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        size = self._sizes.pop(key)
+        self.live -= size
+        if size:
+            self._requests.append((key, 0))
 
     def _count_work(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

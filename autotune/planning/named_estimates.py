@@ -20,14 +20,19 @@ from autotune.prediction.estimate import (
     estimate,
     memory_of,
 )
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, counted_breakdown
+from autotune.prediction.memory_formula import (
+    CONTEXT_GIB,
+    ERROR,
+    counted_breakdown,
+    in_fixed_segments,
+)
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.sharded_memory import MAX_LIVE, ShardingSettings
 from autotune.prediction.step_time import counted_step_time, host_of
 from autotune.problem.constraints import refusal
 from autotune.problem.run_cost import OOM, TIGHT
 from autotune.problem.setup import known_shape
-from autotune.problem.study_spec import NamedConfig, StudySpec
+from autotune.problem.study_spec import NamedConfig, Published, StudySpec
 from autotune.problem.task import Task
 from autotune.study.named_configs import ConfigResult, cases, with_doubts
 
@@ -142,16 +147,38 @@ def _of_other_trainer(
     if not counted:
         return _Replaced(), "only a count knows how much memory this trainer needs"
 
-    answer = dry_count(task.model, config, steps, objective, other=case.trainer)
+    answer = dry_count(
+        task.model, config, steps, objective, _counted_layers(case, task, config), case.trainer
+    )
     if answer.count is None:
         return _Replaced(), f"the run's memory cannot be counted: {answer.refused}"
-    needed = counted_breakdown(task.model, config, answer.count, objective, case.trainer)
+    needed = in_fixed_segments(
+        counted_breakdown(task.model, config, answer.count, objective, case.trainer), answer.count
+    )
     # Products in 32 bits have no tensor cores, and their speed was never measured.
     step = None
     if not case.trainer.unpacks_to_input:
         step = counted_step_time(config, answer.count, host_of(task.calibration))
     clock = partial(device_step_time, task, config, step)
     return _Replaced(memory=MemoryBounds(least=needed, most=needed), clock=clock), None
+
+
+def _counted_layers(case: NamedConfig, task: Task, config: TrainConfig) -> int | None:
+    """Return the number of layers to count, or None if counts of few layers are extrapolated.
+
+    The layout of segments that cannot grow is not affine in the number of layers, so all layers are
+    counted if the published memory includes such segments. This takes ten times as long.
+    """
+    published = case.published or Published()
+    reserved = (
+        published.reserved_gib,
+        published.reserved_gb,
+        published.process_gib,
+        published.peak_gb,
+    )
+    if config.allocator == "fixed" and any(reserved):
+        return task.model.num_layers
+    return None
 
 
 def _with_numbers(result: ConfigResult, task: Task, estimated: Estimate) -> ConfigResult:

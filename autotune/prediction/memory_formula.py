@@ -49,6 +49,9 @@ EVALUATION_ERROR = 0.06
 # of the peak memory that a dry probe computes. The largest of 296 errors was 0.8 %
 # (`benchmarks/plan.py memory`).
 COUNT_ERROR = 0.015
+# The relative error of the memory that a dry probe computes for segments that cannot grow. Of 28
+# errors, 26 were at most 7 %, and the largest was 15 % (`benchmarks/memory.py allocator`).
+SEGMENTS_ERROR = 0.07
 # The relative error of a peak that a dry probe computed for an int8 base. The dry probe omits the
 # copies of outlier activations. With random weights, most inputs of `down_proj` are outliers: on an
 # H200, probes of three whole models held up to 9 % more memory than the dry probes computed.
@@ -385,6 +388,22 @@ def counted_breakdown(
         phase=Phase(segment.partition("_")[0]),
         counted=True,
         own_error=own_error,
+    )
+
+
+def in_fixed_segments(memory: MemoryBreakdown, count: DryCount) -> MemoryBreakdown:
+    """Return the memory of a run whose allocator's segments cannot grow.
+
+    Without the segments in `count`, the result is `memory`, whose unused memory comes from a
+    formula.
+    """
+    if count.reserved_gib is None or count.occupied_gib is None:
+        return memory
+    return replace(
+        memory,
+        reserved=count.reserved_gib - memory.peak_gib,
+        returned=count.reserved_gib - count.occupied_gib,
+        own_error=memory.own_error or SEGMENTS_ERROR,
     )
 
 

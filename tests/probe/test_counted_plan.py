@@ -15,13 +15,14 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryAnswer, DryProber
 from autotune.planning import counted_memory
+from autotune.planning.named_estimates import estimate_named_configs
 from autotune.planning.plan import plan
 from autotune.planning.run_check import check
 from autotune.planning.several_gpus import plan_spec
 from autotune.prediction.estimate import memory_of, step_time_of
 from autotune.prediction.step_time import MEASURED_HOST
 from autotune.problem.run_cost import FITS, OOM
-from autotune.problem.study_spec import make_spec
+from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec
 from autotune.report.answers import gpu_answer
 from autotune.report.values.plan import ONLY_BASELINE, ONLY_LEANEST
 
@@ -163,3 +164,40 @@ def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("dtype: bfloat16\n", ""))
     in_fp32 = check(file, {"gpu": "a10"}).checked.bounds
     assert in_fp32.most is None and in_fp32.least.weights == 2 * found.bounds.reported.weights
+
+
+@pytest.mark.parametrize(
+    ("allocator", "published", "layers"),
+    [
+        ("fixed", {"reserved_gib": 5.0}, 12),
+        ("fixed", {"reserved_gb": 5.0}, 12),
+        ("fixed", {"process_gib": 5.0}, 12),
+        ("fixed", {"peak_gb": 5.0}, 12),
+        ("fixed", {"peak_gib": 5.0}, None),
+        ("expandable", {"reserved_gib": 5.0}, None),
+    ],
+)
+def test_all_layers_are_counted_for_published_segments_that_cannot_grow(
+    monkeypatch: pytest.MonkeyPatch,
+    allocator: str,
+    published: dict[str, float],
+    layers: int | None,
+) -> None:
+    asked: list[int | None] = []
+
+    class Prober:
+        def count(self, request: ProbeRequest, other: OtherTrainer) -> DryAnswer:
+            asked.append(request.depth)
+            return DryAnswer(refused="no")
+
+    monkeypatch.setattr(counted_memory, "_prober", Prober)
+    case = NamedConfig(
+        name="one",
+        knobs={"allocator": allocator},
+        trainer=OtherTrainer(keeps_logits=True),
+        published=Published(**published),
+    )
+    spec = StudySpec(model="gpt2", gpu="a10", configs=(case,))
+    (found,) = estimate_named_configs(spec, device=resolve_device("a10"), counted=True)
+    assert asked == [layers]
+    assert found.reason == "the run's memory cannot be counted: no"

@@ -218,6 +218,9 @@ def test_a_kept_answer_holds_for_all_that_changes_a_count(monkeypatch: pytest.Mo
     keys = {key(), *(key(replace(REQUEST, **change)) for change in changes)}
     assert len(keys) == 5
     assert key(replace(REQUEST, config=replace(CONFIG, loader_workers=4), seed=3)) == key()
+    fixed = replace(REQUEST, config=replace(CONFIG, allocator="fixed"))
+    assert key(fixed) == key()  # an extrapolated count has no segments
+    assert key(replace(fixed, depth=12)) not in keys
     monkeypatch.setattr(module, "DRY_VERSION", 99)
     assert key() not in keys
     monkeypatch.undo()

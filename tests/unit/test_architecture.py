@@ -51,6 +51,7 @@ CHILD = {
         "flex",
         "meta_device",
         "preference",
+        "segments",
         "storage_counter",
         "worker",
     ),

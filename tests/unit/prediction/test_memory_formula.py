@@ -13,7 +13,7 @@ import pytest
 from autotune.catalog import list_models, resolve_model
 from autotune.catalog.model_sizes import FAMILIES, Sizes
 from autotune.core.objective import Objective
-from autotune.core.probe_types import Phase
+from autotune.core.probe_types import DryCount, Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.estimate import Evaluation
@@ -22,7 +22,10 @@ from autotune.prediction.memory_formula import (
     ERROR,
     EVALUATES,
     NF4_STATISTICS,
+    SEGMENTS_ERROR,
     WORKSPACE,
+    counted_breakdown,
+    in_fixed_segments,
     joined_bytes,
     kept_bytes,
     kept_factors,
@@ -804,3 +807,28 @@ def test_cuda_graphs_keep_the_memory_of_a_step_in_an_evaluation() -> None:
     alone = estimate(micro_steps=EVALUATES, **knobs | {"cuda_graphs": "none"})
     assert evaluated.gradients == step.gradients
     assert evaluated.activations == pytest.approx(step.activations + alone.activations)
+
+
+def test_counted_segments_replace_the_unused_memory_of_the_formula() -> None:
+    count = DryCount(
+        model_gib=6.0,
+        adapters_gib=1.0,
+        gradients_gib=1.0,
+        optimizer_gib=2.0,
+        segment_peak_gib={"backward_layers": 20.0},
+        peak_allocated_gib=20.0,
+        trainable_params=10,
+        total_params=100,
+    )
+    config = TrainConfig(allocator="fixed")
+    memory = counted_breakdown(resolve_model("gpt2"), config, count)
+    assert in_fixed_segments(memory, count) == memory
+    known = in_fixed_segments(memory, replace(count, reserved_gib=26.0, occupied_gib=23.0))
+    assert known.peak_gib == pytest.approx(20.0)
+    assert known.peak_reserved_gib == pytest.approx(26.0)
+    assert known.needed_gib == pytest.approx(23.0)
+    assert known.error == SEGMENTS_ERROR
+    rough = in_fixed_segments(
+        replace(memory, own_error=0.09), replace(count, reserved_gib=26.0, occupied_gib=23.0)
+    )
+    assert rough.error == 0.09
