@@ -43,3 +43,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module("autotune.api"), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that notebooks complete them."""
+    return __all__

@@ -56,3 +56,8 @@ def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module 'autotune.api' has no attribute {name!r}")
     return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that notebooks complete them."""
+    return __all__

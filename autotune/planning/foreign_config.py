@@ -36,7 +36,12 @@ from autotune.planning.foreign_arguments import (
 )
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
-from autotune.planning.foreign_refusals import refuse_at_start, refuse_targets, without_dropout
+from autotune.planning.foreign_refusals import (
+    refuse_at_start,
+    refuse_other_deepspeed_values,
+    refuse_targets,
+    without_dropout,
+)
 from autotune.planning.foreign_rollouts import older_key, rollouts_of, with_rollout_keys
 from autotune.report.values.check import FP32_BASE, SWIFT, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
@@ -470,6 +475,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     )
     evaluation = evaluation_of(file, tool, config, objective)
     refuse_at_start(file, tool, config)
+    refuse_other_deepspeed_values(file, tool, config, accumulation)
     return ForeignConfig(
         format=tool,
         model=model,

@@ -12,6 +12,7 @@ from autotune.core.errors import did_you_mean
 from autotune.core.files import load_data
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.train_config import TrainConfig
+from autotune.export.keys import key_of
 from autotune.planning.foreign_file import File, Refused, quote
 from autotune.planning.foreign_sharding import strategy_of
 from autotune.trainer.settings import is_expert_parameter
@@ -44,6 +45,36 @@ def refuse_at_start(file: File, tool: str, config: TrainConfig) -> None:
             ):
                 key = next(key for key in wanted if not key.isupper())
                 raise Refused(key.rpartition(".")[2], _refusal(row["why"]), row["remedy"])
+
+
+def refuse_other_deepspeed_values(
+    file: File, tool: str, config: TrainConfig, accumulation: int
+) -> None:
+    """Raise Refused if the run and its DeepSpeed file give different values for a setting.
+
+    transformers compares both before it trains. The value "auto" stands for the run's value.
+    `accumulation` is the number of micro batches in a step.
+    """
+    settings = file.values.get("deepspeed")
+    if not isinstance(settings, dict):
+        return
+    remedy = 'write "auto" in the DeepSpeed file'
+    numbers = {
+        "train_micro_batch_size_per_gpu": ("micro_batch_size", config.micro_batch_size),
+        "gradient_accumulation_steps": ("accumulation", accumulation),
+    }
+    for name, (knob, value) in numbers.items():
+        other = settings.get(name)
+        if isinstance(other, int) and other != value:
+            why = f"the DeepSpeed file says {name}: {other}, but the run says {value}"
+            raise Refused(key_of(tool, knob), _refusal(why), remedy)
+
+    for name in ("bf16", "fp16"):
+        other = settings.get(name)
+        is_on = isinstance(other, dict) and other.get("enabled") is True
+        if is_on and not config.precision.startswith(name):
+            why = f"the DeepSpeed file enables {name}, but the run trains in {config.precision}"
+            raise Refused("deepspeed", _refusal(why), remedy)
 
 
 def _refuse_unknown_value(file: File, key: str, names: list[Any]) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from autotune.catalog import resolve_model
 from autotune.catalog.model_sizes import Sizes
+from autotune.core.errors import UsageError
 from autotune.core.parallelism import Parallelism
 from autotune.planning.foreign_config import read_file
 from autotune.planning.foreign_sharding import settings_of, shard_run, strategy_of
@@ -133,6 +134,39 @@ def test_deepspeeds_own_file_is_read_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "ds" / "own.json").write_text('{"zero_optimization": {}}')
     unknown, _ = notes_of(tmp_path, LORA | {"deepspeed": "ds/own.json"})
     assert unknown.uncounted is not None and unknown.uncounted.shared == frozenset(LASTING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"train_micro_batch_size_per_gpu": 64}, "train_micro_batch_size_per_gpu: 64, but the run"),
+        ({"gradient_accumulation_steps": 64}, "gradient_accumulation_steps: 64, but the run says"),
+        ({"fp16": {"enabled": True}}, "enables fp16, but the run trains in bf16_mixed"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "enables fp16, but the run"),
+    ],
+)
+def test_deepspeeds_file_must_not_contradict_the_run(
+    tmp_path: Path, settings: dict[str, Any], problem: str
+) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}} | settings))
+    with pytest.raises(UsageError, match=problem) as refused:
+        read(tmp_path, LORA | {"deepspeed": "own.json"})
+    assert refused.value.remedy == 'write "auto" in the DeepSpeed file'
+
+
+def test_deepspeeds_file_may_repeat_what_the_run_says(tmp_path: Path) -> None:
+    run = read(tmp_path, LORA)
+    same = {
+        "train_micro_batch_size_per_gpu": run.config.micro_batch_size,
+        "gradient_accumulation_steps": run.accumulation,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": "auto"},
+        "train_batch_size": "auto",
+    }
+    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": {"stage": 2}} | same))
+    both = read(tmp_path, LORA | {"deepspeed": "own.json"})
+    assert both.config == run.config and strategy_of(both.values) == "zero2"
 
 
 @pytest.mark.parametrize(
