@@ -177,23 +177,7 @@ class CountedStep:
         of_model = counter.take_requests()
 
         with counter:
-            # An optimizer makes its state in its first step.
-            groups = [[parameter] for parameter in trained] if in_backward else [trained]
-            steps = [make_optimizer(self._config, self._model, group) for group in groups]
-            for parameter in trained:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients = counter.live - built
-            for step in steps:
-                step()
-            state = counter.live - built - gradients
-
-            if self._request.micro_steps < 2:
-                self._forget_gradients()
-            if in_backward:
-                gradients = max(parameter.nbytes for parameter in trained)
-                for parameter, step in zip(trained, steps, strict=True):
-                    parameter.register_post_accumulate_grad_hook(partial(_step_and_free, step))
-
+            steps, gradients, state = self._make_state(trained)
             self._divide_step()
             if self._joined is not None:
                 self._joined.follow()
@@ -246,6 +230,33 @@ class CountedStep:
         if self._config.allocator != "fixed" or evaluates:
             return count
         return _with_segments(count, reserve(of_model, of_state, of_step, workspace))
+
+    def _make_state(self, trained: list[nn.Parameter]) -> tuple[list[Callable[[], None]], int, int]:
+        """Make the gradients and the optimizer's state.
+
+        Return the optimizer's steps (one, or one for each parameter if it steps in the backward
+        pass), and the bytes of the gradients and of the state.
+        """
+        counter = self._counter
+        in_backward = self._config.optimizer_in_backward
+        built = counter.live
+        # An optimizer makes its state in its first step.
+        groups = [[parameter] for parameter in trained] if in_backward else [trained]
+        steps = [make_optimizer(self._config, self._model, group) for group in groups]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = counter.live - built
+        for step in steps:
+            step()
+        state = counter.live - built - gradients
+
+        if self._request.micro_steps < 2:
+            self._forget_gradients()
+        if in_backward:
+            gradients = max(parameter.nbytes for parameter in trained)
+            for parameter, step in zip(trained, steps, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_step_and_free, step))
+        return steps, gradients, state
 
     def _expert_bytes(self, trained: Sequence[nn.Parameter]) -> int:
         """Return the bytes of the trained parameters that belong to this GPU's experts."""
