@@ -72,7 +72,11 @@ def refuse_other_deepspeed_values(
     for name in ("bf16", "fp16"):
         other = settings.get(name)
         is_on = isinstance(other, dict) and other.get("enabled") is True
-        if is_on and not config.precision.startswith(name):
+        # A run whose weights are stored in the other 16-bit format has another precision than its
+        # key says. TRL switches bf16 on by default.
+        by_default = tool == "trl" and name == "bf16" and not file.flag("fp16")
+        of_key = file.values.get(name, by_default) in (True, "true", "True")
+        if is_on and not of_key and not config.precision.startswith(name):
             why = f"the DeepSpeed file enables {name}, but the run trains in {config.precision}"
             raise Refused("deepspeed", _refusal(why), remedy)
 

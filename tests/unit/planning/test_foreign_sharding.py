@@ -35,6 +35,7 @@ FULL = {
 }
 LORA = FULL | {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
 FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+BF16 = {"bf16": True}
 LASTING = ("weights", "adapters", "gradients", "optimizer")
 SHARDED = (
     "Sharding and offloading of the model are not counted: each GPU is assumed to hold the whole"
@@ -153,6 +154,19 @@ def test_deepspeeds_file_must_not_contradict_the_run(
     with pytest.raises(UsageError, match=problem) as refused:
         read(tmp_path, LORA | {"deepspeed": "own.json"})
     assert refused.value.remedy == 'write "auto" in the DeepSpeed file'
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "enabled"),
+    [("bfloat16", {"fp16": True}, "fp16"), ("float16", {}, "bf16"), ("float16", BF16, "bf16")],
+)
+def test_the_key_counts_if_the_weights_have_another_16_bit_format(
+    tmp_path: Path, dtype: str, keys: dict[str, Any], enabled: str
+) -> None:
+    """transformers compares DeepSpeed's file with the key of the run, not with the weights."""
+    (tmp_path / "own.json").write_text(json.dumps({enabled: {"enabled": True}}))
+    sft = {"model_name_or_path": "meta-llama/Llama-3.1-8B", "use_peft": True, "dtype": dtype}
+    read(tmp_path, sft | keys | {"dataset_name": "org/data", "deepspeed": "own.json"})
 
 
 def test_deepspeeds_file_may_repeat_what_the_run_says(tmp_path: Path) -> None:
