@@ -483,7 +483,7 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
     encoders = load_data("autotune.catalog", "data/models")["not_causal"]
     if config.get("model_type") in encoders and config.get("is_decoder") is not True:
         raise UsageError(
-            f"{shown} describes a {config['model_type']} model, in which a token sees later tokens",
+            f"{shown} describes a {config['model_type']} model, whose tokens attend to later ones",
             remedy="pass a causal language model",
         )
 

@@ -182,8 +182,8 @@ class MicroBatch:
 class ExpertShard:
     """One GPU's part of a mixture's experts, which `num_gpus` GPUs share out equally.
 
-    The GPU gets the mean number of tokens or, with `fullest`, the largest possible number: every
-    token of all these GPUs then chooses as many of its experts as it can.
+    The GPU gets the mean number of tokens or, with `fullest`, the largest possible number, as if
+    every token on these GPUs had chosen this GPU's experts.
     """
 
     num_gpus: int

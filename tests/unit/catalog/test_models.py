@@ -236,9 +236,12 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
         (
             LLAMA | {"model_type": "bert"},
-            "describes a bert model, in which a token sees later tokens$",
+            "describes a bert model, whose tokens attend to later ones$",
         ),
-        (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees later tokens$"),
+        (
+            LLAMA | {"model_type": "modernbert", "is_decoder": False},
+            "whose tokens attend to later ones$",
+        ),
         ({key: LLAMA[key] for key in LLAMA if key != "model_type"}, "no model_type"),
         (LLAMA | {"model_type": ["llama"]}, "no model_type"),
         (LLAMA | {"num_hidden_layers": "32"}, "no positive integer num_hidden_layers"),
