@@ -125,9 +125,9 @@ def assumptions(cards: Sequence[DeviceSpec]) -> list[str]:
         " has the configuration of guides. If that does not fit, it has the configuration with the"
         " least memory. Faster configurations may exist.",
         f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits, at an unknown speed."
-        " `refused`: cannot be trained in this way; the reason is below the table, or shows when"
-        " you point at the cell. `*`: fits only with pure bf16 or another optimizer than AdamW,"
-        " which learn differently. Without a price, a cell has no cost.",
+        " `refused`: cannot be trained in this way. atlas.md has the reason below the table;"
+        " atlas.html shows it when you point at the cell. `*`: fits only with pure bf16 or another"
+        " optimizer than AdamW, which learn differently. Without a price, a cell has no cost.",
         "Prices are on demand and come with the package, each with its date.",
     ]
 

@@ -1153,7 +1153,7 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
         f"{waits['drawn']} with drawn sequences, with shares of up to"
         f" {waits['largest_share']:.2f} | {waits['error_max']:.2f}",
         f"{waits['grouped']} with sequences grouped by length | {waits['grouped_error_max']:.2f}",
-        f"{waits['dealt']} with sequences that are dealt out | {waits['dealt_error_max']:.2f}",
+        f"{waits['dealt']} with sequences dealt out by length | {waits['dealt_error_max']:.2f}",
         f"2 to 8 GPUs | {waits['of_drawn_least']:.2f} to {waits['of_drawn_most']:.2f},"
         f" {waits['of_drawn_median']:.2f} in the median",
         "one GPU, which only pads less, micro batches of 4 |"
