@@ -412,13 +412,13 @@ def _step_time(
 def _device_error(config: TrainConfig, objective: Objective) -> float:
     """Return the relative standard deviation of the device's time.
 
-    It is larger if no measurement covers the objective, joined adapters on an fp8 base, or trained
-    layers with fp8 products.
+    It is larger for what the formula was not fitted to: other objectives, joined adapters on an fp8
+    base, and trained layers with fp8 products.
     """
-    unmeasured = config.fp8_products != "none" or (
+    unfitted = config.fp8_products != "none" or (
         config.quantization == "fp8" and config.lora_kernels == "joined"
     )
-    return COUNTED_ERROR if unmeasured or objective is not Objective.SFT else DEVICE_ERROR
+    return COUNTED_ERROR if unfitted or objective is not Objective.SFT else DEVICE_ERROR
 
 
 def fitted_quantities(

@@ -244,14 +244,40 @@ SAID = [
     ("offload", "**{memory_error_max:.0e} worst**: relative difference between the peak memory"),
     ("offload", "The formula of plans is {formula_error_max:.1%} off at worst"),
     ("fp8_lora", "**{lora_tokens_per_s:,.0f} tokens/s**: Llama-2-7B on an H200 with LoRA of rank"),
-    ("sharded_nf4_70b", "**{qlora70_gib:.1f} GiB**: reserved memory of Llama 3.1 70B with QLoRA"),
+    (
+        "sharded_nf4_70b",
+        "**{qlora70_gib:.1f} GiB**: largest reserved memory of Llama 3.1 70B with QLoRA",
+    ),
     ("sharded_nf4_70b", "predicted the peaks, and was {formula_error_max:.2%} off at worst"),
-    ("sharded_nf4_70b", "12 layers predicted up to {qlora70_error:.0%} too much"),
+    (
+        "sharded_nf4_70b",
+        "12 layers predicted the peak, with a relative error of at most {qlora70_error:.0e}",
+    ),
     ("sharded_nf4_70b", "for 512 tokens, and {gpus_without_offload} for 2,048"),
     ("fp8_lora", "A base in bf16 reaches {bf16_tokens_per_s:,.0f} tokens/s"),
     ("fp8_lora", "the same base, and {lora_over_earlier:.2f} times as fast as those"),
     ("fp8_lora", "Joined adapters are {lora_over_before:.2f} times as fast as PEFT's own"),
     ("fp8_lora", "| joined adapters on an fp8 base | {lora_over_before:.2f} times; goal 1.10"),
+    ("fp8_full", "**{full_over_bf16:.2f} times**: speed of full fine-tuning of Llama 3.1 8B"),
+    (
+        "fp8_full",
+        "Each GPU reaches {full_tokens_per_s:,.0f} tokens/s with one scale for each tensor",
+    ),
+    (
+        "fp8_full",
+        "each tensor, {rowwise_tokens_per_s:,.0f} tokens/s ({rowwise_over_bf16:.2f} times) with one"
+        " scale for each row, and {bf16_tokens_per_s:,.0f} tokens/s in bf16",
+    ),
+    (
+        "fp8_losses",
+        "**{tensorwise_difference:+.2%} and {rowwise_difference:+.2%}**: mean difference of the"
+        " final held-out loss of full fine-tuning",
+    ),
+    (
+        "fp8_losses",
+        "The uncertainties are {tensorwise_error:.2%} and {rowwise_error:.2%}. A small Llama",
+    ),
+    ("fp8_losses", "and the sixth is +{tensorwise_largest:.2%}. With scales"),
     (
         "sharded_nf4_learning",
         "**{adapter_difference:.3%}**: difference between the changes of adapters that two H200s",
@@ -778,8 +804,6 @@ def rounded(value: Any) -> Any:
 
 UNMEASURED = {
     "day_zero_fast",
-    "fp8_full",
-    "fp8_losses",
     "gpu_gate",
     "rollouts",
 }  # results whose first measurement is still to be made
@@ -1080,6 +1104,64 @@ def test_the_documents_say_what_was_measured(name: str, text: str) -> None:
         (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split()
     ).replace(" %", "%")
     assert text.format(**RESULTS[name]["summary"]) in evidence
+
+
+def page_of(name: str) -> str:
+    """The text of a page of the documentation, in one line."""
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    return " ".join(text.split()).replace(" %", "%")
+
+
+def test_the_documents_say_what_fp8_products_gain_in_each_setting() -> None:
+    stored = RESULTS["fp8_full"]
+    rows = {tuple(row["case"].split(", ")): row for row in stored["rows"]}
+    speeds = {case: row["tokens_per_s"] for case, row in rows.items()}
+    evidence, knobs = page_of("evidence"), page_of("knobs")
+    with_one: list[str] = []
+    for scales in ("tensorwise", "rowwise"):
+        gains = {
+            setting: speed / speeds["none", setting]
+            for (side, setting), speed in speeds.items()
+            if side == scales
+        }
+        assert max(gains.values()) == gains.pop("two rows")
+        with_one.append(f"{min(gains.values()):.2f} to {max(gains.values()):.2f}")
+        assert f"{with_one[-1]} times" in evidence
+    assert {speed for (_, setting), speed in speeds.items() if setting == "two rows"} == {
+        stored["summary"][f"{side}_tokens_per_s"] for side in ("bf16", "tensorwise", "rowwise")
+    }
+    assert ("rowwise", "recomputed") not in rows and len(rows) == 11
+
+    summary = stored["summary"]
+    assert f"{summary['tensorwise_over_bf16']:.2f} times as fast as in bf16 with" in knobs
+    assert f"and {summary['rowwise_over_bf16']:.2f} times as fast with `rowwise`" in knobs
+    assert f"it trains {' and '.join(with_one)} times as fast" in knobs
+    reserved = [rows[side, "kept"]["peak_reserved_gib"] for side in ("none", "tensorwise")]
+    assert f"each of two H200s reserved {reserved[0] - reserved[1]:.0f} GiB less in total" in knobs
+
+
+def test_the_documents_say_how_far_losses_with_fp8_products_spread() -> None:
+    stored, rows = RESULTS["fp8_losses"]["summary"], RESULTS["fp8_losses"]["rows"]
+    losses = {(row["scales"], row["seed"]): row["loss"] for row in rows if row["scales"] != "base"}
+    tensors, rowwise = (
+        sorted(losses[side, seed] / losses["none", seed] - 1 for seed in range(6))
+        for side in ("tensorwise", "rowwise")
+    )
+    assert len(losses) == 3 * 6 == 3 * stored["seeds"]
+    evidence, knobs = page_of("evidence"), page_of("knobs")
+    assert f"five differences lie between {tensors[0]:.2%} and {tensors[4]:+.2%}, and" in evidence
+    assert f"six differences lie between {rowwise[0]:.2%} and {rowwise[-1]:+.2%}." in evidence
+    assert f"The loss fell by {1 - stored['loss_over_first']:.0%} on average" in evidence
+    first, second = (row["loss"] for row in rows if row["scales"] == "base")
+    assert f"the held-out losses differ by {first / second - 1:.1%}." in evidence
+    for side, found in (("tensorwise", tensors), ("rowwise", rowwise)):
+        assert (
+            f"(from {-found[0]:.2%} lower to {found[-1]:.2%} higher)" in knobs
+            and f"{stored[f'{side}_difference']:.2%} higher" in knobs
+        )
+    decision = page_of("decisions/22-number-formats")
+    assert f"by at most {tensors[-1]:.1%} with `tensorwise`" in decision
+    assert f"by at most {rowwise[-1]:.1%} with `rowwise`" in decision
 
 
 def test_what_was_not_measured_of_a_fault_is_no_zero() -> None:
