@@ -22,6 +22,7 @@ from typing import Any
 
 from bench import TINY_MODEL, Failed, Mode, Rows, finish, run_program, table
 
+from autotune.api.rollouts import PACKED
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.probe_types import Outcome, Phase, ProbeResult
 from autotune.core.rollout_types import SERVER, Engine
@@ -97,7 +98,7 @@ class Bench:
         lora = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed"}
         full = {"method": "full", "lora_rank": None, "precision": "bf16_pure"}
         knobs = (full if self.method == "full" else lora) | {"allocator": "fixed"}
-        return TrainConfig(**(knobs | ({"precision": "fp32"} if self.on_cpu else {})))
+        return TrainConfig(**(knobs | ({"precision": "fp32"} if self.on_cpu else PACKED)))
 
     @property
     def choices(self) -> dict[str, list[Any]]:

@@ -34,6 +34,7 @@ from autotune.export.run.process import scratch_folder
 from autotune.export.run.rollouts import run_trl, write_model
 from autotune.planning.rollout_plan import RolloutSetup, rollout_setup
 from autotune.probe.supervisor import ENGINE, WorkerProber
+from autotune.problem.constraints import no_packed_completions
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import find_target
 from autotune.report.answer import page
@@ -59,6 +60,8 @@ OF_TRL: dict[str, Any] = {
     "tiling": "none",
     "allocator": "fixed",
 }
+# Packed completions need an engine: a model with varlen attention cannot generate.
+PACKED: dict[str, Any] = {"packing": True, "packed_attention": "varlen", "attention": "sdpa"}
 SEARCHED = ("micro_batch_size", "checkpointing", "precision", "optimizer")
 
 
@@ -106,7 +109,7 @@ def run_rollouts(
     logs = out / "logs"
     store = ProbeStore(storage_url(spec.storage), outbox=out / "outbox.jsonl")
 
-    config, choices = training_choices(setup)
+    config, choices = training_choices(setup, engine_kind(device))
     with WorkerProber(device, logs, should_stop=stop, module=ENGINE) as prober:
         task = rollout_task(setup, device, prober.memory_gib, spec.headroom)
         share = task.share(config) or SHARE
@@ -199,10 +202,16 @@ def rollout_task(setup: RolloutSetup, device: str, card_gib: float, headroom: fl
     )
 
 
-def training_choices(setup: RolloutSetup) -> tuple[TrainConfig, dict[str, list[Any]]]:
-    """The training at which the search begins, and the values of the knobs that it may change."""
+def training_choices(setup: RolloutSetup, engine: str) -> tuple[TrainConfig, dict[str, list[Any]]]:
+    """The training at which the search begins, and the values of the knobs that it may change.
+
+    Completions are packed wherever that is possible: padding costs time and gains nothing.
+    """
     space = setup.task.space
-    config = replace(setup.task.baselines[0], **OF_TRL)
+    packs = engine != TRANSFORMERS and not no_packed_completions(
+        setup.task.model, setup.task.device
+    )
+    config = replace(setup.task.baselines[0], **OF_TRL | (PACKED if packs else {}))
     choices = {name: list(space.choices(name)) for name in SEARCHED}
     # Another 16-bit format than the engine's would widen the distance between both models.
     kind = config.precision.partition("_")[0]

@@ -61,7 +61,7 @@ class Generation:
     engine: Engine
     prompts: tuple[int, ...]
     completions: tuple[int, ...]
-    repeats: int = 2
+    repeats: int = 3
     alternations: int = 10
     has_reference: bool = False
 

@@ -5,25 +5,30 @@ from importlib import resources
 from typing import Any
 
 from autotune.core.lora_targets import target_modules
-from autotune.core.rollout_types import COLOCATED, Engine
+from autotune.core.rollout_types import COLOCATED, TRANSFORMERS, Engine
 from autotune.core.train_config import TrainConfig
 from autotune.problem.rollouts import Rollouts
 
 ARGUMENTS, SCRIPT = "grpo_arguments.json", "train_grpo.py"
+RUNTIME = "runtime"  # the directory of the modules that the script imports
+MODULES = ("packed_completions.py", "varlen.py")
 
 
 def export_layout(
     model: str, arguments: dict[str, Any], lora: dict[str, Any] | None
 ) -> dict[str, str]:
-    """Return the files of a layout: the arguments, and a script that trains with them.
+    """Return the files of a layout: the arguments, a script that trains with them, and its modules.
 
     `model` is a Hub name or a directory. The script has no name of the user's in its code.
     """
     data = {"model": model, "arguments": {"output_dir": "grpo"} | arguments, "lora": lora}
     script = resources.files("autotune.export").joinpath("templates/train_grpo.txt")
+    modules = resources.files("autotune.trainer")
     return {
         ARGUMENTS: json.dumps(data, indent=1) + "\n",
         SCRIPT: script.read_text(encoding="utf-8"),
+    } | {
+        f"{RUNTIME}/{name}": modules.joinpath(name).read_text(encoding="utf-8") for name in MODULES
     }
 
 
@@ -52,6 +57,8 @@ def trl_arguments(
         )
     if config.checkpointing not in ("none", "full") or config.compile != "none":
         raise ValueError(f"TRL's trainer for GRPO has no argument for {config.label()}")
+    if config.packing and engine.kind == TRANSFORMERS:
+        raise ValueError("a model with varlen attention cannot generate")
 
     accumulation = rows // config.micro_batch_size
     arguments = {

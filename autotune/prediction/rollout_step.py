@@ -80,8 +80,9 @@ def _seconds(
 ) -> dict[Phase, float]:
     """The seconds of each phase.
 
-    A measured step generates for its own micro batches only, so that its bookkeeping and its
-    probabilities grow with the number of micro batches, like the update.
+    A measured step computes the probabilities of its own micro batches only, so that their time
+    grows with the number of micro batches, like the update. The bookkeeping of a generation does
+    not grow.
     """
     micros = accumulation * updates
     each = {
@@ -92,7 +93,8 @@ def _seconds(
     micro_s = (statistics.median(training.step_s) - rest_s) / training.micro_steps
     update_s = micros * micro_s + updates * rest_s - sum(each.values())
     phases = {
-        Phase.ROLLOUT: each[Phase.ROLLOUT] + statistics.median(engine.generate_s),
+        Phase.ROLLOUT: training.phase_s.get(Phase.ROLLOUT, 0.0)
+        + statistics.median(engine.generate_s),
         Phase.LOG_PROBS: each[Phase.LOG_PROBS],
         Phase.UPDATE: update_s,
     }

@@ -32,6 +32,7 @@ from autotune.core.process import die_with_parent
 from autotune.probe.meters import open_meter
 from autotune.probe.phase_log import PhaseLog
 from autotune.probe.rollout_trainer import RolloutPhases
+from autotune.trainer.packed_completions import trainer_class
 
 STEPS = "steps.jsonl"  # the file in the current folder that gets a line of JSON after each step
 SAMPLED_ROWS = 4096  # rows of the head whose spread stands for all rows
@@ -51,21 +52,21 @@ class RunLog(PhaseLog):
         self.step += 1
 
 
-class LoggedTrainer(RolloutPhases, GRPOTrainer):
-    """TRL's trainer with a log of its phases."""
+class Logged(RolloutPhases):
+    """A mixin for TRL's trainer that logs its phases."""
 
     recorder: RunLog
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Log a micro batch."""
         self.recorder.enter(Phase.FORWARD)
-        loss = super().training_step(*args, **kwargs)
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.recorder.enter(Phase.OPTIMIZER)
         return loss
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Log that the backward pass begins."""
-        loss = super().compute_loss(model, *args, **kwargs)
+        loss = super().compute_loss(model, *args, **kwargs)  # type: ignore[misc]
         if model.training:
             self.recorder.enter(Phase.BACKWARD)
         return loss
@@ -121,7 +122,8 @@ def main() -> None:
 
     arguments = {"output_dir": "out", "report_to": [], "save_strategy": "no", "disable_tqdm": True}
     log.enter(Phase.LOAD)
-    trainer = LoggedTrainer(
+    base = trainer_class(GRPOTrainer, wanted["arguments"])
+    trainer: Any = type("LoggedTrainer", (Logged, base), {})(
         model="model",
         args=GRPOConfig(**(arguments | wanted["arguments"])),
         reward_funcs=reward,

@@ -39,7 +39,7 @@ from autotune.core.probe_types import (
     Rung,
     SkewedRouting,
 )
-from autotune.core.rollout_types import TRANSFORMERS
+from autotune.core.rollout_types import COLOCATED, TRANSFORMERS
 from autotune.core.units import gib
 from autotune.probe.accounting import (
     free_paged_state,
@@ -427,8 +427,10 @@ class Probe:
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
 
         # TRL lets torch choose the attention kernel freely, so probes with TRL's trainer do so too.
+        # But vLLM switches cuDNN's attention off in the process that it shares with TRL's trainer.
         any_length = config.padding == "longest" and request.trainer == "transformers"
-        choose_attention(any_length=any_length, flash=request.flash)
+        with_vllm = request.generation and request.generation.engine.kind == COLOCATED
+        choose_attention(cudnn=not (any_length or with_vllm), flash=request.flash)
 
         settings = model_settings(config, request.text_type, request.objective, request.vision)
         set_checkpointing(self.base, settings)
@@ -695,6 +697,7 @@ class Probe:
             with_engine=generation is None or generation.engine.kind != TRANSFORMERS,
             sleeps=generation is not None and generation.engine.sleeps,
             reference=generation is not None and generation.has_reference,
+            packed=self.request.config.packing,
         )
 
     def _merges(self) -> bool:

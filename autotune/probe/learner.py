@@ -85,7 +85,7 @@ class Learner:
         self._rows = make_rows(settings, trained)
 
         base = load(settings, options, device)
-        choose_attention(any_length=settings.padding == "longest")
+        choose_attention(cudnn=settings.padding != "longest")
         if settings.padding == "masked":
             load_attention(base, device)
         model_builder.set_checkpointing(base, settings.model_settings)

@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from autotune.core.probe_types import Phase
 from autotune.probe.synthetic_model import tokenizer
+from autotune.trainer.packed_completions import PackedCompletions
 from autotune.trainer.rows import IGNORED
 
 BETA = 0.04  # any weight above 0 makes TRL compute the untrained model's probabilities
@@ -70,13 +71,15 @@ def rollout_trainer(
     with_engine: bool,
     sleeps: bool,
     reference: bool = False,
+    packed: bool = False,
 ) -> Any:
     """TRL's GRPOTrainer on these rows, which are already in the order of training.
 
     A row is a prompt, whose tokens have no labels, and its completion. `with_engine` says whether
     the run has an engine: TRL then computes the completions' probabilities before the update.
     `sleeps` says whether the allocator returns memory for the engine. With `reference`, the
-    adapters are switched off for another computation of the probabilities.
+    adapters are switched off for another computation of the probabilities. `packed` joins the rows
+    of a micro batch without padding.
     """
     micro = settings["per_device_train_batch_size"]
     steps = settings["gradient_accumulation_steps"]
@@ -97,7 +100,9 @@ def rollout_trainer(
         beta=BETA if reference else 0.0,
         max_completion_length=max(len(completion) for _, completion in examples.values()),
     )
-    kind = type("RolloutProbeTrainer", (GivenCompletions, RolloutPhases, mixin, GRPOTrainer), {})
+    packs = (PackedCompletions,) if packed else ()
+    bases = (GivenCompletions, RolloutPhases, mixin, *packs, GRPOTrainer)
+    kind = type("RolloutProbeTrainer", bases, {})
     trainer = kind(
         model=model,
         args=config,

@@ -236,7 +236,7 @@ def narrow_to_model(
     _remove_without_effect(narrowing, "cuda_graphs", "micro_batch")
     _remove_without_effect(narrowing, "lora_kernels", "joined")
 
-    if reason := _no_varlen(model.config):
+    if reason := no_varlen(model.config):
         narrowing.remove("packed_attention", {"varlen"}, reason)
 
     checkpoints = narrowing.space.choices("checkpointing")
@@ -861,7 +861,15 @@ def narrow_packing(narrowing: Narrowing, workload: Workload) -> None:
             narrowing.removals.append(Removal(knob="packing", values=(True,), reason=reason))
 
 
-def _no_varlen(shape: Mapping[str, Any]) -> str | None:
+def no_packed_completions(model: ModelSpec, device: DeviceSpec) -> str | None:
+    """Return why completions of a GRPO run cannot be packed, or None if they can."""
+    if not device.has_flash:
+        return f"{device.name} is too old for varlen attention"
+    kind = model.config["model_type"]
+    return no_varlen(model.config) or untested("packed_attention", "varlen", "model_type", kind)
+
+
+def no_varlen(shape: Mapping[str, Any]) -> str | None:
     """Return why a model with the config `shape` cannot use varlen attention, or None if it can."""
     if shape.get("attention_dropout"):
         return "varlen attention has no dropout, but the model's attention has"

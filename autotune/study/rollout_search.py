@@ -21,7 +21,7 @@ from autotune.prediction.rollout_step import (
     compose_apart,
     compose_halves,
 )
-from autotune.study.rollout_task import RolloutTask
+from autotune.study.rollout_task import RolloutTask, mean_length
 
 FITS, TOO_LONG = "fits", "fits only shorter completions"
 ALTERNATIONS = 10  # generations and updates by which the best layout shows fragmentation
@@ -213,7 +213,7 @@ class RolloutSearch:
         if trained.ran_out_in is None and peak_gib <= task.limit_gib:
             return replace(layout, state=FITS)
         layout = replace(layout, phase=trained.ran_out_in or phase)
-        breaks_at = breaking_length(task, step, result)
+        breaks_at = breaking_length(task, step, trained)
         if not 0 < breaks_at <= task.rollouts.completion_tokens:
             return replace(layout, state=Outcome.OOM)
         return replace(layout, state=TOO_LONG, breaks_at=breaks_at)
@@ -296,17 +296,19 @@ def two_gpus(search: RolloutSearch, link_gb_s: float | None = None) -> TwoGpus:
     return TwoGpus(colocated=fastest(colocated), apart=fastest(apart))
 
 
-def breaking_length(task: RolloutTask, step: RolloutStep, result: ProbeResult) -> int:
+def breaking_length(task: RolloutTask, step: RolloutStep, trained: Trained) -> int:
     """The length of completions from which the layout runs out of memory; 0 if there is none.
 
     Above the memory of weights and optimizer, the memory of an update grows with the length.
     """
-    measured = result.measurement
+    measured = trained.result.measurement
     assert measured is not None
     state_gib = measured.model_gib + measured.adapters_gib + measured.optimizer_gib
     phase, peak_gib = step.peak
     in_update = measured.phase_reserved_gib.get(phase, measured.peak_reserved_gib)
     row_length = measured.row_length or task.rollouts.longest
+    if trained.ran_out_in is not None and trained.config.packing:
+        row_length = mean_length(task.generation(task.rollouts.engine))
     per_token = (in_update - state_gib) / row_length
     if per_token <= 0:
         return 0

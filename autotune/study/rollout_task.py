@@ -1,6 +1,9 @@
 """The facts of a GRPO search on one card, and the requests to measure its phases."""
 
+import itertools
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -85,19 +88,19 @@ class RolloutTask:
     def micro_batches(self, config: TrainConfig, generation: Generation) -> tuple[MicroBatch, ...]:
         """The micro batch of a usual generation, and one with the longest possible sequences.
 
-        TRL pads all completions of a generation to its longest. The second kind is not timed if no
-        usual generation has the largest length.
+        TRL pads all completions of a generation to its longest, unless the configuration packs
+        them. The second kind is not timed if a usual generation needs as much memory.
         """
-        usual = max(generation.prompts) + max(generation.completions)
-        mean = sum(generation.prompts + generation.completions) // len(generation.prompts)
-        others = (min(mean, usual),) * (config.micro_batch_size - 1)
-        kinds = [
-            MicroBatch(rows=tuple((one,) for one in (usual, *others)), length=usual, share=1.0)
-        ]
-        longest = self.rollouts.longest
-        if longest > usual:
-            rows = ((longest,),) * config.micro_batch_size
-            kinds.append(MicroBatch(rows=rows, length=longest, share=0.0))
+        size, longest = config.micro_batch_size, self.rollouts.longest
+        if config.packing:
+            rows = representatives(_totals(generation), size)
+            usual = max(rows)
+        else:
+            usual = max(generation.prompts) + max(generation.completions)
+            rows = [usual] + [min(mean_length(generation), usual)] * (size - 1)
+        kinds = [MicroBatch(rows=tuple((row,) for row in rows), length=usual, share=1.0)]
+        if longest > (min(rows) if config.packing else usual):
+            kinds.append(MicroBatch(rows=((longest,),) * size, length=longest, share=0.0))
         return tuple(kinds)
 
     def training_request(
@@ -122,7 +125,11 @@ class RolloutTask:
             trainer="trl",
             objective=Objective.GRPO,
             micro_batches=kinds,
-            trained_share=self.rollouts.completion_tokens / longest,
+            trained_share=(
+                sum(generation.completions) / sum(_totals(generation))
+                if config.packing
+                else self.rollouts.completion_tokens / longest
+            ),
             generation=generation,
         )
 
@@ -157,3 +164,20 @@ class RolloutTask:
         if one is None or every is None or one > HIGHEST_SHARE:
             return None
         return min(round(STEP * math.ceil(max(one, every) / STEP), 2), HIGHEST_SHARE)
+
+
+def _totals(generation: Generation) -> list[int]:
+    """The tokens of each prompt with its completion."""
+    return [sum(pair) for pair in zip(generation.prompts, generation.completions, strict=True)]
+
+
+def mean_length(generation: Generation) -> int:
+    """The mean tokens of a prompt with its completion."""
+    return math.floor(statistics.fmean(_totals(generation)))
+
+
+def representatives(lengths: Sequence[int], number: int) -> list[int]:
+    """The means of `number` equal groups of the lengths: their mean is that of all lengths."""
+    ordered = sorted(lengths)
+    ends = [len(ordered) * index // number for index in range(number + 1)]
+    return [round(statistics.fmean(ordered[begin:end])) for begin, end in itertools.pairwise(ends)]

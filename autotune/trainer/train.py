@@ -186,7 +186,7 @@ def train(
     computed before and after the training.
     """
     # The model
-    choose_attention(any_length=settings.padding == "longest")
+    choose_attention(cudnn=settings.padding != "longest")
     if settings.padding == "masked":
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)

@@ -152,6 +152,21 @@ def test_trl_trains_on_given_completions(prober: WorkerProber, tmp_path: Path) -
         assert len(found.between_gib) >= 3
 
 
+def test_trl_trains_on_packed_completions(prober: WorkerProber, tmp_path: Path) -> None:
+    packed = request(Engine(sleeps=True))
+    config = replace(packed.config, packing=True, packed_attention="varlen")
+    rows = MicroBatch(rows=((12,), (20,)), length=20, share=1.0)
+    longest = MicroBatch(rows=((32,), (32,)), length=32, share=0.0)
+    result = prober.probe(
+        replace(packed, config=config, micro_batches=(rows, longest)), tmp_path / "packed.log"
+    )
+    assert result.outcome is Outcome.OK, result.reason
+    found = result.measurement
+    assert found is not None
+    assert found.phase_s[Phase.LOG_PROBS] > 0
+    assert found.row_length == 32
+
+
 def test_a_training_without_room_names_its_phase(prober: WorkerProber, tmp_path: Path) -> None:
     large = request(Engine(sleeps=True), memory_gib=1.0)
     rows = MicroBatch(rows=((4096,),) * 2, length=4096, share=1.0)

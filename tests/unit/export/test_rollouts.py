@@ -4,7 +4,12 @@ import pytest
 
 from autotune.core.rollout_types import TRANSFORMERS, Engine
 from autotune.core.train_config import TrainConfig
-from autotune.export.rollouts import engine_arguments, lora_arguments, trl_arguments
+from autotune.export.rollouts import (
+    engine_arguments,
+    export_layout,
+    lora_arguments,
+    trl_arguments,
+)
 from autotune.problem.rollouts import Rollouts
 
 ENGINE = Engine(share=0.45, sleeps=True, max_tokens=2304)
@@ -40,6 +45,21 @@ def test_trl_accepts_the_arguments_and_keeps_the_generation() -> None:
 def test_what_trl_cannot_do_is_refused(knobs: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         trl_arguments(config(**knobs), ROLLOUTS, ENGINE)
+
+
+def test_packed_completions_need_an_engine_and_the_modules_beside_the_script() -> None:
+    packed = config(packing=True, packed_attention="varlen")
+    with pytest.raises(ValueError, match="cannot generate"):
+        trl_arguments(packed, ROLLOUTS, Engine(kind=TRANSFORMERS))
+    arguments = trl_arguments(packed, ROLLOUTS, ENGINE)
+    assert arguments["model_init_kwargs"]["attn_implementation"] == "varlen"
+    files = export_layout("qwen3-4b", arguments, None)
+    assert files.keys() == {
+        "grpo_arguments.json",
+        "train_grpo.py",
+        "runtime/packed_completions.py",
+        "runtime/varlen.py",
+    }
 
 
 def test_a_model_that_generates_itself_has_no_engine() -> None:

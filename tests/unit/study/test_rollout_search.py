@@ -212,6 +212,28 @@ def test_requests_hold_the_usual_and_the_longest_rows() -> None:
     assert engine.digest != request.digest
 
 
+def test_packed_rows_have_the_mean_length_of_a_generation() -> None:
+    """The longest rows are measured too, but only for their memory."""
+    lengths = Lengths.of(range(100, 1124), "given")
+    config = TrainConfig(micro_batch_size=4, packing=True, packed_attention="varlen")
+    usual, longest = task(lengths).training_request(config, sleeps=True).micro_batches
+    rows = [row for (row,) in usual.rows]
+    assert sum(rows) / 4 == pytest.approx(256 + 612, abs=2)
+    assert rows == sorted(rows)
+    assert rows[0] < 500 < 1200 < rows[-1] == usual.length
+    assert (longest.rows, longest.share) == (((2304,),) * 4, 0.0)
+
+
+def test_packed_rows_break_at_the_length_that_needs_the_whole_card() -> None:
+    config = TrainConfig(packing=True, packed_attention="varlen")
+    card = Card({"none": 40.0, "full": 6.0})
+    search = RolloutSearch(task(Lengths.constant(600)), ENGINE, 0.3, card, Path("logs"))
+    choices = {"micro_batch_size": [4], "checkpointing": ["full"]}
+    layouts = list(search.run(config, choices))
+    padded = list(replace(search, trained=[]).run(TrainConfig(), choices))
+    assert [one.breaks_at for one in layouts] == [one.breaks_at for one in padded]
+
+
 def searched(engine: EngineMeasurement, **changes: Any) -> RolloutSearch:
     search = RolloutSearch(task(**changes), engine, 0.3, Card({"none": 4.0, "full": 1.0}), Path())
     assert list(search.run(TrainConfig(), CHOICES))

@@ -26,16 +26,16 @@ def _restored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_restored")
 def test_cudnn_is_left_out_where_rows_may_have_any_length() -> None:
-    for any_length in (True, False, True):
-        patches.choose_attention(any_length=any_length)
-        assert torch.backends.cuda.cudnn_sdp_enabled() is not any_length
+    for cudnn in (False, True, False):
+        patches.choose_attention(cudnn=cudnn)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
         assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.usefixtures("_restored")
 def test_a_card_that_stands_in_for_an_old_one_attends_without_flash_and_cudnn() -> None:
     for flash in (False, True):
-        patches.choose_attention(any_length=False, flash=flash)
+        patches.choose_attention(cudnn=True, flash=flash)
         assert torch.backends.cuda.cudnn_sdp_enabled() is flash
         assert torch.backends.cuda.flash_sdp_enabled() is flash
 
