@@ -13,7 +13,7 @@ from autotune.core.images import Picture
 from autotune.core.model_types import text_type
 from autotune.core.objective import Objective
 from autotune.core.parallelism import Parallelism
-from autotune.core.rollout_types import EngineMeasurement, Generation
+from autotune.core.rollout_types import COLOCATED, EngineMeasurement, Generation
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
@@ -300,6 +300,11 @@ class ProbeRequest:
         return max(self.kinds, key=lambda kind: kind.length)
 
     @property
+    def shares_vllm(self) -> bool:
+        """Whether the run's process also holds vLLM, which switches cuDNN's attention off."""
+        return self.generation is not None and self.generation.engine.kind == COLOCATED
+
+    @property
     def plans_by_length(self) -> bool:
         """Whether torch may choose an attention kernel that makes a plan for each new length.
 
@@ -309,7 +314,8 @@ class ProbeRequest:
         masked = self.config.padding == "masked" or (
             self.trainer == "trl" and self.config.has_any_length
         )
-        return masked and len({kind.length for kind in self.kinds}) > 1
+        lengths = {kind.length for kind in self.kinds}
+        return masked and not self.shares_vllm and len(lengths) > 1
 
     @property
     def digest(self) -> str:

@@ -39,7 +39,7 @@ from autotune.core.probe_types import (
     Rung,
     SkewedRouting,
 )
-from autotune.core.rollout_types import COLOCATED, TRANSFORMERS
+from autotune.core.rollout_types import TRANSFORMERS
 from autotune.core.units import gib
 from autotune.probe.accounting import (
     free_paged_state,
@@ -427,10 +427,8 @@ class Probe:
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
 
         # TRL lets torch choose the attention kernel freely, so probes with TRL's trainer do so too.
-        # But vLLM switches cuDNN's attention off in the process that it shares with TRL's trainer.
         any_length = config.padding == "longest" and request.trainer == "transformers"
-        with_vllm = request.generation and request.generation.engine.kind == COLOCATED
-        choose_attention(cudnn=not (any_length or with_vllm), flash=request.flash)
+        choose_attention(cudnn=not (any_length or request.shares_vllm), flash=request.flash)
 
         settings = model_settings(config, request.text_type, request.objective, request.vision)
         set_checkpointing(self.base, settings)

@@ -176,9 +176,10 @@ class RolloutSearch:
         log = self.logs / f"training-{len(self.trained):04d}.log"
         result = self.trainer.probe(request, log)
         trained = Trained(config=config, result=result)
-        if result.outcome is Outcome.OOM and len(request.micro_batches) > 1:
+        timed = tuple(kind for kind in request.micro_batches if kind.share)
+        if result.outcome is Outcome.OOM and timed != request.micro_batches:
             # Perhaps only the longest completions do not fit.
-            shorter = replace(request, micro_batches=request.micro_batches[:1])
+            shorter = replace(request, micro_batches=timed)
             usual = self.trainer.probe(shorter, log)
             trained = Trained(config=config, result=usual, ran_out_in=result.phase)
         self.trained.append(trained)

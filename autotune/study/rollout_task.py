@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from autotune.problem.rollouts import Rollouts
 STEP = 0.05  # proposed shares are multiples of this number
 HIGHEST_SHARE = 0.95
 SHARE = 0.3  # TRL's default
+PACKED_KINDS = 8  # micro batches of packed completions that stand for all of a generation
 
 
 def engine_kind(device: str) -> str:
@@ -86,21 +88,24 @@ class RolloutTask:
         )
 
     def micro_batches(self, config: TrainConfig, generation: Generation) -> tuple[MicroBatch, ...]:
-        """The micro batch of a usual generation, and one with the longest possible sequences.
+        """Usual micro batches, and one of the longest possible sequences, which is not timed.
 
-        TRL pads all completions of a generation to its longest, unless the configuration packs
-        them. The second kind is not timed if a usual generation needs as much memory.
+        TRL pads all completions of a generation to its longest: then `shortest` is this length.
+        Packed completions make micro batches of many lengths.
         """
         size, longest = config.micro_batch_size, self.rollouts.longest
         if config.packing:
-            rows = representatives(_totals(generation), size)
-            usual = max(rows)
+            number = min(size * PACKED_KINDS, self.rows_per_update)
+            rows = representatives(_totals(generation), number)
+            random.Random(0).shuffle(rows)  # noqa: S311 - no secret
+            shortest = min(rows)
         else:
-            usual = max(generation.prompts) + max(generation.completions)
-            rows = [usual] + [min(mean_length(generation), usual)] * (size - 1)
-        kinds = [MicroBatch(rows=tuple((row,) for row in rows), length=usual, share=1.0)]
-        if longest > (min(rows) if config.packing else usual):
-            kinds.append(MicroBatch(rows=((longest,),) * size, length=longest, share=0.0))
+            shortest = max(generation.prompts) + max(generation.completions)
+            rows = [shortest] + [min(mean_length(generation), shortest)] * (size - 1)
+        kinds = [_micro_batch(rows[begin : begin + size]) for begin in range(0, len(rows), size)]
+        kinds = [replace(kind, share=1 / len(kinds)) for kind in kinds]
+        if shortest < longest:
+            kinds.append(_micro_batch([longest] * size))
         return tuple(kinds)
 
     def training_request(
@@ -164,6 +169,10 @@ class RolloutTask:
         if one is None or every is None or one > HIGHEST_SHARE:
             return None
         return min(round(STEP * math.ceil(max(one, every) / STEP), 2), HIGHEST_SHARE)
+
+
+def _micro_batch(rows: Sequence[int]) -> MicroBatch:
+    return MicroBatch(rows=tuple((row,) for row in rows), length=max(rows), share=0.0)
 
 
 def _totals(generation: Generation) -> list[int]:

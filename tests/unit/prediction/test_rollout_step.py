@@ -73,7 +73,9 @@ def test_seconds_add_up_and_grow_with_the_micro_batches() -> None:
 
 
 def test_two_updates_for_a_generation_double_only_the_training() -> None:
-    assert step(sleeps=False, updates=2).seconds == pytest.approx(10.1 + 0.7 + 2 * (4 * 2 + 1 - 4 * 0.05))
+    assert step(sleeps=False, updates=2).seconds == pytest.approx(
+        10.1 + 0.7 + 2 * (4 * 2 + 1 - 4 * 0.05)
+    )
 
 
 def test_without_sleep_the_engine_and_the_freed_memory_of_the_update_are_always_there() -> None:
