@@ -22,6 +22,7 @@ from autotune.core.probe_types import (
     Rung,
     Telemetry,
 )
+from autotune.core.rollout_types import COLOCATED, Engine, Generation
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
@@ -330,3 +331,5 @@ def test_attention_may_plan_for_each_length_where_rows_have_a_mask(
         config=config, model={}, memory_gib=1.0, micro_batches=kinds, trainer=trainer
     )
     assert asked.plans_by_length is plans
+    beside_vllm = Generation(engine=Engine(kind=COLOCATED), prompts=(1,), completions=(1,))
+    assert not replace(asked, generation=beside_vllm).plans_by_length  # vLLM leaves it out too

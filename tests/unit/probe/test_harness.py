@@ -18,6 +18,7 @@ from transformers import LlamaConfig, default_data_collator
 
 from autotune.core.objective import Objective
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest, SkewedRouting
+from autotune.core.rollout_types import COLOCATED, Engine, Generation
 from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
 from autotune.probe.harness import (
@@ -580,7 +581,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     asked: list[tuple[float, ...]] = []
     attention: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
-        module, "choose_attention", lambda any_length, flash: attention.append((any_length, flash))
+        module, "choose_attention", lambda cudnn, flash: attention.append((cudnn, flash))
     )
     monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
     monkeypatch.setattr(module, "attach", lambda *_: "model")
@@ -611,7 +612,12 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     assert held == [config.allocator]
     assert asked == caps and (probe.limit_gib, probe.context_gib) == (70.0, 0.25)
     assert probe.managed_gib == (2.0 if len(caps) == 2 else 0.0)
-    assert attention == [(config.padding == "longest" and trainer == "transformers", False)]
+    assert attention == [(config.padding != "longest" or trainer == "trl", False)]
+    if reserved_gib <= 70.0:
+        generation = Generation(engine=Engine(kind=COLOCATED), prompts=(1,), completions=(1,))
+        probe.request = replace(request, generation=generation)
+        probe._prepare()
+        assert attention[1:] == [(False, False)]  # as vLLM does in its process
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -733,7 +739,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]
 ) -> None:
     done: list[Any] = []
-    monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: None)
+    monkeypatch.setattr(module, "choose_attention", lambda cudnn, flash: None)
     monkeypatch.setattr(
         module, "set_checkpointing", lambda *asked: done.append(("checkpointing", *asked))
     )

@@ -517,7 +517,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         monkeypatch.setattr(model_builder, name, value)
     for name, value in {
         "set_seed": lambda seed: done.append(("seed", seed)),
-        "choose_attention": lambda any_length: done.append(("any length", any_length)),
+        "choose_attention": lambda cudnn: done.append(("cudnn", cudnn)),
         "load_attention": lambda model, device: done.append(("load", model is base, device.type)),
         "chunked_loss": lambda base, *, in_head: done.append("chunked") or "loss",
         "add_adapters": lambda *_: made_model,
@@ -542,7 +542,7 @@ def test_a_compiled_run_compiles_for_training_alone(
             ("seed", 0),
             ("compare", "c"),
             "cpu",
-            ("any length", False),
+            ("cudnn", True),
             *[("load", True, "cpu")] * (padding == "masked"),
         ],
         *["checkpointing", "chunked", "loss", "Origin", "evaluate"],
