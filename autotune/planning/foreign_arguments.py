@@ -18,10 +18,13 @@ from autotune.report.values.check import SWIFT
 SCRIPTS = (".sh", ".bash")
 # The commands whose arguments are read. For a command of TRL, the group is the objective.
 _COMMAND = re.compile(r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto)\b)")
+_ACCEPTED = "`swift rlhf`, `trl sft`, `trl dpo`, `trl kto` or `trl grpo`"
 _MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
-_PROCESSES = re.compile(r"(?:NPROC_PER_NODE=|--(?:num_processes|nproc_per_node)[= ])(\d{1,6})\b")
-_HOSTS = re.compile(r"(?:NNODES=|--nnodes[= ])(\d{1,6})\b")
-_ACCELERATE = re.compile(r"--config_file[= ](\S+)")
+# The processes of accelerate are those of all hosts; the other tools count those of one host.
+_PROCESSES = re.compile(r"--num[-_]processes[=\s]\s*['\"]?(\d{1,6}\b|\$[^\s'\"]+)")
+_PROCESSES_OF_HOST = re.compile(r"(?:NPROC_PER_NODE=|--nproc[-_]per[-_]node[=\s]\s*)(\d{1,6})\b")
+_HOSTS = re.compile(r"(?:NNODES=|--nnodes[=\s]\s*)(\d{1,6})\b")
+_ACCELERATE = re.compile(r"--config[-_]file[=\s]\s*['\"]?([^\s'\"]+)")
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
 SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
 
@@ -43,9 +46,8 @@ def read_script(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
         values = _arguments(words)
         before = line[: command.start()]
-        if processes := _PROCESSES.search(before):
-            hosts = _HOSTS.search(before)
-            number = int(processes[1]) * (int(hosts[1]) if hosts else 1)
+        number = _processes(before)
+        if number is not None:
             values.setdefault("num_processes", number)
         if (settings := _ACCELERATE.search(before)) and "fsdp" not in values:
             values.setdefault("accelerate_config", settings[1])
@@ -54,12 +56,29 @@ def read_script(path: Path) -> dict[str, Any]:
     if any(map(_MEGATRON.search, lines)):
         raise UsageError(
             f"{path}: Megatron splits the model in its own way, which is not supported",
-            remedy="pass a script of `swift rlhf` or `trl grpo`",
+            remedy=f"pass a script of {_ACCEPTED}",
         )
     raise UsageError(
-        f"{path} has no command `swift rlhf` or `trl grpo`",
+        f"{path} has no command {_ACCEPTED}",
         remedy="pass the script that starts the training, or the YAML file that it reads",
     )
+
+
+def _processes(launcher: str) -> int | str | None:
+    """Return the number of processes that the words before the training command start, if given.
+
+    A variable of the shell is returned only beside a file of accelerate: the variable, not the
+    file, gives the number.
+    """
+    file = _ACCELERATE.search(launcher)
+    if total := _PROCESSES.search(launcher):
+        if total[1].isdecimal():
+            return int(total[1])
+        return total[1] if file else None
+    of_host, hosts = _PROCESSES_OF_HOST.search(launcher), _HOSTS.search(launcher)
+    if of_host is None or file:  # accelerate does not read these
+        return None
+    return int(of_host[1]) * (int(hosts[1]) if hosts else 1)
 
 
 def _arguments(words: list[str]) -> dict[str, Any]:

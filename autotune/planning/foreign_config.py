@@ -9,7 +9,7 @@ the setting. A run is refused if probes do not support its objective.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -61,8 +61,8 @@ USUAL_ALPHAS = (16, 32)  # values of lora_alpha that are common at any rank, so 
 TOOLS = ("trl", "axolotl", "llamafactory")
 _TRAINING = "pass the YAML file of a training by TRL, Axolotl or LLaMA-Factory"
 _REMEDY = (
-    "pass the file of a supported run: for sft, dpo, kto or reward, with LoRA or full fine-tuning, "
-    "of a checkpoint that is not quantised"
+    "pass the file of a supported run: for sft, dpo, kto, grpo or reward, with LoRA or full "
+    "fine-tuning, of a checkpoint that is not quantised"
 )
 
 
@@ -210,7 +210,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
 
     try:
         ignored = ignored if SWIFT in values else _unknown_keys(values, tool)
-        values |= _accelerate_settings(path, values.get("accelerate_config"))
+        values |= _accelerate_settings(path, values)
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
         return replace(parse(values, tool), ignored=ignored)
@@ -292,11 +292,13 @@ def _keys_of_tables() -> Iterator[str]:
         yield from table(name)
 
 
-def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
+def _accelerate_settings(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for several GPUs from the accelerate file that a run names.
 
-    If `name` is not a file but a preset of TRL, such as fsdp2, the result is empty.
+    A setting that the run's own `values` have is left out, because the tools prefer it to the
+    file's. If the run names not a file but a preset of TRL, such as fsdp2, the result is empty.
     """
+    name = values.get("accelerate_config")
     if not isinstance(name, str) or Path(name).suffix not in (".yaml", ".yml", ".json"):
         return {}
     settings = _read_named_file(path, name)
@@ -304,7 +306,7 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
         return {"absent_accelerate_config": name}
 
     kind = str(settings.get("distributed_type", "")).upper()
-    found: dict[str, Any] = {"accelerate_config": None}
+    found: dict[str, Any] = {}
     processes = settings.get("num_processes")
     if isinstance(processes, int) and processes > 1:
         found["num_processes"] = processes
@@ -321,7 +323,10 @@ def _accelerate_settings(path: Path, name: Any) -> dict[str, Any]:
             for part in offloads
         }
         found["deepspeed"] = inside.get("deepspeed_config_file") or {"zero_optimization": zero}
-    return found
+    own = {key for key, value in values.items() if value}
+    return {key: value for key, value in found.items() if key not in own} | {
+        "accelerate_config": None
+    }
 
 
 def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
@@ -550,9 +555,16 @@ def _trl_objective(file: File) -> Objective:
 
     # The key `loss_type`, if set, determines TRL's trainer.
     losses = file.names("loss_type")
-    for name, known in table("objective_losses").items():
+    known_losses = table("objective_losses")
+    for name, known in known_losses.items():
         if losses and set(losses) <= set(known):
             return Objective(name)
+    if losses and file.has(*table("objective_keys")["grpo"]):
+        raise Refused(
+            "loss_type",
+            f"TRL's trainer for GRPO has no loss {quote(', '.join(losses))}",
+            f"write one of {', '.join(known_losses['grpo'])}",
+        )
     if losses:
         raise Refused(
             "loss_type",

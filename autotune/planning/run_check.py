@@ -302,12 +302,16 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
 def _smallest_card(
     context: CheckContext, checked: CheckedRun, headroom: float
 ) -> DeviceSpec | None:
-    """Return the card with the least memory on which the unchanged run fits."""
+    """Return the card with the least memory on which the unchanged run fits.
+
+    A run on several GPUs gets no card of which a host has only one.
+    """
     run = checked.run
+    several = max(run.num_gpus or 1, run.config.num_gpus) > 1
     bf16 = run.config.precision.startswith("bf16")
 
     def fits(card: DeviceSpec) -> bool:
-        if bf16 and not card.supports_bf16:
+        if (bf16 and not card.supports_bf16) or (several and card.is_alone):
             return False
         bounds = checked.bounds
         if run.rollouts is not None:  # vLLM takes a share of the card

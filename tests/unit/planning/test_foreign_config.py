@@ -1282,6 +1282,16 @@ def test_pairs_are_neither_packed_nor_single_answers_of_kto() -> None:
         parse(values, "llamafactory")
 
 
+def test_an_unknown_loss_of_grpo_gets_the_known_ones() -> None:
+    values = yaml.safe_load(LORA["trl"]) | {"loss_type": "foo"}
+    with pytest.raises(UsageError) as caught:
+        parse(values, "trl")
+    assert "for sft, dpo, kto, grpo or reward" in (caught.value.remedy or "")
+    with pytest.raises(UsageError, match="GRPO has no loss 'foo'") as caught:
+        parse(values | {"num_generations": 4}, "trl")
+    assert (caught.value.remedy or "").startswith("write one of grpo, bnpo, dr_grpo, dapo")
+
+
 def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(LORA["trl"] + "beta: 0.1\n")

@@ -16,6 +16,7 @@ from autotune.core.rollout_types import COLOCATED, SERVER, TRANSFORMERS
 from autotune.planning import foreign_rollouts
 from autotune.planning.foreign_arguments import swift_as_trl, trl_as_swift
 from autotune.planning.foreign_config import parse, read_file
+from autotune.planning.foreign_sharding import strategy_of
 from autotune.planning.run_check import check
 from autotune.problem.rollouts import Rollouts
 from autotune.report.values.check import CheckReport, ForeignConfig
@@ -256,7 +257,7 @@ def test_scripts_are_not_executed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="model: the script is not executed, so the value"):
         read_file(script)
     script.write_text("python train.py\n")
-    with pytest.raises(UsageError, match="has no command `swift rlhf` or `trl grpo`"):
+    with pytest.raises(UsageError, match=r"no command `swift rlhf`, `trl sft`, .* or `trl grpo`"):
         read_file(script)
     script.write_text("megatron rlhf --rlhf_type grpo\n")
     with pytest.raises(UsageError, match="Megatron splits the model in its own way"):
@@ -268,6 +269,50 @@ def test_scripts_are_not_executed(tmp_path: Path) -> None:
     run = read_file(script)
     assert rollouts_of(run).num_generations == 4 and run.num_gpus == 2
     assert run.values["reward_funcs"] == ["a", "b"] and run.tool == "trl"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus"),
+    [
+        ("accelerate launch --num_processes 2 --config_file accn.yaml -m", 2),
+        ("accelerate launch --num_processes=4 --config_file=accn.yaml -m", 4),
+        ("accelerate launch --config_file 'accn.yaml' \\\n  --num_processes \\\n  4 -m", 4),
+        ("accelerate launch --config-file accn.yaml --num-processes 1 -m", 1),
+        ("accelerate launch --config_file accn.yaml -m", 8),
+        ("NPROC_PER_NODE=2 accelerate launch --config_file accn.yaml -m", 8),
+        ("NNODES=2 accelerate launch --num_processes 4 -m", 4),
+        ("torchrun --nnodes 2 --nproc-per-node 4 -m", 8),
+        ("accelerate launch --num_processes $GPUS -m", None),
+    ],
+)
+def test_the_command_line_of_a_launcher_is_preferred_to_the_file_of_accelerate(
+    launcher: str, gpus: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "accn.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    script = tmp_path / "train.sh"
+    script.write_text(f"{launcher} trl grpo --model_name_or_path m --reward_funcs a --bf16 true\n")
+    assert read_file(script).num_gpus == gpus
+
+
+def test_arguments_of_a_training_are_preferred_to_the_file_of_accelerate(tmp_path: Path) -> None:
+    (tmp_path / "accn.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {zero_stage: 3}\n"
+    )
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    words = "trl grpo --model_name_or_path m --reward_funcs a"
+    script = tmp_path / "train.sh"
+    for own, strategy in (("", "zero3"), (" --deepspeed ds.json", "zero1")):
+        script.write_text(f"accelerate launch --config_file accn.yaml -m {words}{own}\n")
+        assert strategy_of(read_file(script).values) == strategy
+    script.write_text(f"accelerate launch --config_file accn.yaml --num_processes $N -m {words}\n")
+    with pytest.raises(UsageError, match=r"num_processes: .* the value of \$N is unknown"):
+        read_file(script)
+    config = tmp_path / "grpo.yaml"
+    config.write_text(
+        "model_name_or_path: m\nreward_funcs: [a]\naccelerate_config: accn.yaml\n"
+        "learning_rate: 1.0e-5\nnum_processes: 2\nuse_vllm: true\n"
+    )
+    assert read_file(config).num_gpus == 2
 
 
 @pytest.mark.parametrize("word", ["[a", "{a", "!!python/object:os", "2026-99-99", "[" * 3000])

@@ -1094,6 +1094,18 @@ def test_the_faster_configuration_has_the_rows_of_a_step_of_the_run(
     assert few.workload.examples == 8 and not any("do not fill" in note for note in few.notes)
 
 
+def test_several_gpus_need_a_card_that_is_not_alone_in_its_host(
+    answer: Callable[..., CheckReport],
+) -> None:
+    text = changed(TRL_7B, per_device_train_batch_size=80)
+    needs = {}
+    for number in (1, 2):
+        card = answer(changed(text, num_processes=number), "t4").smallest_card
+        assert card is not None
+        needs[number] = card
+    assert needs[1].is_alone and not needs[2].is_alone
+
+
 def test_the_smallest_card_has_the_reserve_that_is_asked_for(
     answer: Callable[..., CheckReport],
 ) -> None:
