@@ -545,6 +545,7 @@ def summary(
     """Return the clock's measurements, the number of steps, and the tokens/s without padding.
 
     `trained_share` is the fraction of the tokens that was trained on. Padding does not count.
+    `left_out` are the rows of each epoch that do not fill a micro batch.
     """
     measurements = clock.measurements()
     seconds = measurements["seconds_per_step"]
@@ -556,4 +557,5 @@ def summary(
         "steps": num_steps,
         "tokens_per_second": tokens_per_step / seconds if seconds else None,
         "trained_share": sum(int((example >= 0).sum()) for example in trained) / tokens,
+        "left_out": num_rows % (settings.micro_batch_size * settings.num_gpus),
     }

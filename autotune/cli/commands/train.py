@@ -159,13 +159,20 @@ def train(
 
 
 def _say_done(display: "TrainingDisplay", run: "Run", output: Path | None) -> None:
-    """Show the path of the weights and, if the user asked a prompt, the answers."""
+    """Show the path of the weights, what was left out, and the answers to the user's prompt."""
     saved = f"the weights are in {output}" if output else "nothing was saved"
-    display.say(f"done: {display.line}; {saved}")
-    if run.asked:
-        display.say(f"asked:  {run.asked['prompt']}")
-        display.say(f"before: {run.asked['before']}")
-        display.say(f"after:  {run.asked['after']}")
+    trained = display.line or "the training was complete already"
+    display.say(f"done: {trained}; {saved}")
+    left_out = run.result.get("left_out")
+    if left_out and output:
+        display.say(
+            f"note: each epoch left out {left_out} sequences, which do not fill a micro batch; "
+            "another epoch leaves out others"
+        )
+    if asked := run.result.get("asked"):
+        display.say(f"asked:  {asked['prompt']}")
+        display.say(f"before: {asked['before']}")
+        display.say(f"after:  {asked['after']}")
 
 
 def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
@@ -374,8 +381,8 @@ class TrainingDisplay:
 
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
         spent_text = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
-        projected_text = f"projected {fmt_seconds(now.projected_s)}"
-        projected_text += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
+        usd_text = "" if now.projected_usd is None else f" and {fmt_usd(now.projected_usd)}"
+        projected_text = f"the study projected {fmt_seconds(now.projected_s)}{usd_text} in all"
         left_text = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
         self.line = (
             f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent_text}; "

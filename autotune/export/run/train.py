@@ -97,9 +97,9 @@ class Run:
         self._last: dict[str, Any] = {}
         self._log_begins = 0
         self.log = output / "train.log"
-        # After the run: the prompt of the script's option --ask, and the model's answers `before`
-        # and `after` the training
-        self.asked: dict[str, str] | None = None
+        # What the script printed at the end of the run. `asked` has the prompt of its option --ask,
+        # and the model's answers `before` and `after` the training.
+        self.result: dict[str, Any] = {}
 
     def train(
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
@@ -121,7 +121,7 @@ class Run:
             time.sleep(0.2)
 
         self._read()
-        self.asked = self._last_asked()
+        self.result = self._last_result()
         if self._first is not None:
             progress = self._progress()
             on_progress(progress)
@@ -130,14 +130,15 @@ class Run:
             write_atomic(self._output / "training.json", json.dumps(values, indent=2) + "\n")
         return process.returncode, last_error(self.log, self._log_begins)
 
-    def _last_asked(self) -> dict[str, str] | None:
-        """Return the model's answers to --ask, from the last line of JSON in the script's log."""
+    def _last_result(self) -> dict[str, Any]:
+        """Return the last JSON object in the script's log, or an empty one without any."""
         session = self.log.read_bytes()[self._log_begins :].decode(errors="replace")
         for line in reversed(session.splitlines()):
-            with suppress(ValueError, AttributeError):
-                asked: dict[str, str] | None = json.loads(line).get("asked")
-                return asked
-        return None
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    return found
+        return {}
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._output.mkdir(parents=True, exist_ok=True)

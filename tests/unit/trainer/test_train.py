@@ -343,7 +343,9 @@ def test_padding_is_not_counted_in_the_speed() -> None:
         "steps": 9,
         "tokens_per_second": 18.0,
         "trained_share": 9 / 12,
+        "left_out": 0,
     }
+    assert train.summary(made, Two(False), 9, trained, 5)["left_out"] == 1
     assert train.summary(made, Clock(False), 9, trained, 2)["tokens_per_second"] is None
 
 
