@@ -14,6 +14,8 @@ ZERO = ("zero1", "zero2", "zero3")
 BUILT_AS_SHARDS = (*FSDP2, "zero3")  # a model larger than a GPU is built as shards
 PROBED = ("ddp", *FSDP2)  # the strategies that a search tries by default
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
+# Knobs that only have an effect on several GPUs
+SHARDING_KNOBS = ("sharding", "copies", "sync_each_batch", "offload")
 # FSDP2, as accelerate configures it, and DeepSpeed train in this precision. They compute in bf16
 # without autocast, and keep fp32 master weights of all trained parameters. In contrast, bf16_mixed
 # has larger activations, and bf16_pure has no master weights.

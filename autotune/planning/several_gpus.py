@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import UsageError
-from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
+from autotune.core.parallelism import FSDP2, SHARDING_KNOBS, STRATEGIES, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.untested import untested
 from autotune.dry.prober import obstacle
@@ -48,9 +48,6 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
-
-# Knobs that only have an effect on several GPUs. The search space for one GPU lacks them.
-SHARDING_KNOBS = ("sharding", "copies", "sync_each_batch", "offload")
 
 
 def plan_spec(

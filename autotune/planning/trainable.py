@@ -4,10 +4,11 @@ The atlas (docs/atlas.md) has such entries for all models on ten cards. Every nu
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, list_models
@@ -24,6 +25,7 @@ from autotune.prediction.estimate import memory_of, memory_state
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts, is_measured_kind
 from autotune.problem.run_cost import FITS
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
 from autotune.report.values.comparison import ComparedCard
@@ -47,11 +49,21 @@ PINS: dict[str, dict[str, Any]] = {
 
 
 def entry_of(
-    spec: StudySpec, method: str, device: DeviceSpec, observations: Sequence[Observation] = ()
+    spec: StudySpec,
+    method: str,
+    device: DeviceSpec,
+    observations: Sequence[Observation] = (),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Entry:
-    """Return the entry of the spec's model, without its longest row."""
+    """Return the entry of the spec's model, without its longest row.
+
+    `fixed` has values of knobs to search in place of the values in the space of the method.
+    """
+    space = SearchSpace.load(method)
+    for name, value in fixed.items():
+        space = space.pin(name, value)
     try:
-        setup = planned_setup(replace(spec, space=method), device)
+        setup = planned_setup(replace(spec, space=space), device)
         card = compare_card(setup, limit_of(spec, device), observations)
     except UsageError as error:
         card = ComparedCard(device=device, problem=printable(str(error)))
@@ -89,7 +101,7 @@ def _entry_with_row(
     without these pins, unless the model needs more than HOPELESS times the memory limit.
     """
     limit_gib = limit_of(spec, device)
-    entry = entry_of(replace(spec, pins=PINS[method] | spec.pins), method, device, observations)
+    entry = entry_of(spec, method, device, observations, PINS[method])
 
     if entry.problem or (entry.least_gib or 0.0) > HOPELESS * limit_gib:
         return entry

@@ -5,7 +5,7 @@ removed value is recorded with the reason for its removal.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +19,12 @@ from autotune.core.lora_targets import (
     target_modules,
 )
 from autotune.core.objective import Objective
-from autotune.core.parallelism import STRATEGIES, ZERO, Parallelism
+from autotune.core.parallelism import SHARDING_KNOBS, STRATEGIES, ZERO, Parallelism
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.core.untested import untested, untested_in
 from autotune.problem.images import LEAST_TEXT
-from autotune.problem.search_space import Removal, SearchSpace
+from autotune.problem.search_space import Knob, Removal, SearchSpace
 from autotune.problem.workload import Workload
 from autotune.trainer.settings import DEQUANTISED, EXPERT_PARAMETERS, is_expert_parameter
 
@@ -87,12 +87,15 @@ class Narrowing:
     `reserve` is the space to search if no configuration of `space` fits. Impossible values are
     removed from both spaces. Values that only a quality limit (a floor) forbids are removed from
     `space`, but may stay in `reserve`. `removals` has only the values that were removed from
-    `space`.
+    `space`. `pins` are the knobs that the user fixed to one value. `needed_by` maps each knob that
+    was narrowed for a pin to this pin (see `keep_pins`).
     """
 
     space: SearchSpace
     reserve: SearchSpace
     removals: list[Removal] = field(default_factory=list)
+    pins: tuple[str, ...] = ()
+    needed_by: dict[str, str] = field(default_factory=dict)
 
     def keep(
         self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True
@@ -101,7 +104,15 @@ class Narrowing:
 
         Raises UsageError if no value is left.
         """
-        self.space, removed = self.space.narrow(name, possible, reason)
+        try:
+            self.space, removed = self.space.narrow(name, possible, reason)
+        except UsageError as error:
+            if name not in self.needed_by:
+                raise
+            raise UsageError(
+                f"{error}; {self.needed_by[name]} excludes the other values",
+                remedy=error.remedy,
+            ) from None
         self.removals += removed
         if reserve:
             self.reserve, _ = self.reserve.narrow(name, possible, reason)
@@ -268,6 +279,101 @@ def _remove_without_effect(narrowing: Narrowing, name: str, value: str) -> None:
         if not set(values) & set(narrowing.space.choices(other)):
             reason = f"works only with {KNOBS[other].label} {' or '.join(map(str, values))}"
             narrowing.remove(name, {value}, reason)
+
+
+def keep_pins(narrowing: Narrowing) -> None:
+    """Remove the values of other knobs with which a pinned knob would lose its value.
+
+    A knob that has no effect, or whose value is impossible, gets another value. So the knobs in a
+    pin's conditions keep only the values that let the pin have its value. If such a knob then no
+    longer has its value for "no effect", its own conditions apply, too. Sharding knobs do not
+    narrow the number of GPUs, because one GPU has nothing to shard (`narrow_to_sharing` checks the
+    number of copies).
+
+    Raises UsageError if no value of another knob is left.
+    """
+    for pin in narrowing.pins:
+        pinned = f"{pin} {_text(narrowing.space.choices(pin))}"
+        names = [pin]
+        while names:
+            name = names.pop()
+            subject = f"{name} {_text(narrowing.space.choices(name))}"
+            because = "" if name == pin else f" (because of {pinned})"
+            for other, allowed, need in _needs(narrowing.space, name):
+                choices = narrowing.space.choices(other)
+                is_possible = any(map(allowed, choices))
+                if other == "num_gpus" and (
+                    name == "copies" or (name in SHARDING_KNOBS and is_possible)
+                ):
+                    continue
+                if not is_possible:
+                    raise _no_effect(narrowing, pin, other, need)
+                narrowing.keep(other, allowed, f"{subject} needs {need}{because}")
+                if narrowing.space.choices(other) != choices:
+                    narrowing.needed_by.setdefault(other, pinned)
+                    names.append(other)
+
+
+def _needs(space: SearchSpace, name: str) -> Iterator[tuple[str, Callable[[Any], bool], str]]:
+    """Yield the conditions under which a knob has one of its values in the space.
+
+    Each condition is (another knob, a test that is true for its allowed values, the condition in
+    words). The rank of adapters has no conditions here: --rank is also for comparisons of LoRA with
+    full fine-tuning.
+    """
+    values = space.choices(name)
+    knob = KNOBS[name]
+    if knob.inactive_value not in (None, *values):
+        conditions = (space.knob(name) or Knob(name=name)).conditions()
+        for other, wanted in conditions.items():
+            yield other, _listed(wanted).__contains__, f"{other} {_text(_listed(wanted))}"
+        for other, value in knob.never_with.items():
+            yield other, _not_in([value]), f"{other} other than {_text([value])}"
+
+    # A value of another knob is excluded if it makes all values of this knob impossible.
+    excluded_by = [knob.impossible_with.get(value, {}) for value in values]
+    for other, wanted in excluded_by[0].items():
+        excluded = [
+            value
+            for value in _listed(wanted)
+            if all(value in _listed(each.get(other, [])) for each in excluded_by)
+        ]
+        if excluded:
+            # Only values that the space has are named, if there are any.
+            named = [value for value in excluded if value in space.choices(other)] or excluded
+            yield other, _not_in(excluded), f"{other} other than {_text(named)}"
+
+
+def _not_in(excluded: Container[Any]) -> Callable[[Any], bool]:
+    return lambda value: value not in excluded
+
+
+def _no_effect(narrowing: Narrowing, pin: str, other: str, need: str) -> UsageError:
+    """Return the error for a pin that needs a value of another knob which the space lacks."""
+    where = "in this space"
+    remedy = f"take a space with {need}"
+    if other in narrowing.pins:
+        where = f"with {other} {_text(narrowing.space.choices(other))}"
+        remedy = f"change {'--gpus' if other == 'num_gpus' else other}"
+    elif other in narrowing.needed_by:
+        where = f"with {narrowing.needed_by[other]}"
+        remedy = "leave the other setting out"
+    elif pin in SHARDING_KNOBS:
+        remedy = "give several GPUs with --gpus"
+    elif need in ("method lora", "method full"):
+        kind, space = ("adapters", "lora") if need == "method lora" else ("no adapters", "full")
+        remedy = f"take a space with {kind}: --space {space}"
+    return UsageError(
+        f"{pin} {_text(narrowing.space.choices(pin))} has no effect {where}: it needs {need}",
+        remedy=f"leave --set {pin} out, or {remedy}",
+    )
+
+
+def _text(values: Collection[Any]) -> str:
+    """Return values as in `--set`, joined by "or"."""
+    return " or ".join(
+        str(value).lower() if isinstance(value, bool) else str(value) for value in values
+    )
 
 
 def _listed(values: Any) -> list[Any]:

@@ -69,7 +69,7 @@ class Setup:
 
     The reserve is a wider space, which is searched if no configuration of the task's space fits.
     `cut_off` is the warning about tokens that are cut off, or None. `warnings` includes this
-    warning.
+    warning. `pins` are the knobs that the user fixed.
     """
 
     task: Task
@@ -77,6 +77,7 @@ class Setup:
     removals: tuple[Removal, ...]
     warnings: tuple[str, ...] = ()
     cut_off: str | None = None
+    pins: tuple[str, ...] = ()
 
     @property
     def reserved(self) -> str:
@@ -142,7 +143,7 @@ def set_up(
 
     # Each of the following rules removes impossible values. The order matters, because each rule
     # reads the space that the earlier rules narrowed.
-    narrowing = Narrowing(space=space, reserve=space)
+    narrowing = _narrowed_to_pins(space, spec)
     constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
     if target.measured_on is not None and not target.measured_on.supports_fp8:
@@ -170,7 +171,7 @@ def set_up(
     constraints.narrow_padding(narrowing, workload)
     constraints.narrow_checkpointing(narrowing)
 
-    _require_quantization(spec, narrowing)
+    constraints.keep_pins(narrowing)  # some rules add conditions to knobs
     cut_off = _cut_off(narrowing.space, workload)
     warnings = (
         *notes_of_checkpoint(model),
@@ -202,6 +203,7 @@ def set_up(
         removals=tuple(narrowing.removals),
         warnings=warnings,
         cut_off=cut_off,
+        pins=narrowing.pins,
     )
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
@@ -279,21 +281,6 @@ def _refuse_untested_with_images(spec: StudySpec, space: SearchSpace) -> None:
             raise UsageError(reason, remedy=f"leave {option} out")
 
 
-def _require_quantization(spec: StudySpec, narrowing: Narrowing) -> None:
-    """Raise UsageError if the user asked for a quantisation that has no effect.
-
-    A quantisation has no effect if neither the space nor the reserve has the values of other knobs
-    that it needs.
-    """
-    value = spec.pins.get("quantization", "none")
-    need = narrowing.space.idle("quantization")
-    if value != "none" and need and narrowing.reserve.idle("quantization"):
-        raise UsageError(
-            f"quantization {value} has no effect in this space: it needs {need}",
-            remedy="leave --set quantization out, or take a space with adapters: --space lora",
-        )
-
-
 def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
     """Return the space with the values that the spec fixes, and with micro_batch_size and seq_len.
 
@@ -305,6 +292,14 @@ def _with_pins(space: SearchSpace, spec: StudySpec) -> SearchSpace:
         if space.knob(name) is None:
             space = space.pin(name, getattr(TrainConfig(), name))
     return space
+
+
+def _narrowed_to_pins(space: SearchSpace, spec: StudySpec) -> Narrowing:
+    """Return the narrowing of a space, which first makes sure that all pins have an effect."""
+    pins = (*spec.pins, *(("num_gpus",) if spec.numbers_of_gpus else ()))
+    narrowing = Narrowing(space=space, reserve=space, pins=pins)
+    constraints.keep_pins(narrowing)
+    return narrowing
 
 
 def _with_gpus(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
@@ -388,12 +383,15 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
             remedy="take a model of another type; `autotune models` lists them",
         )
 
-    narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
+    narrowing = Narrowing(
+        space=task.space, reserve=setup.reserve, removals=list(setup.removals), pins=setup.pins
+    )
     warnings = _warnings_of_layers(narrowing.space, shape)
     others = _attentions_without_sdpa(
         task.model, task.workload, task.device, has_flex=shape is not None and shape.flex
     )
     constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape, others)
+    constraints.keep_pins(narrowing)
     return replace(
         setup,
         task=replace(task, space=narrowing.space),

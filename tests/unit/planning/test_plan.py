@@ -499,8 +499,8 @@ def test_the_reserve_is_opened_only_where_nothing_else_fits() -> None:
 
 
 def test_what_fits_at_an_unknown_speed_is_not_said_not_to_fit() -> None:
-    pins = SMALL | {"cuda_graphs": "micro_batch"}
-    spec = StudySpec(model="llama-3.2-1b", gpu="h100", pins=pins)
+    space = SearchSpace.load("default").offer("cuda_graphs", ("micro_batch",))
+    spec = StudySpec(model="llama-3.2-1b", gpu="h100", space=space, pins=SMALL)
     some = plan(spec, device=H100)
     assert some.best and some.best.config.cuda_graphs == "none" and not some.from_reserve
     assert re.search(
@@ -508,8 +508,8 @@ def test_what_fits_at_an_unknown_speed_is_not_said_not_to_fit() -> None:
         r"`autotune run` measures it$",
         some.reason,
     )
-    pins |= {"compile": "none", "checkpointing": "none", "padding": "bucket"}
-    none = plan(replace(spec, pins=pins), device=H100)
+    pins = SMALL | {"cuda_graphs": "micro_batch"}  # all configurations have a pinned value
+    none = plan(replace(spec, space="default", pins=pins), device=H100)
     assert none.best is None and none.reason == plan_module.NO_SPEED and not none.from_reserve
     assert none.baseline.config.cuda_graphs == "micro_batch" and none.baseline.state == FITS
 
@@ -745,3 +745,14 @@ def test_trainings_for_other_objectives_are_planned(objective: Objective) -> Non
     )
     more = full.recomputed.need_gib / of_next_token.recomputed.need_gib
     assert 1.2 < more < 1.3 if objective.has_reference else 0.9 < more < 1.0
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [("kernels", "liger"), ("padding", "bucket"), ("group_by_length", True)]
+)
+def test_the_best_configuration_has_the_pinned_value(knob: str, value: Any) -> None:
+    pins = {"seq_len": 1024, "lora_rank": 16, knob: value}
+    lengths = {"mean_tokens": 600, "p99_tokens": 1000}
+    spec = StudySpec(model="qwen3-8b", gpu="a100-80gb-sxm", pins=pins, **lengths)
+    best = plan(spec).best
+    assert best and getattr(best.config, knob) == value

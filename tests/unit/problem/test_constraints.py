@@ -1325,10 +1325,10 @@ def test_packing_is_searched_for_models_that_were_seen_to_keep_examples_apart(
 @pytest.mark.parametrize(
     ("knob", "value", "reason"),
     [
-        ("lora_dropout", 0.1, "works only with LoRA dropout 0.0"),
-        ("compile", "per_layer", "works only with compilation none"),
-        ("quantization", "int8", "works only with quantisation none or nf4"),
-        ("checkpointing", "none", "without recomputed layers"),
+        ("lora_dropout", 0.1, "with lora_dropout 0.1: it needs lora_dropout 0.0"),
+        ("compile", "per_layer", "with compile per_layer: it needs compile none"),
+        ("quantization", "int8", "with quantization int8: it needs quantization none or nf4"),
+        ("checkpointing", "none", "with checkpointing none: it needs checkpointing other than"),
     ],
 )
 def test_tiles_are_refused_beside_what_they_would_change(

@@ -326,23 +326,105 @@ def test_examples_that_are_too_long_are_a_warning(installed):
     )
 
 
-def test_a_pin_without_effect_is_a_warning(installed):
-    reported = set_up(
-        StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200
-    ).warnings
-    assert reported == ("dora has no effect: it needs method lora",)
-    reported = set_up(
-        StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200
-    ).warnings
-    assert reported == ("double_quant has no effect: it needs quantization nf4",)
-    reported = set_up(
-        StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200
-    ).warnings
-    assert reported == (
-        "double_quant has no effect unless nothing else fits: it needs quantization nf4",
+def pinned(space="default", gpus=None, **pins):
+    return set_up(StudySpec(model="mistral-7b", space=space, gpus=gpus, pins=pins), H200)
+
+
+@pytest.mark.parametrize(
+    ("space", "pins", "narrowed"),
+    [
+        ("default", {"kernels": "liger"}, {"compile": ("none",)}),
+        ("default", {"padding": "bucket"}, {"packing": (False,)}),
+        ("default", {"group_by_length": True}, {"packing": (False,)}),
+        (
+            "default",
+            {"cuda_graphs": "micro_batch"},
+            {"packing": (False,), "padding": ("bucket",), "checkpointing": ("none",)},
+        ),
+        # of the needed knobs, the conditions apply, too
+        ("default", {"kbit_preparation": True}, {"quantization": ("nf4",)}),
+        ("everything", {"compile": "per_layer"}, {"compile": ("per_layer",)}),
+        ("default", {"padding": "longest"}, {"packing": (False,), "compile": ("none",)}),
+        ("full", {"optimizer_in_backward": True}, {"micro_batch_size": (32,)}),
+    ],
+)
+def test_a_pin_has_its_value_in_every_configuration(installed, space, pins, narrowed):
+    setup = pinned(space, **pins)
+    for one in (setup.task.space, setup.reserve):
+        assert {name: one.choices(name) for name in narrowed} == narrowed
+        configs = [one.config(chosen) for chosen in one.sample(200)]
+        assert {getattr(config, name) for name in pins for config in configs} == {*pins.values()}
+    assert setup.warnings == ()
+
+
+def test_the_values_that_a_pin_excludes_are_reported(installed):
+    removals = list(map(str, pinned(kernels="liger").removals))
+    assert "compile per_layer: kernels liger needs compile none" in removals
+    assert (
+        "checkpointing selective_50: compile none needs checkpointing other than selective_50"
+        " (because of kernels liger)" in removals
     )
-    pins = {"double_quant": True, "quantization": "nf4"}
-    assert set_up(StudySpec(model="mistral-7b", space="default", pins=pins), H200).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        (
+            {"cuda_graphs": "micro_batch", "tiling": "tokens"},
+            "tiling tokens has no effect with cuda_graphs micro_batch: it needs checkpointing other"
+            " than none",
+        ),
+        (
+            {"kernels": "liger", "compile": "per_layer"},
+            "kernels liger has no effect with compile per_layer: it needs compile none",
+        ),
+        (
+            {"padding": "bucket", "packing": True},
+            "padding bucket has no effect with packing true: it needs packing false",
+        ),
+        ({"method": "full", "dora": True}, "dora true .* with method full: it needs method lora"),
+        (
+            {"space": "full", "dora": True},
+            "dora true has no effect in this space: it needs method lora",
+        ),
+        ({"space": "lora", "double_quant": True}, "in this space: it needs quantization nf4"),
+        ({"sharding": "fsdp2"}, "in this space: it needs num_gpus other than 1"),
+        ({"sync_each_batch": True}, "in this space: it needs sharding fsdp2 or fsdp2_keep"),
+        (
+            {"gpus": "2", "tiling": "tokens"},
+            "tiling tokens .* with num_gpus 2: it needs num_gpus 1",
+        ),
+    ],
+)
+def test_a_pin_without_effect_is_refused(installed, asked, refused):
+    with pytest.raises(UsageError, match=refused):
+        pinned(**asked)
+
+
+def test_a_value_that_a_pin_needs_may_be_impossible(installed):
+    with pytest.raises(UsageError, match="no bf16; cuda_graphs micro_batch excludes the other"):
+        set_up(
+            StudySpec(model="smollm2-135m", pins={"cuda_graphs": "micro_batch"}),
+            resolve_device("t4"),
+        )
+
+
+def test_a_rank_without_adapters_is_a_warning(installed):
+    """The same `--rank` is given for LoRA and for full fine-tuning when they are compared."""
+    setup = pinned(space="full", lora_rank=16)
+    assert setup.warnings == ("lora_rank has no effect: it needs method lora",)
+
+
+def test_a_pinned_strategy_leaves_the_numbers_of_gpus(installed):
+    space = pinned(gpus="1,2", sharding="fsdp2", sync_each_batch=True).task.space
+    assert (space.choices("num_gpus"), space.choices("sharding")) == ((1, 2), ("fsdp2",))
+
+
+def test_a_value_of_a_space_may_have_no_effect(installed):
+    """Only pins narrow other knobs."""
+    own = SearchSpace.load("default").offer("kernels", ("liger",))
+    space = set_up(StudySpec(model="mistral-7b", space=own), H200).task.space
+    assert space.choices("compile") == ("none", "per_layer")
 
 
 @pytest.mark.parametrize(
