@@ -284,7 +284,7 @@ def test_what_offloads_is_not_compiled() -> None:
     pinned = StudySpec(
         model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"}
     )
-    with pytest.raises(UsageError, match="do not compile"):
+    with pytest.raises(UsageError, match="needs checkpointing other than offload"):
         set_up(pinned, resolve_device("h200"))
 
 
