@@ -25,6 +25,11 @@ _PROCESSES = re.compile(r"--num[-_]processes[=\s]\s*['\"]?(\d{1,6}\b|\$[^\s'\"]+
 _PROCESSES_OF_HOST = re.compile(r"(?:NPROC_PER_NODE=|--nproc[-_]per[-_]node[=\s]\s*)(\d{1,6})\b")
 _HOSTS = re.compile(r"(?:NNODES=|--nnodes[=\s]\s*)(\d{1,6})\b")
 _ACCELERATE = re.compile(r"--config[-_]file[=\s]\s*['\"]?([^\s'\"]+)")
+# What accelerate shares and offloads, as arguments of its command instead of keys of its file
+_SHARING = re.compile(
+    r"--((?:use[-_](?:fsdp|deepspeed)|fsdp[-_]|deepspeed[-_]|zero[-_]?3|zero[-_]stage|offload[-_])"
+    r"[\w-]*)"
+)
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
 SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
 
@@ -46,6 +51,11 @@ def read_script(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
         values = _arguments(words)
         before = line[: command.start()]
+        if "accelerate" in before and (sharing := _SHARING.search(before)):
+            raise UsageError(
+                f"{path}: accelerate's argument --{sharing[1]} is not read",
+                remedy="put how the GPUs share the work into accelerate's file (--config_file)",
+            )
         number = _processes(before)
         if number is not None:
             values.setdefault("num_processes", number)

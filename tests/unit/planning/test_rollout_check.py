@@ -14,7 +14,7 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.rollout_types import COLOCATED, SERVER, TRANSFORMERS
 from autotune.planning import foreign_rollouts
-from autotune.planning.foreign_arguments import swift_as_trl, trl_as_swift
+from autotune.planning.foreign_arguments import read_script, swift_as_trl, trl_as_swift
 from autotune.planning.foreign_config import parse, read_file
 from autotune.planning.foreign_sharding import strategy_of
 from autotune.planning.run_check import check
@@ -249,6 +249,18 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
         *("vllm_gpu_memory_utilization", "sleep_level", "quant_bits", "max_completion_length"),
         *("per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
     }
+
+
+@pytest.mark.parametrize(
+    "argument", ["--zero_stage 1", "--use_fsdp", "--fsdp_offload_params true", "--use-deepspeed"]
+)
+def test_sharing_in_the_arguments_of_accelerate_is_refused(argument: str, tmp_path: Path) -> None:
+    """It would win over the file, so that the answer would be of another run."""
+    script = tmp_path / "run.sh"
+    words = f"accelerate launch --num_processes 2 {argument} --config_file a.yaml -m trl grpo"
+    script.write_text(f"{words} --model_name_or_path Qwen/Qwen3-4B\n")
+    with pytest.raises(UsageError, match=r"argument --[-\w]+ is not read"):
+        read_script(script)
 
 
 def test_scripts_are_not_executed(tmp_path: Path) -> None:
