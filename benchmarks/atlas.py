@@ -253,8 +253,8 @@ def html_page(
 
 
 def cell_data(entry: Entry, configs: dict[str | None, int]) -> list[object]:
-    """[] where it does not fit; else state, GiB, configuration, and where they are known tokens/s,
-    their range, USD.
+    """Return state, GiB and configuration of an entry, and tokens/s, their range and USD as far as
+    they are known. The list is empty if the model does not fit.
     """
     if entry.state not in (FITS, TIGHT):
         return []

@@ -60,7 +60,7 @@ OF_TRL: dict[str, Any] = {
     "tiling": "none",
     "allocator": "fixed",
 }
-# Packed completions need an engine: a model with varlen attention cannot generate.
+# Packed completions need vLLM: a model with varlen attention cannot generate.
 PACKED: dict[str, Any] = {"packing": True, "packed_attention": "varlen", "attention": "sdpa"}
 SEARCHED = ("micro_batch_size", "checkpointing", "precision", "optimizer")
 
@@ -287,7 +287,7 @@ def _write(out: Path, study: RolloutStudy) -> None:
 
 
 def _files(study: RolloutStudy, best: MeasuredLayout) -> dict[str, str]:
-    """Return the files with which TRL trains the best layout, by name."""
+    """Return the files for TRL's training of the best layout, by name."""
     model = study.task.model
     return export_layout(model.weights or model.name, *_arguments(study, best))
 

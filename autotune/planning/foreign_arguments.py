@@ -20,7 +20,7 @@ SCRIPTS = (".sh", ".bash")
 _COMMAND = re.compile(r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto)\b)")
 _ACCEPTED = "`swift rlhf`, `trl sft`, `trl dpo`, `trl kto` or `trl grpo`"
 _MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
-# The processes of accelerate are those of all hosts; the other tools count those of one host.
+# accelerate counts the processes of all hosts, and the other tools those of each host.
 _PROCESSES = re.compile(r"--num[-_]processes[=\s]\s*['\"]?(\d{1,6}\b|\$[^\s'\"]+)")
 _PROCESSES_OF_HOST = re.compile(r"(?:NPROC_PER_NODE=|--nproc[-_]per[-_]node[=\s]\s*)(\d{1,6})\b")
 _HOSTS = re.compile(r"(?:NNODES=|--nnodes[=\s]\s*)(\d{1,6})\b")

@@ -244,7 +244,7 @@ class PairLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoGpus:
-    """The fastest layouts of two GPUs, predicted; None if none fits.
+    """The fastest layouts of two GPUs, predicted. A layout that does not fit is None.
 
     `colocated` is two GPUs that generate and train half of the completions each. `apart` is a GPU
     that trains and a GPU that generates.

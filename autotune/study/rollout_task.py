@@ -90,8 +90,8 @@ class RolloutTask:
     def micro_batches(self, config: TrainConfig, generation: Generation) -> tuple[MicroBatch, ...]:
         """Usual micro batches, and one of the longest possible sequences, which is not timed.
 
-        TRL pads all completions of a generation to its longest: then `shortest` is this length.
-        Packed completions make micro batches of many lengths.
+        TRL pads all completions of a generation to its longest, so that one micro batch stands for
+        all. Packed completions make micro batches of many lengths.
         """
         size, longest = config.micro_batch_size, self.rollouts.longest
         if config.packing:
@@ -99,7 +99,7 @@ class RolloutTask:
             rows = representatives(_totals(generation), number)
             random.Random(0).shuffle(rows)  # noqa: S311 - no secret
             shortest = min(rows)
-        else:
+        else:  # every row is computed as if it were the longest
             shortest = max(generation.prompts) + max(generation.completions)
             rows = [shortest] + [min(mean_length(generation), shortest)] * (size - 1)
         kinds = [_micro_batch(rows[begin : begin + size]) for begin in range(0, len(rows), size)]

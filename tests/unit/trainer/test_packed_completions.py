@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from autotune.trainer.model_builder import config_of
 from autotune.trainer.packed_completions import PackedCompletions, trainer_class
+from tests.helpers.probing import MODEL
 
 ROWS = [[0, 0, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0, 0, 0, 0]]
 COMPLETION = 6  # the tokens of the longest completion
@@ -21,16 +23,8 @@ COMPLETION = 6  # the tokens of the longest completion
 
 def model(attention: str) -> Any:
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attn_implementation=attention,
-    )
-    made = LlamaForCausalLM(shape)
+    shape = config_of(MODEL)
+    made = AutoModelForCausalLM.from_config(shape, attn_implementation=attention)
     add_fused_lm_head(made, outputs=("log_probs", "entropy"))
     return made
 
