@@ -390,15 +390,12 @@ def _find_faster(
     times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
     if best is None or times < MIN_SPEEDUP:
         return None
-    return Faster(
-        config=best.config, times=times, command=_run_command(spec, config, workload, batch)
-    )
+    return Faster(config=best.config, times=times, command=_run_command(spec, run, workload, batch))
 
 
-def _run_command(
-    spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int
-) -> str:
+def _run_command(spec: StudySpec, run: ForeignConfig, workload: Workload, global_batch: int) -> str:
     """Return the `autotune run` command for configurations with the same training result."""
+    config = run.config
     values = {
         name: getattr(spec, name)
         for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")
@@ -413,6 +410,8 @@ def _run_command(
         options["tokens_per_example"] = config.seq_len
     if not {"examples", "tokens", "dataset", "lengths"} & set(options):
         options["examples"] = workload.examples
+    if run.epochs and run.epochs.is_integer() and run.epochs > 1:  # `run` has whole epochs
+        options["epochs"] = int(run.epochs)
 
     words = ["autotune", "run"]
     for name, value in options.items():

@@ -499,7 +499,7 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
     assert found.faster.command == (
         "autotune run --model Qwen/Qwen3-4B-Instruct-2507 --gpu a10 --rank 8 --seq-len 2048"
         " --global-batch 8"
-        " --tokens-per-example 2048 --examples 2000 --set precision=bf16_mixed --set"
+        " --tokens-per-example 2048 --examples 2000 --epochs 3 --set precision=bf16_mixed --set"
         " optimizer=adamw_torch_fused"
     )
     assert f"to measure it: {found.faster.command}" in printed(found)
@@ -1143,10 +1143,10 @@ def test_the_command_has_what_was_given_of_the_examples(answer: Callable[..., Ch
         "",
     ]
     assert [text.partition("--global-batch ")[2].partition(" --set")[0] for text in commands] == [
-        "8 --examples 2000",
-        "8",
-        "8",
-        "8 --tokens-per-example 2048 --examples 2000",
+        "8 --examples 2000 --epochs 3",
+        "8 --epochs 3",
+        "8 --epochs 3",
+        "8 --tokens-per-example 2048 --examples 2000 --epochs 3",
     ]
     assert (
         "--set rslora=True --set quantization=nf4 --set double_quant=True --set"
