@@ -203,8 +203,7 @@ def narrow_to_model(
     batch = workload.global_batch
     examples = workload.trained
     _narrow_to_even_batches(narrowing, batch)
-    # If a micro batch had more rows than the dataset has examples, it would never be full, and the
-    # run drops incomplete micro batches.
+    # If a micro batch had more rows than the dataset has examples, some rows would always be blank.
     if not workload.examples_assumed:
         narrowing.keep(
             "micro_batch_size",

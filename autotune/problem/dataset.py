@@ -442,27 +442,17 @@ def check_examples(
 
     Every row is read. `tokenizer` is a directory with the tokenizer that counts the tokens; without
     it, the tokens are estimated. Returns notes for the user on the lengths. Raises the errors of
-    `dataset_lengths`, and UsageError if the examples do not fill a micro batch.
+    `dataset_lengths`.
     """
     if workload.pictured:
         with dataset_errors():
-            number = sum(1 for where, row in read_rows(path, split) if parse_image_row(where, row))
-        lengths = None
-    else:
-        lengths = dataset_lengths(
-            path, tokenizer, split=split, loss_on=workload.loss_on, objective=workload.objective
-        )
-        number = lengths.number
-
-    trained = number - workload.held_out(number)
-    if trained < config.micro_batch_size and not config.packing:
-        raise UsageError(
-            f"--dataset: {trained} examples to train on do not fill a micro batch of"
-            f" {config.micro_batch_size}",
-            remedy="give more examples, or run a study with these examples: it chooses a micro"
-            " batch that they fill",
-        )
-    return [] if lengths is None else _length_notes(lengths, workload, config.seq_len)
+            for where, row in read_rows(path, split):
+                parse_image_row(where, row)
+        return []
+    lengths = dataset_lengths(
+        path, tokenizer, split=split, loss_on=workload.loss_on, objective=workload.objective
+    )
+    return _length_notes(lengths, workload, config.seq_len)
 
 
 def _length_notes(lengths: Lengths, workload: Workload, seq_len: int) -> list[str]:

@@ -29,7 +29,7 @@ from transformers import (
     set_seed,
 )
 
-from . import model_builder, ranks, rows
+from . import image_rows, labels, model_builder, ranks, rows
 from .answers import Prompt, first_example
 from .chunked_loss import chunked_loss
 from .clock import Clock
@@ -99,7 +99,6 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     )
     train_rows = make_rows(settings, trained)
     eval_rows = held_out or make_rows(settings, drawn)
-    check_number(len(train_rows), settings)
     return train(
         settings, options, base, device, train_rows, eval_rows, trained, bool(held_out), origin
     )
@@ -132,7 +131,6 @@ def train_on_images(
         examples = random_image_examples(settings, base.config)
 
     number = len(examples) - options.held_out
-    check_number(number, settings)
     counted = [examples[index][0] for index in range(min(number, COUNTED_ROWS))]
     train_rows = Subset(examples, range(number))
     eval_rows = Subset(examples, range(number, len(examples)))
@@ -157,16 +155,6 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
     if options.checkpoint and (difference := find_difference(options.checkpoint, facts)):
         sys.exit(f"train.py: error: {difference}")
     return Origin(facts)
-
-
-def check_number(number: int, settings: RunSettings) -> None:
-    """End the process if the rows do not fill a micro batch."""
-    size = settings.micro_batch_size
-    if number < size:
-        sys.exit(
-            f"train.py: error: {number} examples do not fill a micro batch of {size}:"
-            " give more examples"
-        )
 
 
 def train(
@@ -203,6 +191,7 @@ def train(
     # needs the head that is trained.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
+    train_rows = fill_batches(settings, train_rows)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
     trainer.add_callback(origin)
     is_outline = model_builder.is_outline(model)
@@ -345,6 +334,15 @@ def make_rows(settings: RunSettings, examples: Sequence[torch.Tensor]) -> rows.R
     if not settings.packing:
         return rows.Rows(examples)
     return rows.Rows(examples, rows.pack([len(example) for example in examples], settings.seq_len))
+
+
+def fill_batches(settings: RunSettings, train_rows: Sequence[Any]) -> rows.WholeBatches:
+    """Return the rows with blank rows that fill the last micro batch."""
+    size = settings.micro_batch_size * settings.num_gpus
+    if settings.images:
+        return rows.WholeBatches(train_rows, size, image_rows.BLANK)
+    blank = labels.BLANK if settings.objective == CLASSIFICATION else rows.BLANK
+    return rows.WholeBatches(train_rows, size, [blank])
 
 
 def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Tensor]:
@@ -545,7 +543,6 @@ def summary(
     """Return the clock's measurements, the number of steps, and the tokens/s without padding.
 
     `trained_share` is the fraction of the tokens that was trained on. Padding does not count.
-    `left_out` are the rows of each epoch that do not fill a micro batch.
     """
     measurements = clock.measurements()
     seconds = measurements["seconds_per_step"]
@@ -557,5 +554,4 @@ def summary(
         "steps": num_steps,
         "tokens_per_second": tokens_per_step / seconds if seconds else None,
         "trained_share": sum(int((example >= 0).sum()) for example in trained) / tokens,
-        "left_out": num_rows % (settings.micro_batch_size * settings.num_gpus),
     }

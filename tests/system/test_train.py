@@ -250,7 +250,6 @@ def test_missing_input_and_existing_output_are_usage_errors(
     [
         ('{"text": "a"}\n{"question": "b"}', {}, r"rows.jsonl:2: an example needs messages"),
         ("", {}, "rows.jsonl has no examples"),
-        ('{"text": "a"}', {}, "1 examples to train on do not fill a micro batch of 2"),
         ('{"text": "a"}\n{"text": "b"}', {"model": None}, "shape has no published weights"),
     ],
 )

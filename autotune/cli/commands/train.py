@@ -159,16 +159,10 @@ def train(
 
 
 def _say_done(display: "TrainingDisplay", run: "Run", output: Path | None) -> None:
-    """Show the path of the weights, the sequences left out, and the answers to the prompt."""
+    """Show the path of the weights and the answers to the prompt."""
     saved = f"the weights are in {output}" if output else "nothing was saved"
     trained = display.line or "the training was complete already"
     display.say(f"done: {trained}; {saved}")
-    left_out = run.result.get("left_out")
-    if left_out and output:
-        display.say(
-            f"note: an epoch leaves out {left_out} sequences, which do not fill a micro batch; "
-            "the next epoch leaves out others"
-        )
     if asked := run.result.get("asked"):
         display.say(f"asked:  {asked['prompt']}")
         display.say(f"before: {asked['before']}")

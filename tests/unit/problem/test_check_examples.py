@@ -41,7 +41,6 @@ def test_usual_examples_pass_without_a_note(tmp_path: Path) -> None:
         ([text(9), 5], r"rows.jsonl:2: not a JSON object"),
         ([], "rows.jsonl has no examples"),
         ([{"prompt": "abcdefgh", "completion": ""}] * 2, "no tokens to train on"),
-        ([text(9)], r"1 examples to train on do not fill a micro batch of 2"),
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_refused(
@@ -49,14 +48,6 @@ def test_rows_that_cannot_be_trained_on_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         checked(tmp_path, *rows)
-
-
-def test_held_out_examples_do_not_fill_a_micro_batch_but_packed_rows_may(tmp_path: Path) -> None:
-    workload = replace(WORKLOAD, eval_share=0.5)
-    with pytest.raises(UsageError, match="1 examples to train on"):
-        checked(tmp_path, text(90), text(90), workload=workload)
-    packed = replace(CONFIG, packing=True)
-    assert checked(tmp_path, text(90), text(90), workload=workload, config=packed) == []
 
 
 def test_other_lengths_than_in_the_study_are_noted(tmp_path: Path) -> None:

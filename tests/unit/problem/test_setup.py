@@ -301,7 +301,7 @@ def test_the_workload(installed, asked, examples, length, assumed):
 
 
 def test_a_micro_batch_is_no_larger_than_the_examples(installed):
-    """The run leaves out a micro batch that is not full, so that it would be without a step."""
+    """Its other rows would always be blank."""
     for examples, sizes in ((1, (1,)), (7, (1, 2, 4)), (31, (1, 2, 4, 8, 16))):
         setup = set_up(StudySpec(model="mistral-7b", space="lora", examples=examples), H200)
         assert (

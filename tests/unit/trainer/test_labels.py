@@ -70,3 +70,4 @@ def test_the_loss_is_the_mean_over_all_rows_of_a_step() -> None:
     outputs = SimpleNamespace(logits=logits)
     assert label_loss(outputs, labels) == pytest.approx(float(each.mean()))
     assert label_loss(outputs, labels, 8) == pytest.approx(float(each.sum() / 8))
+    assert label_loss(outputs, torch.tensor([0, -100])) == pytest.approx(float(each[0]))

@@ -95,17 +95,14 @@ def test_a_run_learns_and_repeats_itself(
 def test_without_held_out_examples_there_is_no_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two rows fill one micro batch."""
+    """Two rows fill one micro batch, and a blank row completes another."""
     alone = run(
         settings({"examples": 2, "accumulation": 1, "epochs": 3}), tmp_path, capsys, max_steps=-1
     )
     assert (alone["steps"], alone["held_out_loss"]) == (3, [])
-    with pytest.raises(
-        SystemExit, match="1 examples do not fill a micro batch of 2: give more examples"
-    ):
-        run(settings({"examples": 1}), tmp_path, capsys)
-    with pytest.raises(SystemExit, match="1 examples do not fill a micro batch of 2"):
-        run(settings({"examples": 2}), tmp_path, capsys, held_out=1, held_out_tokens=16)
+    assert run(settings({"examples": 1, "epochs": 3}), tmp_path, capsys, max_steps=-1)["steps"] == 3
+    held = run(settings({"examples": 2}), tmp_path, capsys, held_out=1, held_out_tokens=16)
+    assert held["steps"] == 2
 
 
 def test_a_share_of_the_dataset_is_evaluated_during_the_training(
@@ -173,9 +170,11 @@ class _Steep(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.num_rows: list[int] = []
+        self.num_labels: list[int] = []
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.num_rows.append(len(input_ids))
+        self.num_labels += (labels != rows.IGNORED).sum(1).tolist()
         return {"loss": 1e6 * self.weight.sum()}
 
 
@@ -193,16 +192,39 @@ class _Norms(TrainerCallback):
         self.norms.append(float(model.weight.grad.norm()))
 
 
-def test_gradients_are_clipped_and_what_fills_no_micro_batch_waits_for_the_next_epoch(
-    tmp_path: Path,
-) -> None:
+def test_gradients_are_clipped_and_an_epoch_has_every_row_once(tmp_path: Path) -> None:
     model, norms = _Steep(), _Norms()
     options = replace(OPTIONS, dataset="rows.jsonl", max_steps=-1, output_dir=str(tmp_path))
-    examples = [[torch.arange(length)] for length in (5, 9, 16, 3, 7, 8, 9)]
+    lengths = (5, 9, 16, 3, 7, 8, 11)
+    examples = train.fill_batches(settings(), [[torch.arange(length)] for length in lengths])
     trainer = train.make_trainer(settings(), options, model, None, norms, examples, [])  # type: ignore[arg-type]
     trainer.train()
-    assert model.num_rows == [2, 2, 2]
+    assert model.num_rows == [2, 2, 2, 2]
+    assert sorted(model.num_labels) == sorted([0, *(length - 1 for length in lengths)])
     assert norms.norms == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{}, {"packing": True}, {"loss": "chunked"}, {"padding": "masked"}], ids=str
+)
+def test_a_row_that_fills_a_micro_batch_changes_no_gradient(
+    knobs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three rows in two micro batches of two, or in one of three."""
+    few = {"examples": 4, "epochs": 1, "lengths": [16, 9, 5], "learning_rate": 0.1}
+    filled, whole = (
+        run(
+            replace(settings(few | {"accumulation": steps}, method="full", **knobs), **size),
+            tmp_path,
+            capsys,
+            max_steps=-1,
+            held_out=1,
+            held_out_tokens=16,
+        )
+        for steps, size in ((2, {"micro_batch_size": 2}), (1, {"micro_batch_size": 3}))
+    )
+    assert filled["steps"] == whole["steps"] == 1
+    assert filled["held_out_loss"] == pytest.approx(whole["held_out_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -343,9 +365,7 @@ def test_padding_is_not_counted_in_the_speed() -> None:
         "steps": 9,
         "tokens_per_second": 18.0,
         "trained_share": 9 / 12,
-        "left_out": 0,
     }
-    assert train.summary(made, Two(False), 9, trained, 5)["left_out"] == 1
     assert train.summary(made, Clock(False), 9, trained, 2)["tokens_per_second"] is None
 
 
