@@ -33,7 +33,8 @@ from autotune.dry.counting import META, WORKSPACE, CountedStep, cuda_workspace
 from autotune.dry.meta_device import simulate_cuda
 from autotune.dry.prober import DryProber
 from autotune.dry.storage_counter import StorageCounter, blocks
-from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.planning.counted_memory import count as count_of
+from autotune.prediction.estimate import memory_of
 from autotune.prediction.step_time import counted_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.probe.accounting import trained_parameters
@@ -477,6 +478,7 @@ MODELS = {
     "qwen2.5-7b": (8,),
     "tinyllama": (22,),
 }
+MIXTURES = {"qwen3-30b-a3b": (4, 8), "olmoe-1b-7b": (4,), "mixtral-8x7b": (4,)}
 # under HSDP: numbers of GPUs, and of copies
 COPIED, COPIES = ("mistral-7b", "gemma-2b"), ((4, 2), (16, 2))
 METHODS, CHECKPOINTING = ("full", "lora"), ("none", "full")
@@ -515,16 +517,32 @@ def run_ranks(args: argparse.Namespace) -> None:
         rank_key(row): row["counted_gib"] for row in (load(args.counted) if args.counted else [])
     }
     rows = []
-    for model, layers, config, parallelism, accumulation in rank_cases():
-        rows.append(compare_rank(model, layers, config, parallelism, accumulation, counted))
+    for case in itertools.chain(rank_cases(MODELS), other_rank_cases()):
+        rows.append(compare_rank(*case, counted))
         print(rows[-1], flush=True)
     finish(args, None, rows, RANKS_COLUMNS)
 
 
-def rank_cases() -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
+def run_mixture_ranks(args: argparse.Namespace) -> None:
+    """Compare the estimate of `autotune plan --gpus` for mixtures of experts, which have no
+    formula, with ranks that are counted on the meta device.
+
+    The estimate takes the activations from a dry probe of one GPU. For the ranks, see `ranks`. No
+    GPU is needed; it takes 6 minutes.
+    """
+    rows = []
+    for case in rank_cases(MIXTURES):
+        rows.append(compare_rank(*case, {}))
+        print(rows[-1], flush=True)
+    finish(args, None, rows, RANKS_COLUMNS)
+
+
+def rank_cases(
+    models: dict[str, tuple[int, ...]],
+) -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
     """Yield model, layers, configuration, parallelism and micro batches of a step."""
     for (model, depths), method, checkpointing in itertools.product(
-        MODELS.items(), METHODS, CHECKPOINTING
+        models.items(), METHODS, CHECKPOINTING
     ):
         config = TrainConfig(
             method=method, micro_batch_size=4, checkpointing=checkpointing, loss="full"
@@ -543,6 +561,10 @@ def rank_cases() -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
             for (num_gpus, copies), accumulation in itertools.product(COPIES, (1, 2)):
                 hsdp = Parallelism(num_gpus=num_gpus, strategy="fsdp2", copies=copies)
                 yield model, min(depths), config, hsdp, accumulation
+
+
+def other_rank_cases() -> Iterator[tuple[str, int, TrainConfig, Parallelism, int]]:
+    """Yield cases of other losses, compiled layers and lengths."""
     for model, method, knobs in itertools.product(("mistral-7b", "llama-3.1-8b"), METHODS, OTHERS):
         plain = {"method": method, "micro_batch_size": 4, "checkpointing": "none", "loss": "full"}
         yield model, 8, TrainConfig(**plain | knobs), Parallelism(num_gpus=2, strategy="fsdp2"), 1
@@ -561,10 +583,10 @@ def compare_rank(
     accumulation: int,
     known: dict[tuple[Any, ...], float],
 ) -> dict[str, Any]:
-    """A rank's peak, counted unless it is known, and by formula."""
+    """A rank's peak, counted unless it is known, and as a plan estimates it."""
     model = resolve_model(name)
     model = replace(model, params=None, config=model.config | {"num_hidden_layers": layers})
-    predicted = rank_breakdown(model, config, parallelism, accumulation)
+    predicted = memory_of(model, config, accumulation, parallelism=parallelism, count=count_of)
     assert predicted is not None
     row: dict[str, Any] = {
         "model": name,
@@ -723,6 +745,18 @@ def summarize_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def summarize_mixture_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize the ranks of mixtures; `too_low` is the largest error of a too low estimate."""
+    errors = [row["error"] for row in rows]
+    return {
+        "ranks": len(rows),
+        "models": len({row["model"] for row in rows}),
+        "error_median": statistics.median(map(abs, errors)),
+        "error_max": max(map(abs, errors)),
+        "too_low": max(-error for error in errors),
+    }
+
+
 MODES = {
     "probes": Mode(
         run=run_probes,
@@ -742,6 +776,9 @@ MODES = {
         result="counted_ranks",
         summarize=summarize_ranks,
         options={"--counted": None},
+    ),
+    "mixture_ranks": Mode(
+        run=run_mixture_ranks, result="mixture_ranks", summarize=summarize_mixture_ranks
     ),
 }
 

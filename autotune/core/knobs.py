@@ -25,7 +25,8 @@ _SINGLE = re.compile(r".*[_.].*")
 # For each selective value of `checkpointing`, the share of its activations that a compiled layer
 # may keep.
 SELECTIVE = {"selective_80": 0.8, "selective_50": 0.5, "selective_30": 0.3}
-ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
+FP32_ADAMW = ("adamw_torch_fused", "adamw_torch")
+ADAMW = (*FP32_ADAMW, "adamw_8bit", "paged_adamw_8bit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

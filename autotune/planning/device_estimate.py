@@ -14,7 +14,7 @@ from autotune.catalog import DeviceSpec, list_devices, resolve_device
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.objective import Objective
-from autotune.core.parallelism import Parallelism
+from autotune.core.parallelism import ZERO, Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import no_count
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown, unsupported
@@ -55,11 +55,17 @@ RANK_ACCURACY = (
     "six measured ranks, and under ZeRO by at most 1.5 % for eight. The speed on several GPUs "
     "comes from formulas that few measurements have checked"
 )
+# `benchmarks/counts.py mixture_ranks`
+COUNTED_RANKS = (
+    "memory by counting a training step of one GPU. Under FSDP2, the result for several GPUs was "
+    "at most 9.7 % off for 92 ranks of three mixtures of experts that dry probes computed. The "
+    "speed on several GPUs comes from formulas that few measurements have checked"
+)
 # `benchmarks/sharded_nf4.py offload`. Other setups were compared only with dry probes.
 UNCHECKED = (
     "With tensors in the host's memory, the memory of four ranks on two GPUs was off by at most "
-    "1.6 %; their speed, and the memory of other shards of a 4-bit base or of a mixture of experts,"
-    " are unchecked"
+    "1.6 %; their speed, the memory of other shards of a 4-bit base, and the memory of mixtures of "
+    "experts under ZeRO are unchecked"
 )
 # The two bounds follow from the routing alone: one GPU gets at least the mean number of tokens.
 DIVIDED_EXPERTS = (
@@ -105,7 +111,7 @@ def accuracy_text(
     of_one_gpu = ACCURACY if objective is Objective.SFT else OF_OBJECTIVES
     text = COUNTED if counted else of_one_gpu
     if num_gpus > 1 or unchecked:
-        text = rank_accuracy(link_by_rule=link_by_rule, unchecked=unchecked)
+        text = rank_accuracy(counted=counted, link_by_rule=link_by_rule, unchecked=unchecked)
     conversion = _conversion_accuracy(task) if task else None
     return f"{text}. {conversion.format(gpu='this GPU')}" if conversion else text
 
@@ -145,9 +151,9 @@ def _conversion_accuracy(task: Task) -> str | None:
     return OF_MEASURED_KIND if is_measured_kind(device) else OF_OTHER_KIND
 
 
-def rank_accuracy(*, link_by_rule: bool, unchecked: bool) -> str:
+def rank_accuracy(*, counted: bool, link_by_rule: bool, unchecked: bool) -> str:
     """Say how memory and speed on several GPUs are estimated and how large the errors are."""
-    sentences = [RANK_ACCURACY]
+    sentences = [COUNTED_RANKS if counted else RANK_ACCURACY]
     if unchecked:
         sentences.append(UNCHECKED)
     if link_by_rule:
@@ -162,7 +168,8 @@ def is_unchecked(
     if memory is None or parallelism.strategy == "none":
         return False
     in_4_bits = config.quantization == "nf4" and parallelism.shards
-    return memory.counted or in_4_bits or memory.host > 0
+    under_zero = memory.counted and parallelism.strategy in ZERO
+    return under_zero or in_4_bits or memory.host > 0
 
 
 def planned_device(name: str) -> DeviceSpec:

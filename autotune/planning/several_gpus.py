@@ -33,6 +33,7 @@ from autotune.planning.plan import candidates, distinguishable, memory_savers, p
 from autotune.prediction.estimate import Estimate, FittingChange, estimate
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.observed_speed import Observation
+from autotune.problem.constraints import space_of_rank
 from autotune.problem.gpu_counts import (
     MOST_GPUS,
     NETWORKS,
@@ -244,7 +245,13 @@ def plan_gpus(
         rows=with_efficiency(rows, one_gpu),
         how_sure=DIVIDED_EXPERTS
         if expert_parallel > 1
-        else accuracy_text(task, num_gpus=max(numbers), link_by_rule=by_rule, unchecked=unchecked),
+        else accuracy_text(
+            task,
+            counted=configs is None,
+            num_gpus=max(numbers),
+            link_by_rule=by_rule,
+            unchecked=unchecked,
+        ),
         context_gib=CONTEXT_GIB,
         within_hours=within_hours,
     )
@@ -321,7 +328,11 @@ def _plan_rank(
 
     if configs is None:
         say(f"counting the memory of {parallelism.num_gpus} GPUs, {parallelism.name}")
-        counted = count_best(task, of_rank)
+        try:
+            space = space_of_rank(task.space, parallelism, task.workload.global_batch)
+        except UsageError as error:
+            return RankPlan(parallelism=parallelism, problem=str(error))
+        counted = count_best(replace(task, space=space), of_rank)
         problems.append("no formula covers it, and it cannot be counted")
         return (
             RankPlan(parallelism=parallelism, problem=problems[0])

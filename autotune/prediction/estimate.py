@@ -473,7 +473,9 @@ def estimate(
     if estimated.state == OOM or parallelism.expert_parallel > 1:
         return estimated
 
-    by_formula = partial(_single_gpu, task, config, micro_steps, observations, host, count)
+    by_formula = partial(
+        _single_gpu, task, config, micro_steps, observations, host, count, parallelism
+    )
     single = (clock or by_formula)()
     if single is None:
         return estimated
@@ -541,8 +543,11 @@ def _single_gpu(
     observations: Sequence[Observation],
     host: Host | None,
     count: Counter | None,
+    parallelism: Parallelism,
 ) -> StepTimeEstimate | None:
     """Estimate the step time of one GPU of the task's device, for rows of mean length.
+
+    `parallelism` only decides the precision of the weights that the GPU computes with.
 
     The result is None if a rate of the device is unknown, or if no formula covers the configuration
     and no dry probe can run it.
@@ -550,10 +555,30 @@ def _single_gpu(
     mean = task.workload.mean_row_config(config)
     objective = task.workload.objective
     host = host or host_of(task.calibration)
+    if parallelism.shards and config.method == "full" and supported(task.model, mean) is None:
+        count = count and _sharded_counter(count)
     on_reference = step_time_of(
         task.model, mean, micro_steps, host, objective=objective, count=count
     )
     return device_step_time(task, config, on_reference, observations)
+
+
+def _sharded_counter(count: Counter) -> Counter:
+    """Return a counter of the work of a rank that holds a shard of the weights it trains.
+
+    Weights are cast to 16 bits when they are gathered, so products are in 16 bits. The optimizer
+    updates shards in fp32.
+    """
+
+    def count_rank(
+        model: ModelSpec, config: TrainConfig, micro_steps: int, objective: Objective
+    ) -> DryCount | None:
+        found = count(model, sharded_precision(config), micro_steps, objective)
+        if found is None or config.precision == "bf16_pure":
+            return found
+        return replace(found, model_gib=2 * found.model_gib, optimizer_gib=2 * found.optimizer_gib)
+
+    return count_rank
 
 
 def _with_speed(

@@ -44,6 +44,9 @@ from autotune.prediction.memory_formula import (
 # blocks of this pool only if memory is short. So on cards with enough memory, the memory that a
 # rank reserved was 20 to 55 % above the memory that the rank had allocated.
 RANK_ERROR = 0.08
+# The same for ranks whose activations a dry probe of one GPU counted; they were at most 9.7 % off
+# (`benchmarks/counts.py mixture_ranks`).
+COUNTED_RANK_ERROR = 0.1
 MAX_LIVE = 10**9  # DeepSpeed's default for the number of parameters that stage 3 may keep gathered
 BUCKET = 5 * 10**8  # DeepSpeed's default for the number of gradients in a bucket
 IN_FORWARD = ("gathering", "gathering the head", "forward", "unpacking")  # moments of a step
@@ -209,10 +212,10 @@ def rank_breakdown(
 def is_countable(config: TrainConfig, parallelism: Parallelism) -> bool:
     """Return whether `counted_rank_breakdown` covers a rank.
 
-    Without a formula, the memory of a sharded model is only known for adapters on a base in 16
-    bits: of these, gradients hardly count.
+    Without a formula, the memory of a sharded model is only known for products in 16 bits.
     """
-    return not parallelism.shards or (config.method == "lora" and config.quantization == "none")
+    in_16_bits = config.quantization == "none" and config.precision != "fp32"
+    return not parallelism.shards or in_16_bits
 
 
 def counted_rank_breakdown(
@@ -259,7 +262,7 @@ def counted_rank_breakdown(
     shares = Shares.from_measurement(model, config, count)
     moments = _counted_moments(count)
     found = _breakdown(sizes, config, parallelism, micro_steps, settings, shares, moments, 0.0)
-    return replace(found, counted=True)
+    return replace(found, counted=True, own_error=COUNTED_RANK_ERROR)
 
 
 def sharded_precision(config: TrainConfig) -> TrainConfig:

@@ -5,7 +5,7 @@ removed value is recorded with the reason for its removal.
 """
 
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -422,14 +422,35 @@ def narrow_to_sharing(narrowing: Narrowing) -> None:
         "each copy of the model needs at least two GPUs, and all copies need the same number",
     )
 
-    # A value is removed if every combination of GPU count and strategy refuses it.
-    ways = [
-        Parallelism(num_gpus=number, strategy=strategy if number > 1 else "none")
-        for number in space.choices("num_gpus")
-        for strategy in space.choices("sharding")
-    ]
+    _remove_refused(
+        narrowing,
+        [
+            Parallelism(num_gpus=number, strategy=strategy if number > 1 else "none")
+            for number in space.choices("num_gpus")
+            for strategy in space.choices("sharding")
+        ],
+    )
 
-    for knob in space.knobs:
+
+def space_of_rank(space: SearchSpace, way: Parallelism, batch: int) -> SearchSpace:
+    """Return the values of a space for one GPU with which each GPU of `way` can train.
+
+    `batch` is the global batch. Raises UsageError if a knob has no value left.
+    """
+    narrowing = Narrowing(space=space, reserve=space)
+    narrowing.keep(
+        "micro_batch_size",
+        lambda size: batch % (way.num_gpus * size) == 0,
+        f"does not divide the global batch of {batch} on each of {way.num_gpus} GPUs"
+        " (--global-batch)",
+    )
+    _remove_refused(narrowing, [way])
+    return narrowing.space
+
+
+def _remove_refused(narrowing: Narrowing, ways: Sequence[Parallelism]) -> None:
+    """Remove the values that every combination of GPU count and strategy refuses."""
+    for knob in narrowing.space.knobs:
         for value in knob.choices():
             config = TrainConfig(**{knob.name: value})
             reasons = [way.refusal(config) for way in ways]

@@ -9,6 +9,7 @@ from datetime import date
 from typing import Any
 
 from autotune.catalog import NO_PRICE, DeviceSpec, describe_price
+from autotune.core.knobs import FP32_ADAMW
 from autotune.core.memory_budget import PINNED
 from autotune.core.probe_types import Evidence, Phase
 from autotune.core.train_config import TrainConfig
@@ -60,9 +61,16 @@ class Answer:
 
 
 def shape(config: TrainConfig) -> str:
-    """Describe the method and the size of the micro batch, such as 'LoRA r16, 1 x 1,024'."""
+    """Describe the method and the size of the micro batch, such as 'LoRA r16, 1 x 1,024'.
+
+    In full fine-tuning, pure bf16 and an optimizer with a compact state are named, because they
+    may learn differently.
+    """
     kind = "full fine-tuning"
-    if config.method != "full":
+    if config.method == "full":
+        kind += " in pure bf16" if config.precision == "bf16_pure" else ""
+        kind += "" if config.optimizer in FP32_ADAMW else f" with {config.optimizer}"
+    else:
         name = "QLoRA" if config.quantization == "nf4" else "LoRA"
         kind = f"{name} r{config.lora_rank}"
     base = "" if config.quantization in ("none", "nf4") else f" on {config.quantization}"
@@ -85,12 +93,20 @@ def held_text(estimated: Estimate) -> str:
     return " to ".join(dict.fromkeys(map(fmt_gib, bounds)))
 
 
-def memory_text(estimated: Estimate, device: DeviceSpec) -> str:
-    """Return the memory that a configuration needs, its limit, and the memory of the card."""
+def memory_text(estimated: Estimate, device: DeviceSpec, each: str = "") -> str:
+    """Return the memory that a configuration takes, its limit, and the memory of the card.
+
+    If torch keeps free blocks while the GPU has room, the memory without these blocks follows.
+    `each` is ", on each GPU" if there are several.
+    """
     card = f" (the GPU has {fmt_gib(device.memory_gib)})" if device.memory_gib else ""
     if device.memory_gib and device.unified_memory:
         card = f" (the GPU and its host share {fmt_gib(device.memory_gib)})"
-    return f"{held_text(estimated)} of {fmt_gib(estimated.limit_gib)} for tensors{card}"
+    enough = ""
+    if estimated.interval_gib is None and estimated.held_gib > estimated.need_gib:
+        enough = f"; {fmt_gib(estimated.need_gib)} would be enough"
+    limit = fmt_gib(estimated.limit_gib)
+    return f"{held_text(estimated)} of {limit} for tensors{card}{each}{enough}"
 
 
 def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
@@ -336,7 +352,7 @@ def gpu_answer(plan: GpuPlan) -> Answer:
 
 def _gpus_needs(estimated: Estimate, task: Task, num_gpus: int) -> str:
     """Return the memory of each GPU, and the memory of the host if tensors are offloaded to it."""
-    needs = f"{memory_text(estimated, task.device)}, on each GPU"
+    needs = memory_text(estimated, task.device, ", on each GPU")
     if estimated.memory is None or not estimated.memory.host:
         return needs
     host_gib = num_gpus * estimated.memory.host
@@ -489,9 +505,16 @@ def check_answer(report: CheckReport) -> Answer:
     """Return an answer with the verdict on another tool's run."""
     checked = report.checked
     phase = checked.bounds.reported.phase
+    needs = f"{memory_terms(checked.estimate)}; the peak is in {_moment(phase)}"
+    held_gib, need_gib = checked.estimate.held_gib, checked.estimate.need_gib
+    if held_gib > need_gib:
+        needs += (
+            f"; torch reports up to {fmt_gib(held_gib)}, because it keeps free blocks while the"
+            " GPU has room"
+        )
     return Answer(
         answer=verdict(report),
-        needs=f"{memory_terms(checked.estimate)}; the peak is in {_moment(phase)}",
+        needs=needs,
         cost=dict(duration_lines(report)).get("cost", DASH),
         certainty=describe.estimate_basis(report.how_sure, report.calibrated),
         reason=" ".join(report.notes),

@@ -14,8 +14,15 @@ from typing import Any
 import pytest
 
 from autotune.core.probe_types import DryCount
-from autotune.planning.device_estimate import ACCURACY, COUNTED, OF_OBJECTIVES, RANK_ACCURACY
+from autotune.planning.device_estimate import (
+    ACCURACY,
+    COUNTED,
+    COUNTED_RANKS,
+    OF_OBJECTIVES,
+    RANK_ACCURACY,
+)
 from autotune.prediction.depth_extrapolation import count_at_depth
+from autotune.prediction.sharded_memory import COUNTED_RANK_ERROR
 from autotune.prediction.transfer import OF_MEMORY
 from tests.system.faults.conftest import table
 
@@ -356,6 +363,11 @@ SAID = [
         " {ranks} ranks",
     ),
     ("counted_ranks", "ranks of {models} models under FSDP2, whose memory was counted"),
+    (
+        "mixture_ranks",
+        "**{error_max:.1%} worst, below 0.1% in the median**: error of the memory that plans give"
+        " for {ranks} ranks of {models} mixtures",
+    ),
     ("counted_ranks", "models outside the fit are {other_models_error_max:.1%} off at worst"),
     (
         "plan_world",
@@ -1221,6 +1233,11 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     assert f"{said} {counted['ranks']} ranks that dry probes computed" in RANK_ACCURACY.replace(
         " %", "%"
     )
+    mixtures = RESULTS["mixture_ranks"]["summary"]
+    assert f"{mixtures['error_max']:.1%} off for {mixtures['ranks']} ranks" in (
+        COUNTED_RANKS.replace(" %", "%")
+    )
+    assert mixtures["error_max"] < COUNTED_RANK_ERROR and mixtures["error_median"] < 0.001
     of_counted = (
         f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%}"
         " at worst of"
@@ -1256,6 +1273,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
         "claims",
         "counted_ranks",
         "estimators",
+        "mixture_ranks",
         "plan_objectives",
         "plan_published",
         "plan_speed",

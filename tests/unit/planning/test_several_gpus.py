@@ -16,10 +16,11 @@ from autotune.catalog import resolve_device
 from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.json_view import json_data
-from autotune.core.knobs import KNOBS
+from autotune.core.knobs import FP32_ADAMW, KNOBS
 from autotune.core.parallelism import FSDP2, STRATEGIES, Parallelism
 from autotune.core.probe_types import DryCount, ExpertShard
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import gib
 from autotune.planning import several_gpus
 from autotune.planning.device_estimate import DIVIDED_EXPERTS, UNCHECKED, limit_of
 from autotune.planning.plan import planned_setup
@@ -579,6 +580,24 @@ def test_undivided_experts_are_planned_as_ever(monkeypatch: pytest.MonkeyPatch) 
     one, without = divided(monkeypatch, "2", expert_parallel=1), divided(monkeypatch, "2")
     assert one.rows == without.rows and one.how_sure == without.how_sure
     assert all(found.interval_gib is None for found in one.rows)
+
+
+def test_each_strategy_counts_configurations_that_it_can_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one GPU, only an optimizer in 8 bits fits, which FSDP2 cannot shard; and eight GPUs share
+    a batch of 32.
+    """
+    made = divided(monkeypatch, "8", space="full")
+    found = {row.parallelism.name: row.estimate for row in made.rows}
+    assert all(one is not None and one.config.micro_batch_size <= 4 for one in found.values())
+    sharded = found["fsdp2"]
+    assert sharded is not None and sharded.config.optimizer in FP32_ADAMW
+    assert sharded.memory is not None and sharded.memory.weights == pytest.approx(gib(4e9 / 8))
+    pinned = divided(monkeypatch, "8", space="full", pins={"optimizer": "paged_adamw_8bit"})
+    problems = {row.parallelism.name: row.problem for row in pinned.rows}
+    assert "has no code for sharded tensors" in (problems["fsdp2"] or "")
+    assert problems["ddp"] is None
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 and why.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import autotune
 from autotune.cli.last_screen import answer as last_screen
+from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_usd
 from autotune.report.answers import (
     Answer,
@@ -50,6 +52,14 @@ def test_the_answer_of_a_plan_is_its_best_configuration() -> None:
     assert "GiB for tensors" in found.needs and found.cost.startswith("$")
     assert "nothing was measured here; " in found.certainty
     assert found.reason.startswith(made.reason) and found.details is made and has_all(found)
+
+
+def test_what_may_learn_differently_is_named_in_full_fine_tuning() -> None:
+    full = TrainConfig(method="full", optimizer="paged_adamw_8bit", precision="bf16_pure")
+    size = f"{full.micro_batch_size} x {full.seq_len:,}"
+    assert shape(full) == f"full fine-tuning in pure bf16 with paged_adamw_8bit, {size}"
+    usual = replace(full, optimizer="adamw_torch", precision="bf16_mixed")
+    assert shape(usual) == f"full fine-tuning, {size}"
 
 
 def test_the_answer_for_several_gpus_is_the_cheapest_and_the_fastest() -> None:
