@@ -87,6 +87,14 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     return data
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a file has this path, which a user may have written; false for any text."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # the name is too long or otherwise impossible for a file
+        return False
+
+
 def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the text of a user's file. Raises UsageError unless it is a regular UTF-8 file."""
     try:

@@ -19,7 +19,7 @@ from autotune.catalog import ModelSpec
 from autotune.catalog.model_names import quantised_copy
 from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError, did_you_mean
-from autotune.core.files import load_data, read_user_text, read_user_yaml
+from autotune.core.files import is_file, load_data, read_user_text, read_user_yaml
 from autotune.core.knobs import KNOBS, check_value
 from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.objective import NOT_OFFERED, Objective
@@ -348,7 +348,7 @@ def _read_named_file(path: Path, name: str) -> dict[str, Any] | None:
     The file is looked up beside the run's file, then in the current directory. Raises UsageError
     for a damaged file.
     """
-    file = next((one for one in (path.parent / name, Path(name)) if _is_file(one)), None)
+    file = next((one for one in (path.parent / name, Path(name)) if is_file(one)), None)
     if file is None:
         return None
     text = read_user_text(file)
@@ -360,13 +360,6 @@ def _read_named_file(path: Path, name: str) -> dict[str, Any] | None:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(f"{file}: not valid JSON: {reason}", remedy="correct it") from None
     return settings
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # the name is too long or otherwise impossible for a file
-        return False
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -3,18 +3,16 @@
 import ctypes
 import errno
 import math
-import re
 import sys
 from typing import Any
 
 import torch
 from torch import nn
 
+from autotune.core.oom_text import RUNTIME_ERRORS, requested_gib
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.units import gib
 from autotune.trainer.sharded_nf4 import unpacked_difference
-
-UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
@@ -128,19 +126,7 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    messages = (
-        "DefaultCPUAllocator: can't allocate memory",
-        "CUDA error: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "std::bad_alloc",
-    )
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
-
-
-def requested_gib(message: str) -> float | None:
-    """The GiB of the failed allocation, read from torch's message, or None if it has no size."""
-    match = re.search(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message, re.IGNORECASE)
-    return None if match is None else float(match[1]) / UNITS_PER_GIB[match[2].lower()]
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in RUNTIME_ERRORS)
 
 
 def oom_detail(

@@ -208,7 +208,8 @@ def _vocab_size(model: dict[str, Any]) -> int:
 
 def _failure(error: Exception, phases: PhaseLog) -> dict[str, Any]:
     """The failure as fields of the result. The phase is the one that failed."""
-    from autotune.probe.accounting import is_out_of_memory, requested_gib
+    from autotune.core.oom_text import requested_gib
+    from autotune.probe.accounting import is_out_of_memory
 
     phase = phases.failed_in or phases.phase or Phase.ROLLOUT
     reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -12,6 +12,7 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.json_view import json_form
 from autotune.problem.calibration import Calibration
 from autotune.report.oom import OomReport
+from autotune.report.oom_message import OomMessage
 from autotune.report.values.catalog import DatedPrice, Gpu, Suite
 from autotune.report.values.check import CheckReport
 from autotune.report.values.commands import (
@@ -58,6 +59,7 @@ ANSWERS: dict[str, Any] = {
     "status --nodes": list[NodeRow],
     "list": list[StudyRow],
     "oom": OomReport,
+    "oom MESSAGE": OomMessage,
     "explain": Ablation,
     "explain --profile": ProfileReport,
     "verify": Verification,

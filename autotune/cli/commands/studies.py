@@ -267,7 +267,14 @@ def delete(
 
 
 def oom(
-    study: StudyName = None,
+    study: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="STUDY|MESSAGE",
+            help="Name of the study; the newest by default. Or the out-of-memory error of another "
+            "training: its message in quotation marks, its log file, or - for stdin.",
+        ),
+    ] = None,
     details: Annotated[
         bool,
         typer.Option(
@@ -281,12 +288,27 @@ def oom(
     """Print why trials of a study did not fit, and the first change to make.
 
     With `details`, print each configuration that did not fit, with proposed changes, as Markdown.
-    On a terminal, the Markdown is rendered.
+    On a terminal, the Markdown is rendered. With an error message instead of a study, print what
+    the message says.
+
+    Raises UsageError if there is no such study, or if the text has no out-of-memory error.
     """
     from autotune.api import load_study
+    from autotune.cli.oom_input import MESSAGE_FORMS, message_of
     from autotune.report.oom import oom_report
 
-    report = oom_report(load_study(study, storage).summary)
+    if (message := message_of(study)) is not None:
+        if json_:
+            print_answer_json(message)
+        else:
+            for sentence in message.answer():
+                print_text(sentence)
+        return
+
+    try:
+        report = oom_report(load_study(study, storage).summary)
+    except UsageError as error:
+        raise UsageError(str(error), remedy=f"{error.remedy}; {MESSAGE_FORMS}") from None
     if json_:
         print_answer_json(report)
     elif not details:

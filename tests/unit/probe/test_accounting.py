@@ -19,7 +19,6 @@ from autotune.probe.accounting import (
     optimizer_gib,
     paged_state_gib,
     parameter_gib,
-    requested_gib,
     tensor_gib,
     tight_memory_detail,
     trained_parameters,
@@ -151,20 +150,6 @@ def test_memory_that_ran_out_is_told_from_memory_that_was_misused(
     error: Exception, is_memory: bool
 ) -> None:
     assert is_out_of_memory(error) is is_memory
-
-
-@pytest.mark.parametrize(
-    ("message", "gib"),
-    [
-        ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has", 2.5),
-        ("Tried to allocate 512.00 MiB", 0.5),
-        ("Tried to allocate 256.00 KiB", 256 / 2**20),
-        ("you tried to allocate 1073741824 bytes. Error code 12", 1.0),
-        ("CUDA error: out of memory", None),
-    ],
-)
-def test_the_size_that_failed_is_read_in_its_unit(message: str, gib: float | None) -> None:
-    assert requested_gib(message) == gib
 
 
 def test_what_was_freed_since_the_peak_were_activations() -> None:

@@ -58,6 +58,7 @@ WITHOUT_STUDY = {
     ],
     "check": [("check", "trl.yaml", "--gpu", "a10"), ("check", "trl.yaml", "--gpu", "h100")],
     "doctor": [("doctor",)],
+    "oom MESSAGE": [("oom", "CUDA out of memory. Tried to allocate 2.00 GiB")],
     "plan --objective grpo": [
         ("plan", "--gpu", "h100", "--model", "qwen2.5-0.5b", "--objective", "grpo"),
     ],

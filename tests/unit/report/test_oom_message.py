@@ -1,0 +1,66 @@
+import pytest
+
+from autotune.report.oom_message import read_message
+
+NEW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+    "capacity of 23.69 GiB of which 1.06 GiB is\nfree. Including non-PyTorch memory, this process "
+    "has 22.62 GiB memory in use. Of the allocated memory 21.50 GiB is allocated by PyTorch, and "
+    "512.00 MiB is reserved by PyTorch but unallocated."
+)
+OTHERS = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 16.00 GiB total capacity; 4.50 GiB "
+    "already allocated; 0 bytes free; 5.00 GiB reserved in total by PyTorch)"
+)
+BLOCKS = (
+    "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacty of 79.00 GiB of "
+    "which 128.00 MiB is free. Process 7 has 78.87 GiB memory in use. Of the allocated memory "
+    "70.00 GiB is allocated by PyTorch, with 10.00 MiB allocated in private pools (e.g., CUDA "
+    "Graphs), and 8.50 GiB is reserved by PyTorch but unallocated."
+)
+HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes."
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "sizes"),
+    [
+        (NEW, "too large", (23.69, 2.0, 21.5, 0.5, 0.01)),
+        (f"step 1\n{NEW}\n{OTHERS}", "too large", (23.69, 2.0, 21.5, 0.5, 0.01)),  # the first one
+        (OTHERS, "other programs", (16.0, 20 / 1024, 4.5, 0.5, 11.0)),
+        (BLOCKS, "fragmentation", (79.0, 0.25, 70.0, 8.5, 0.375)),
+        (HOST, "host", (None, 1.0, None, None, None)),
+        ("CUDA error: out of memory", "too large", (None,) * 5),
+    ],
+)
+def test_a_message_gives_its_sizes_and_the_cause(
+    text: str, cause: str, sizes: tuple[float | None, ...]
+) -> None:
+    message = read_message(text)
+    assert message is not None and message.cause == cause
+    found = (
+        message.capacity_gib,
+        message.requested_gib,
+        message.allocated_gib,
+        message.free_blocks_gib,
+        message.outside_gib,
+    )
+    assert found == pytest.approx(sizes, abs=1e-6)
+    first, *rest = message.answer()
+    assert message.first_change in first
+    assert ("autotune check" in " ".join(rest)) is (cause == "too large")
+
+
+def test_the_answer_gives_the_least_that_the_training_needs() -> None:
+    message = read_message(NEW)
+    assert message is not None
+    assert message.answer()[:2] == (
+        "The GPU of 23.7 GiB has no room for 2.00 GiB more. First change: activation "
+        "checkpointing, or half the micro batch size if it is on already.",
+        "The tensors took 21.5 GiB, and the next one needed 2.00 GiB. The training needs at least "
+        "the sum.",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "demo-3m-cpu", "RuntimeError: shapes do not match"])
+def test_other_texts_are_no_message(text: str) -> None:
+    assert read_message(text) is None
