@@ -37,12 +37,25 @@ INLINED = {"convert_element_type", "_to_copy", "index"}
 GRAPHS = 64
 
 
-def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -> None:
-    """Compile each layer separately at its first run, and discard earlier compilations.
+class _Compiled:
+    """The key of the layers whose compiled code torch keeps, or None if there is none."""
 
-    `activation_budget` has the same meaning as in `trainer.lean_trainer.compile_layers`.
+    key: str | None = None
+
+
+def compile_for_count(
+    layers: list[nn.Module], activation_budget: float = 1.0, key: str | None = None
+) -> bool:
+    """Compile each layer separately at its first run.
+
+    Compiled code of earlier layers is discarded, unless they had the same `key`, which identifies
+    all that decides a layer's code. Returns whether it was discarded. `activation_budget` has the
+    same meaning as in `trainer.lean_trainer.compile_layers`.
     """
-    torch._dynamo.reset()
+    is_new = key is None or key != _Compiled.key
+    if is_new:
+        torch._dynamo.reset()
+        _Compiled.key = key
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = GRAPHS
     dynamo.accumulated_recompile_limit = GRAPHS
@@ -53,6 +66,7 @@ def compile_for_count(layers: list[nn.Module], activation_budget: float = 1.0) -
     torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
     for layer in layers:
         layer.compile(dynamic=False, backend=_backend(activation_budget))
+    return is_new
 
 
 def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:

@@ -20,7 +20,8 @@ from torch import nn
 from autotune.core.objective import Objective
 from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.core.probe_types import DryCount, ProbeRequest
-from autotune.core.train_config import TrainConfig
+from autotune.core.serialization import to_data
+from autotune.core.train_config import TrainConfig, digest_of
 from autotune.core.units import MIB, gib
 from autotune.dry.compiled import compile_for_count
 from autotune.dry.expert_parallel import divide_experts, expert_parameters
@@ -84,7 +85,23 @@ def dry_probe(request: ProbeRequest, other: OtherTrainer = USUAL) -> DryCount:
             stack.enter_context(simulate_trl(padded=padded))
             request = replace(request, config=replace_fp16(config))
         workspace = WORKSPACE + SIDE_WORKSPACE if config.lora_kernels == "joined" else WORKSPACE
-        return CountedStep(request, META, cuda_workspace, other).count(workspace)
+        step = CountedStep(request, META, cuda_workspace, other)
+        count = step.count(workspace)
+        if step.compiles:
+            # While torch compiles, it allocates a few KiB, which would count as memory of a layer
+            # if the other of two depths had them not. Compiled code takes a moment to run again.
+            count = CountedStep(request, META, cuda_workspace, other).count(workspace)
+        return count
+
+
+def _key_of_layers(request: ProbeRequest, other: OtherTrainer) -> str:
+    """Return a digest of all that decides the compiled code of a layer and the shape of its inputs.
+
+    Models of another depth have the same layers.
+    """
+    same = replace(request, depth=None, micro_steps=1, config=TrainConfig())
+    config = request.config.as_dict() | {"optimizer": None}
+    return digest_of([to_data(same), config, to_data(other)])
 
 
 class CountedStep:
@@ -120,12 +137,17 @@ class CountedStep:
         self._model_bytes = self._counter.live
         self._prepare_training(settings)
         self._loss = self._choose_loss()
+        self.compiles = False  # whether torch compiles layers in the first step
         if self._config.compile == "per_layer":
             if self._config.method == "lora":
                 # The inputs of all layers but the first require gradients. As in a real probe, also
                 # make the first layer's input require gradients, so that all layers compile alike.
                 require_input_gradients(self._base)
-            compile_for_count(decoder_layers(self._model), self._config.activation_budget)
+            self.compiles = compile_for_count(
+                decoder_layers(self._model),
+                self._config.activation_budget,
+                _key_of_layers(request, other),
+            )
 
         self._trl_step = None
         if request.trainer == "trl":

@@ -399,6 +399,22 @@ def test_only_what_grows_with_depth_grows() -> None:
     assert one.peak_allocated_gib < two.peak_allocated_gib == whole.peak_allocated_gib
 
 
+def test_a_count_does_not_depend_on_what_was_compiled_before() -> None:
+    """The second depth runs the compiled code of the first; other layers are compiled anew."""
+    shallow, deep, others = (
+        request("llama", depth=depth, compile="per_layer", **knobs)
+        for depth, knobs in ((1, {}), (2, {}), (1, {"checkpointing": "none"}))
+    )
+    torch._dynamo.reset()
+    dry_compile._Compiled.key = None
+    in_turn = [dry_probe(one) for one in (shallow, deep, others, deep, shallow)]
+    alone = []
+    for one in (deep, shallow):
+        dry_compile._Compiled.key = None
+        alone.append(dry_probe(one))
+    assert in_turn[1] == in_turn[3] == alone[0] and in_turn[0] == in_turn[4] == alone[1]
+
+
 def test_a_single_micro_batch_has_no_gradients_in_its_forward_pass() -> None:
     wanted = request("llama", method="full", precision="bf16_pure")
     single = ProbeRequest(config=wanted.config, model=wanted.model, memory_gib=1.0, micro_steps=1)
@@ -1130,9 +1146,15 @@ def test_layers_are_compiled_one_by_one_for_each_length() -> None:
             graphs.append(counters["stats"]["unique_graphs"])
         steps = [after - before for before, after in pairwise(graphs)]
         assert steps[0] == steps[3] == 0 and steps[1] == steps[2] > 0
-        dry_compile.compile_for_count(layers)
+        assert dry_compile.compile_for_count(layers, key="a")
         layers[0](torch.empty(4, 8, device=META, requires_grad=True)).sum()
-        assert counters["stats"]["unique_graphs"] > 0
+        compiled = counters["stats"]["unique_graphs"]
+        assert compiled > 0
+        others: list[nn.Module] = [_Layer().to_empty(device=META)]
+        assert not dry_compile.compile_for_count(others, key="a")
+        others[0](torch.empty(4, 8, device=META, requires_grad=True)).sum()
+        assert counters["stats"]["unique_graphs"] == compiled
+        assert dry_compile.compile_for_count(layers, key="b")
     torch._dynamo.reset()
 
 
