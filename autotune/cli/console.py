@@ -243,7 +243,8 @@ class Display(AbstractContextManager["Display"]):
         recipe = summary.recipe
         steps = next_steps(summary, out_dir, self._storage)
         if recipe is None:
-            self._print("no configuration succeeded", "red")
+            text = "no configuration succeeded" if summary.trials else "no trial has ended"
+            self._print(text, "red")
             self._next(steps)
             return
         if self._status is not None:

@@ -98,9 +98,9 @@ def side_by_side(summary: StudySummary, recipe: Recipe) -> list[str]:
 def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) -> dict[str, str]:
     """Return {purpose: command line} for the next steps: train, verify and explain, if possible.
 
-    The user can run the commands without a change. `storage` is the value of `--storage`. If it has
-    a password, the first command sets an environment variable for the others, and the user has to
-    insert the password.
+    If the study was stopped, the first step continues it. The user can run the commands without a
+    change. `storage` is the value of `--storage`. If it has a password, the first command sets an
+    environment variable for the others, and the user has to insert the password.
     """
     from autotune.study.storage.location import printed_options
 
@@ -110,12 +110,16 @@ def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) 
     def command(verb: str, *options: str) -> str:
         return shlex.join(["autotune", verb, *options, *database, *operands(summary.study)])
 
+    steps = first
+    if summary.stopped:
+        steps["continue the search, which was stopped"] = command("resume")
     recipe = summary.recipe
     if recipe is None:
-        return first | {"see which configurations did not fit, and what to change": command("oom")}
+        if summary.trials or not summary.stopped:
+            steps["see which configurations did not fit, and what to change"] = command("oom")
+        return steps
 
     place = _place(recipe)
-    steps = first
     if recipe.trainer != "transformers":
         steps |= describe.training_commands(summary, recipe, out_dir)
     elif summary.dataset and has_published_weights(recipe):

@@ -57,6 +57,7 @@ from autotune.study.probe_time import ProbeTimes
 from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
+MAX_IN_VAIN = 2  # see `Evaluator._measure`
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
 # If a configuration that offloads activations runs out of memory, either the device or the host had
 # too little. It was the host if at least this share of the device's memory limit was still free.
@@ -170,6 +171,10 @@ class Evaluator:
     _tensor_shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     # Why the truncated models of a configuration failed. The whole model may still succeed.
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)
+    # The disturbed results of probes outside trials, by the digest of their request, and how many
+    # second probes in a row were disturbed too.
+    _disturbed: dict[str, ProbeResult] = field(default_factory=dict)
+    _in_vain: int = 0
     # The seconds of each configuration's probes since its last evaluation ended.
     _seconds: dict[TrainConfig, float] = field(default_factory=dict)
 
@@ -177,12 +182,16 @@ class Evaluator:
         self._depths = DepthPredictor(self.shape)
         self._times = ProbeTimes(self.shape)
 
-    def _find(self, request: ProbeRequest, *rungs: Rung) -> ProbeResult | None:
-        """Return the newest stored answer to a request, if this study may reuse it."""
+    def _find(self, request: ProbeRequest, trial: int | None, *rungs: Rung) -> ProbeResult | None:
+        """Return the newest stored answer to a request, if this study may reuse it.
+
+        A trial also reuses a disturbed result of the probes that ran before the search.
+        """
         if not self.reuses:
             return None
         fingerprint = self.prober.fingerprint.digest
-        return self.store.find(request.digest, fingerprint, rungs, studies=self.studies)
+        stored = self.store.find(request.digest, fingerprint, rungs, studies=self.studies)
+        return stored or (None if trial is None else self._disturbed.get(request.digest))
 
     def learn_from_others(self) -> None:
         """Learn from other studies' measurements of this model on this device.
@@ -329,7 +338,7 @@ class Evaluator:
         call reuses the results of the first call.
         """
         request = self.request(config)
-        stored = self._find(request, Rung.FULL, Rung.CONFIRM)
+        stored = self._find(request, trial, Rung.FULL, Rung.CONFIRM)
         if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
@@ -438,7 +447,7 @@ class Evaluator:
         Returns None if the probe failed.
         """
         request = replace(self.request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
-        stored = self._find(request, Rung.FULL, Rung.REFERENCE)
+        stored = self._find(request, None, Rung.FULL, Rung.REFERENCE)
         if stored is not None and stored.measurement is not None and stored.measurement.losses:
             known = replace(stored, rung=Rung.REFERENCE, log=None, seconds={})
         else:
@@ -556,7 +565,7 @@ class Evaluator:
             # plan. The time that this plan takes does not depend on the number of layers, so it is
             # measured with only one of the two truncated models.
             short = replace(truncate_request(request, depth), new_lengths=depth == pair[0])
-            stored = self._find(short, Rung.SHALLOW)
+            stored = self._find(short, trial, Rung.SHALLOW)
             result = stored or self._probe(short, trial, f"-depth{depth}")
             self.learn(trial, result)
 
@@ -622,26 +631,34 @@ class Evaluator:
     def _measure(self, request: ProbeRequest, trial: int | None, log: Path) -> ProbeResult:
         """Probe once, or twice if other work disturbed the first probe's times; store the result.
 
-        If the second probe is disturbed too, the result is marked as disturbed.
+        If the second probe is disturbed too, the result is marked as disturbed. On a machine that
+        is never quiet, second probes would take half of the search's time for nothing. So after
+        MAX_IN_VAIN disturbed second probes in a row, trials are probed once, until a probe is
+        undisturbed. The finalists are measured again in any case.
         """
-        first = self._mark_disturbance(self.prober.probe(request, log))
-        if first.disturbed is None:
-            return self._store_result(trial, self._add_time_parts(first))
+        first = self._add_time_parts(self._mark_disturbance(self.prober.probe(request, log)))
+        if first.disturbed is None and first.outcome is Outcome.OK:
+            self._in_vain = 0
+        if first.disturbed is None or (trial is not None and self._in_vain >= MAX_IN_VAIN):
+            return self._store_result(trial, first)
 
         # If the budget, the user or a kill stops the second probe, the first probe's result is
         # used.
-        first = self._add_time_parts(first)
         fingerprint = self.prober.fingerprint
         kept = self.store.keep(self.study, trial, first, fingerprint, model=self.model)
         try:
             second = self._mark_disturbance(self.prober.probe(request, log))
             doubt = f"measured twice, because the first time {first.disturbed}"
             result = merge_tries(first, second, doubt)
+            self._in_vain = 0 if result.disturbed is None else self._in_vain + 1
         except (Cancelled, EnvironmentProblem):  # the next probe raises the same exception
             result = first
 
         self.store.discard(kept)
-        return self._store_result(trial, self._add_time_parts(result))
+        result = self._add_time_parts(result)
+        if trial is None and result.disturbed is not None and request.rung is not Rung.CONFIRM:
+            self._disturbed[request.digest] = result
+        return self._store_result(trial, result)
 
     def _mark_disturbance(self, result: ProbeResult) -> ProbeResult:
         """Return the result, marked as disturbed if other work disturbed its times."""

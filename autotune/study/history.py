@@ -15,7 +15,7 @@ from autotune.study.evaluator import Evaluation
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
-from autotune.study.storage.study_record import StudyRecord
+from autotune.study.storage.study_record import StudyPhase, StudyRecord
 from autotune.study.summary import Projections, Recipe, StudySummary, TrainingData, TrialRecord
 
 # A function that projects the winner's run to other devices. Its float argument is the share of
@@ -144,6 +144,9 @@ def summarize(
     )
     recipe = recipe and replace(recipe, learning=learning, data=training_data(record))
 
+    stopped = record.phase is StudyPhase.STOPPED
+    if stopped:
+        notes.append("the study was stopped before its end, so a faster configuration may exist")
     if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
     projections = project(selection, recipe, record.terms.headroom) if recipe else Projections()
@@ -170,6 +173,7 @@ def summarize(
         if recipe and _is_of(record.decomposition, recipe)
         else None,
         notes=tuple(notes),
+        stopped=stopped,
         has_sdpa=not selection.task.model.lacks("sdpa"),
         dataset=record.spec.dataset,
         split=record.spec.split,

@@ -46,9 +46,13 @@ class Study:
             measure_close_calls(trials)
 
     def run_queue(self) -> None:
-        """Run the queued trials, for example the configurations probed before the search began."""
+        """Run the queued trials, for example the configurations probed before the search began.
+
+        The first trial runs even if the user asked to stop, because its result is usually stored.
+        If it is not, its probe ends at once.
+        """
         trials = self.trials
-        while trials.optimizer.is_waiting() and not trials.is_done():
+        while trials.optimizer.is_waiting() and not (trials.rows and trials.is_done()):
             if trials.run_one(trials.selection.prune_reason) is None:
                 break
 

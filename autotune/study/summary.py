@@ -448,7 +448,8 @@ class Projections:
 class StudySummary:
     """The results of a study, as reports and exporters read them.
 
-    `recipe` is None if no trial succeeded. `wall_seconds` is the time of all sessions. `probes` has
+    `recipe` is None if no trial succeeded. `stopped` is True if the user or a failure stopped the
+    study before its end. `wall_seconds` is the time of all sessions. `probes` has
     all stored results in order. A result that was computed without a probe has no seconds. `cards`
     and `scaling` predict the winner's run on other cards and on other numbers of GPUs. `has_sdpa`
     says whether transformers has SDPA attention for the model.
@@ -495,6 +496,7 @@ class StudySummary:
     explanation: Ablation | None = None
     decomposition: Decomposition | None = None
     notes: tuple[str, ...] = ()
+    stopped: bool = False
     has_sdpa: bool = True
     dataset: str | None = None  # the path or name of the dataset, as the user gave it
     split: str | None = None

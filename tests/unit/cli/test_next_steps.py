@@ -43,6 +43,8 @@ STUDIES = {
         summary(model="demo-3m", device="cpu"), model=resolve_model("demo-3m")
     ),
     "nothing fits": replace(summary(), recipe=None),
+    "stopped": replace(summary(), stopped=True),
+    "stopped at once": replace(summary(), recipe=None, trials=(), stopped=True),
     "several GPUs, planned": changed(
         summary(), config={"num_gpus": 8, "sharding": "fsdp2"}, evidence=Evidence.PROJECTED
     ),
@@ -57,6 +59,8 @@ STUDIES = {
 VERBS = {
     "lora on a CPU": ["train", "verify", "explain"],
     "nothing fits": ["oom"],
+    "stopped": ["resume", "train", "verify", "explain"],
+    "stopped at once": ["resume"],
     "several GPUs, planned": ["train", "explain"],
     "qlora": ["train", "verify", "explain"],
     "unsteady": ["train", "explain"],
@@ -84,7 +88,7 @@ def test_each_printed_command_is_one_that_the_program_knows(
     assert [one["verb"] for one in parsed] == VERBS[name]
     assert {(one["study"], one["storage"]) for one in parsed} == {(study.study, storage)}
 
-    train = parsed[0]
+    train = next((one for one in parsed if one["verb"] == "train"), {})
     if study.dataset:
         given = (str(train["dataset"]), train["split"], train["random_weights"])
         assert given == (study.dataset, "test", False)

@@ -99,6 +99,44 @@ def test_a_probe_that_is_disturbed_twice_is_labelled_and_answers_no_later_reques
     assert third.reused and third.result.measurement == second.result.measurement
 
 
+def test_a_trial_reuses_the_disturbed_probes_that_ran_before_the_search(start: Start) -> None:
+    session = start(disturbed_if(lambda request, earlier: True))
+    before = session.evaluator.evaluate(BASELINE, None, spare_s=0.0).result
+    probes = session.prober.num_probes
+    trial = session.evaluator.evaluate(BASELINE, 0)
+    assert session.prober.num_probes == probes == 2
+    assert trial.reused and trial.is_own and trial.result.measurement == before.measurement
+    assert trial.result.evidence is Evidence.DISTURBED
+    session.evaluator.evaluate(BASELINE, None)
+    assert session.prober.num_probes == 2 * probes
+
+
+def test_a_machine_that_is_never_quiet_has_time_for_more_candidates(start: Start) -> None:
+    """Second probes were in vain, so trials get one. Confirmations and quiet probes reset this."""
+    is_busy = True
+    answers = machine(rate=by_tokens, limit_gib=3.1)
+    session = start(disturbed_if(lambda request, earlier: is_busy, answers=answers))
+    evaluator = session.evaluator
+    too_large = replace(BEST, micro_batch_size=16)
+
+    def probes(config: TrainConfig, trial: int | None) -> int:
+        before = session.prober.num_probes
+        evaluator.evaluate(config, trial)
+        return session.prober.num_probes - before
+
+    sizes = [replace(BASELINE, micro_batch_size=size) for size in (1, 2, 4, 8)]
+    assert [probes(config, trial) for trial, config in enumerate(sizes)] == [2, 2, 1, 1]
+    assert [probes(too_large, 4), probes(replace(sizes[0], lora_rank=32), 5)] == [1, 1]
+    before = session.prober.num_probes
+    assert evaluator.confirm(sizes[0], 2, 1).disturbed == REASON
+    assert session.prober.num_probes == before + 2
+
+    is_busy = False
+    assert probes(BEST, 6) == 1
+    is_busy = True
+    assert probes(replace(BEST, lora_rank=32), 7) == 2
+
+
 @pytest.mark.parametrize("error", [Cancelled, EnvironmentProblem])
 def test_a_stop_before_the_repetition_keeps_the_first_result(
     start: Start, error: type[Exception]

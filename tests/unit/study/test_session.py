@@ -24,15 +24,25 @@ from autotune.core.errors import (
 )
 from autotune.core.nvml import GpuInfo
 from autotune.core.objective import Objective
-from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.probe_types import (
+    Evidence,
+    ModelShape,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+)
+from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
+from autotune.problem.disturbance import ASSUME_QUIET
 from autotune.problem.setup import Setup
 from autotune.problem.speed_transfer import SpeedTransfer
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.report import describe
 from autotune.study import session as session_module
 from autotune.study.decomposition import WHOLE
 from autotune.study.optimizer import Optimizer
@@ -109,7 +119,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Recorded]:
 URL = "sqlite:///a.db"
 
 
-def lead(said: list[str] | None = None, **options: Any) -> Leader:
+def lead(said: list[str] | None = None, *, stop: StopToken | None = None, **options: Any) -> Leader:
     """Lead the study 'mine' as a process does."""
     values = {
         "model": "demo-3m",
@@ -124,7 +134,9 @@ def lead(said: list[str] | None = None, **options: Any) -> Leader:
     )
     plan = prepare_session(spec)
     lines: list[str] = [] if said is None else said
-    with Session(plan.url, plan.out, plan.device, progress=TextProgress(lines.append)) as session:
+    with Session(
+        plan.url, plan.out, plan.device, stop=stop, progress=TextProgress(lines.append)
+    ) as session:
         leader = Leader(
             session,
             plan,
@@ -291,6 +303,39 @@ def test_an_interrupt_of_a_caller_without_signal_handlers_is_a_stop() -> None:
     leader = lead()
     assert leader.session.stop() and leader.failure is None
     assert record().phase == StudyPhase.STOPPED and record().too_short_for == ()
+
+
+def test_a_stop_during_the_baseline_keeps_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work disturbs the first probe, and the user stops the second."""
+    monkeypatch.delenv(ASSUME_QUIET, raising=False)
+    stop = StopToken()
+    probes = list[TrainConfig]()
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        probes.append(request.config)
+        if len(probes) > 1:
+            stop.request()
+            raise Cancelled
+        probed = machine(rate=by_tokens, limit_gib=100.0)(request)
+        assert probed.measurement is not None
+        return replace(probed, measurement=replace(probed.measurement, other_gpu=0.6))
+
+    Recorded.answers = staticmethod(answer)
+    leader = lead(stop=stop)
+    (row,) = leader.trials.rows
+    assert (row.config, row.evidence) == (probes[0], Evidence.DISTURBED) and len(probes) == 2
+
+    summary = read_summary(record(), URL, nowhere)
+    assert summary.stopped and summary.recipe is not None and summary.recipe.alone
+    assert describe.breakdown(summary) == "1 configuration: 1 fit"
+    assert any("stopped before its end" in note for note in summary.notes)
+
+    Recorded.answers = staticmethod(machine(rate=by_tokens, limit_gib=100.0))
+    said: list[str] = []
+    later = lead(said)
+    assert "trials: 1 done already, 0 interrupted and queued again" in said
+    assert [one.config for one in later.trials.rows].count(row.config) == 1
+    assert not read_summary(record(), URL, nowhere).stopped
 
 
 def test_what_nothing_else_than_quantised_bases_fit_is_said_and_kept() -> None:
