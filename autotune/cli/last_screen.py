@@ -51,6 +51,7 @@ def answer(summary: StudySummary, recipe: Recipe) -> list[Field]:
         Field(name="winner", text=result.answer, style="bold green"),
         Field(name="", text="; ".join(describe.configuration(recipe))),
         Field(name="speed", text=f"{number['useful tokens/s']} useful tokens/s{mfu}{speed_up}"),
+        *([Field(name="", text=slower)] if (slower := summary.slower_than_searched) else []),
         Field(name="cost", text=result.cost),
         Field(name="search", text=describe.savings(summary)),
         Field(name="memory", text=result.needs),

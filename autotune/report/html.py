@@ -245,6 +245,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         view |= {
             "device": next(iter(recipe.device.nvml_names), recipe.device.name),
             "phrases": describe.configuration(recipe),
+            "speed_up": describe.speed_up(recipe),
             "stats": stats(recipe, summary),
             "price": _price(recipe),
             "commands": describe.training_commands(summary, recipe, out_dir),

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os.path import expanduser
 
-from autotune.core.probe_types import ProbeResult, Rung
+from autotune.core.probe_types import Evidence, Outcome, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count
 from autotune.prediction.projection import run_tokens_per_s
 from autotune.problem.dataset import chat_template_in, files_of, full_path
-from autotune.problem.performance import margins
+from autotune.problem.performance import TIE, margins
 from autotune.problem.task import Task
 from autotune.study.decomposition import Decomposition
 from autotune.study.evaluator import Evaluation
@@ -174,10 +175,49 @@ def summarize(
         else None,
         notes=tuple(notes),
         stopped=stopped,
+        slower_than_searched=_slower_than_searched(rows, selection, recipe) if recipe else "",
         has_sdpa=not selection.task.model.lacks("sdpa"),
         dataset=record.spec.dataset,
         split=record.spec.split,
     )
+
+
+def _slower_than_searched(rows: Iterable[TrialRecord], selection: Selection, recipe: Recipe) -> str:
+    """Say why the winner is slower than the best trial that the search showed.
+
+    The text is empty if the winner is not slower. It is also empty if the best trial lost for
+    another reason than its speed, which the recipe gives.
+    """
+    winner = recipe.winner
+    speed = winner.performance.tokens_per_second
+    best_speed, best = max(
+        (
+            (row.tokens_per_second, row)
+            for row in rows
+            if row.outcome is Outcome.OK
+            and row.tokens_per_second is not None
+            and row.config.num_gpus == winner.config.num_gpus
+        ),
+        key=lambda scored: scored[0],
+        default=(0.0, None),
+    )
+    if best is None or best_speed <= speed * (1 + TIE):
+        return ""
+
+    record = selection.record(best.config)
+    shown = f"{'the winner' if best.config == winner.config else f'trial {best.number}'} reached "
+    shown += f"{fmt_count(best_speed)} tokens/s in the search"
+    if not record.best_known:  # its confirmation failed, which the caveats say
+        return ""
+    again = selection.candidate(best.config).performance.tokens_per_second
+    if again < best_speed / (1 + TIE):
+        return (
+            f"{shown}, but {fmt_count(again)} tokens/s when it was measured again; "
+            "the later measurements count"
+        )
+    if Evidence.DISTURBED in (record.evidence, best.evidence) and best.config != winner.config:
+        return f"{shown}, but other work disturbed this measurement, so it does not count"
+    return ""
 
 
 def training_data(record: StudyRecord) -> TrainingData | None:

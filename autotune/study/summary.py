@@ -449,10 +449,11 @@ class StudySummary:
     """The results of a study, as reports and exporters read them.
 
     `recipe` is None if no trial succeeded. `stopped` is True if the user or a failure stopped the
-    study before its end. `wall_seconds` is the time of all sessions. `probes` has
-    all stored results in order. A result that was computed without a probe has no seconds. `cards`
-    and `scaling` predict the winner's run on other cards and on other numbers of GPUs. `has_sdpa`
-    says whether transformers has SDPA attention for the model.
+    study before its end. `slower_than_searched` says why the winner is slower than the best trial
+    of the search; the text is empty if it is not slower. `wall_seconds` is the time of all
+    sessions. `probes` has all stored results in order. A result that was computed without a probe
+    has no seconds. `cards` and `scaling` predict the winner's run on other cards and on other
+    numbers of GPUs. `has_sdpa` says whether transformers has SDPA attention for the model.
     """
 
     JSON: ClassVar = keys(
@@ -497,6 +498,7 @@ class StudySummary:
     decomposition: Decomposition | None = None
     notes: tuple[str, ...] = ()
     stopped: bool = False
+    slower_than_searched: str = ""
     has_sdpa: bool = True
     dataset: str | None = None  # the path or name of the dataset, as the user gave it
     split: str | None = None

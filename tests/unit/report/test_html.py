@@ -131,6 +131,15 @@ def test_no_ratio_without_a_difference(
     assert f"<h1>{headline}</h1>" in page
     assert f'<div class="value lead">{value}</div>' in page
     assert ("of the baseline" in headline or "than" in headline) is (f"{ratio:.2f}×" in page)
+    reason = f"The table has no ratio of speed or cost: {describe.speed_up(made.recipe)}."
+    assert (reason in page) is not made.recipe.differs
+
+
+def test_disturbed_measurements_are_not_called_equally_fast(study: StudySummary) -> None:
+    recipe = recipe_of(study)
+    winner = replace(recipe.winner, evidence=Evidence.DISTURBED)
+    page = render(replace(study, recipe=replace(recipe, winner=winner)), "out")
+    assert "equally fast" not in page and "no ratio of speed or cost: the machine is too" in page
 
 
 def test_first_screen(page: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.cli import last_screen
 from autotune.core.errors import Cancelled, EnvironmentProblem
 from autotune.core.probe_types import (
     Evidence,
@@ -16,9 +17,11 @@ from autotune.core.probe_types import (
     Rung,
 )
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count
 from autotune.prediction.depth_extrapolation import DepthPredictor
 from autotune.problem.disturbance import ASSUME_QUIET
 from autotune.report import describe
+from autotune.report.html import render
 from autotune.study.ablation import ablate
 from autotune.study.confirmation import MAX_CONFIRMATIONS
 from autotune.study.history import restore
@@ -440,3 +443,48 @@ def test_an_explanation_compares_no_disturbed_probe(start: Start) -> None:
     assert knob.peak_gib is not None
     (line,) = [one for one in describe.ablation(done) if one.startswith("checkpointing")]
     assert line.endswith("no comparison: other work disturbed the measurement [disturbed]")
+
+
+def slower_again(searched: Callable[[TrainConfig], float]) -> Answer:
+    """Confirmations run at the usual speed, and the search's probes at the speed `searched`."""
+    usual, in_search = machine(rate=by_tokens), machine(rate=searched)
+    return lambda request: (usual if request.rung is Rung.CONFIRM else in_search)(request)
+
+
+@pytest.mark.parametrize("lucky", [BEST, replace(BEST, micro_batch_size=4)])
+def test_a_winner_below_the_best_trial_of_the_search_is_explained(
+    start: Start, lucky: TrainConfig
+) -> None:
+    session = whole(
+        start,
+        slower_again(lambda config: by_tokens(config) * (1.2 if config == lucky else 1.0)),
+    )
+    made = session.summary()
+    assert made.recipe is not None and made.recipe.winner.config == BEST
+    row, *_ = [one for one in made.trials if one.config == lucky]
+    who = "the winner" if lucky == BEST else f"trial {row.number}"
+    found, again = fmt_count(1.2 * by_tokens(lucky)), fmt_count(by_tokens(lucky))
+    assert made.slower_than_searched == (
+        f"{who} reached {found} tokens/s in the search, but {again} tokens/s when it was measured "
+        "again; the later measurements count"
+    )
+    assert made.slower_than_searched in render(made, "out")
+    assert made.slower_than_searched in [one.text for one in last_screen.answer(made, made.recipe)]
+
+
+def test_a_disturbed_trial_that_was_faster_than_the_winner_is_explained(start: Start) -> None:
+    lucky = replace(BEST, micro_batch_size=4)
+    answers = slower_again(lambda config: by_tokens(config) * (1.2 if config == lucky else 1.0))
+    busy = disturbed_if(
+        lambda request, _: request.config == lucky and request.rung is not Rung.CONFIRM,
+        slower=1.0,
+        answers=answers,
+    )
+    made = whole(start, busy, finalists=1).summary()
+    assert made.slower_than_searched.endswith(
+        "tokens/s in the search, but other work disturbed this measurement, so it does not count"
+    )
+
+
+def test_a_winner_that_kept_its_speed_needs_no_explanation(start: Start) -> None:
+    assert whole(start).summary().slower_than_searched == ""
