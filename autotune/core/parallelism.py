@@ -99,7 +99,8 @@ class Parallelism:
         name = self.strategy.replace("fsdp2", "hsdp") if self.copies > 1 else self.strategy
         if self.expert_parallel > 1:
             return f"{name}, experts over {self.expert_parallel} GPUs"
-        return f"{name}, offloaded" if self.offload else name
+        synced = ["sync_each_batch"] if self.sync_each_batch else []
+        return ", ".join([name, *synced, *(["offloaded"] if self.offload else [])])
 
     @property
     def num_shards(self) -> int:

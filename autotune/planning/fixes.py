@@ -8,9 +8,10 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
+from autotune.core.parallelism import FSDP2
 from autotune.export.keys import key_of
 from autotune.planning.foreign_config import adapt_to_model, parse
-from autotune.planning.foreign_sharding import shard_run
+from autotune.planning.foreign_sharding import shard_run, synced
 from autotune.planning.rollout_checks import engine_edits, with_prompts
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -72,6 +73,8 @@ def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
         newer_key = tool == "trl" and "activation_checkpointing" in values
         edits: Edits = {"activation_checkpointing": True} if newer_key else table["checkpointing"]
         yield SAME_RESULT, edits
+    if config.sharding in FSDP2 and run.accumulation > 1 and not config.sync_each_batch:
+        yield SAME_RESULT, synced(values)
     if config.optimizer in ("adamw_torch", "adamw_torch_fused") and "optimizer" in table:
         yield OTHER_OPTIMIZER, table["optimizer"]
     if config.dora:
@@ -84,14 +87,19 @@ def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
             yield QUANTIZED, quantization
         elif has_experts and tool == "axolotl" and not config.quantize_experts:
             yield QUANTIZED, {"quantize_moe_experts": True}
-        return
+    else:
+        yield from _fixes_of_full(run, table, quantization)
 
-    # Changes for full fine-tuning
-    if config.precision != "bf16_pure" and "pure" in table:
+
+def _fixes_of_full(
+    run: ForeignConfig, table: dict[str, Edits], quantization: Edits
+) -> Iterator[Fix]:
+    """Yield the changes for full fine-tuning; `quantization` are the edits for a 4-bit base."""
+    if run.config.precision != "bf16_pure" and "pure" in table:
         yield QUANTIZED, table["pure"]
     adapters = table["adapters"]
-    if tool == "axolotl":
-        adapters = adapters | {"lora_r": values.get("lora_r") or 16}
+    if run.format == "axolotl":
+        adapters = adapters | {"lora_r": run.values.get("lora_r") or 16}
     yield ADAPTERS, adapters
     yield ADAPTERS, adapters | quantization
 

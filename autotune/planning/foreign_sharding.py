@@ -111,7 +111,12 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
     copies = next((number for number in KNOBS["copies"].choices if number == replicas), 1)
     offloads = strategy in FSDP2 and bool(_offloaded_terms(run.values))
     config = replace(
-        run.config, num_gpus=number, sharding=strategy, copies=copies, offload=offloads
+        run.config,
+        num_gpus=number,
+        sharding=strategy,
+        copies=copies,
+        offload=offloads,
+        sync_each_batch=strategy in FSDP2 and _syncs_each_batch(run.values),
     )
     parallelism = Parallelism(strategy=strategy) if alone else Parallelism.of(config)
     if parallelism.shards and config.precision == "bf16_pure" and run.values.get("bf16") != "full":
@@ -141,6 +146,23 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
         run, config=config, notes=tuple(kept_notes), on_one_gpu=strategy if alone else None
     )
     return _with_uncounted(shared, number, is_counted=True)
+
+
+def synced(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the edit that makes FSDP shard its gradients after each micro batch."""
+    config = _mapping(values, "accelerator_config")
+    kwargs = _mapping(config, "gradient_accumulation_kwargs") | {"sync_each_batch": True}
+    return {"accelerator_config": config | {"gradient_accumulation_kwargs": kwargs}}
+
+
+def _syncs_each_batch(values: Mapping[str, Any]) -> bool:
+    kwargs = _mapping(_mapping(values, "accelerator_config"), "gradient_accumulation_kwargs")
+    return kwargs.get("sync_each_batch") not in _OFF
+
+
+def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _refusal(

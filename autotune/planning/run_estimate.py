@@ -129,6 +129,7 @@ def check_run(
         context.limit_gib,
         parallelism=run.parallelism,
         settings=settings_of(run),
+        count=count,
         shape=replace(shape, epochs=run.epochs or 1),
         num_steps=run.max_steps,
         memory=bounds,
@@ -308,7 +309,13 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     host = host_of(context.task.calibration)
     covered = _checkpoints_on_gpu(config)
     step_time = step_time_of(
-        context.model, covered, steps, host, objective=run.objective, count=count
+        context.model,
+        covered,
+        steps,
+        host,
+        objective=run.objective,
+        shards=run.parallelism.shards,
+        count=count,
     )
     if step_time is None:
         return None

@@ -50,6 +50,8 @@ from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 from autotune.study.scaling import GpuPlan, RankPlan, with_efficiency
 
+_SAVERS = ("sync_each_batch", "offload")  # settings that save memory and cost time
+
 
 def plan_spec(
     spec: StudySpec,
@@ -228,6 +230,7 @@ def plan_gpus(
                 _plan_rank, task, configs, partial(estimate_of, network_gb_s=network_gb_s), say
             ),
             list(_parallelisms(number, number_of_hosts, sharding_pins, expert_parallel)),
+            sharding_pins,
         )
     ]
 
@@ -258,19 +261,35 @@ def plan_gpus(
 
 
 def _plan_number(
-    plan: Callable[[Parallelism], RankPlan], ways: Sequence[Parallelism]
+    plan: Callable[[Parallelism], RankPlan],
+    ways: Sequence[Parallelism],
+    sharding_pins: Mapping[str, Any],
 ) -> Iterator[RankPlan]:
     """Yield the plan of each way to use a number of GPUs.
 
-    If none surely fits, the model in the host's memory is planned, too.
+    If FSDP2 does not surely fit, it is also planned with gradients that are sharded after each
+    micro batch, which saves memory if a step has several. If no way surely fits, it is also planned
+    with the model in the host's memory.
     """
     rows = [plan(way) for way in ways]
     yield from rows
-    if not any(row.state == FITS for row in rows):
-        for row in rows:
-            way = row.parallelism
-            if row.estimate and way.strategy == "fsdp2" and not way.offload:
-                yield plan(replace(way, offload=True))
+    fits = any(row.state == FITS for row in rows)
+    own = {name: value for name, value in sharding_pins.items() if name in _SAVERS}
+    for row in rows:
+        way = row.parallelism
+        if row.estimate is None or row.state == FITS or way.strategy != "fsdp2":
+            continue
+        synced = replace(way, sync_each_batch=True)
+        leaner = [synced]
+        if not fits:
+            leaner += [replace(way, offload=True), replace(synced, offload=True)]
+        for other in leaner:
+            if other == way or any(getattr(other, name) != value for name, value in own.items()):
+                continue
+            found = plan(other)
+            yield found
+            if found.state == FITS:
+                break
 
 
 def _parallelisms(

@@ -366,11 +366,13 @@ def step_time_of(
     host: Host,
     *,
     objective: Objective = Objective.SFT,
+    shards: bool = False,
     count: Counter | None = None,
 ) -> StepTimeEstimate | None:
     """Return the step time of one reference GPU, from a formula or a dry probe.
 
-    The result is None if no formula covers the configuration and no dry probe can run it.
+    With `shards`, the GPU is one of several that share out the weights. The result is None if no
+    formula covers the configuration and no dry probe can run it.
     """
     if supported(model, config) is not None:
         return estimate_step_time(model, config, host, objective)
@@ -378,7 +380,9 @@ def step_time_of(
     if count is None or (config.packing and skips_pairs):
         return None  # a dry probe treats a packed row as one long example, with too much attention
 
-    dry_count = count(model, config, micro_steps, objective)
+    if shards and config.method == "full":
+        count = _sharded_counter(count)
+    dry_count = count(model, replace(config, num_gpus=1), micro_steps, objective)
     return None if dry_count is None else counted_step_time(config, dry_count, host)
 
 
@@ -555,10 +559,14 @@ def _single_gpu(
     mean = task.workload.mean_row_config(config)
     objective = task.workload.objective
     host = host or host_of(task.calibration)
-    if parallelism.shards and config.method == "full" and supported(task.model, mean) is None:
-        count = count and _sharded_counter(count)
     on_reference = step_time_of(
-        task.model, mean, micro_steps, host, objective=objective, count=count
+        task.model,
+        mean,
+        micro_steps,
+        host,
+        objective=objective,
+        shards=parallelism.shards,
+        count=count,
     )
     return device_step_time(task, config, on_reference, observations)
 

@@ -330,6 +330,28 @@ def test_a_fix_is_of_the_same_gpus(tmp_path: Path) -> None:
     assert Parallelism.of(fixed).refusal(fixed) is None
 
 
+def test_gradients_that_wait_for_the_last_micro_batch_are_shared_out_by_a_fix(
+    tmp_path: Path,
+) -> None:
+    """FSDP2 holds whole gradients of all weights until the last of eight micro batches."""
+    file = tmp_path / "run.yml"
+    own = {"accelerator_config": {"split_batches": False}}
+    file.write_text(yaml.safe_dump(FULL | FSDP | own))
+    report = check(file, {"gpu": "rtx-4090", "gpus": 8})
+    assert report.checked.state == "out of memory" and report.fix is not None
+    kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert report.fix.edits["accelerator_config"] == own["accelerator_config"] | kwargs
+    assert report.fix.run.config.sync_each_batch
+    waiting, shared = (one.bounds.reported.gradients for one in (report.checked, report.fix))
+    assert waiting > 14.9 and shared < waiting / 3
+
+    file.write_text(yaml.safe_dump(FULL | FSDP | {"accelerator_config": kwargs}))
+    assert check(file, {"gpu": "rtx-4090", "gpus": 8}).checked.run.config.sync_each_batch
+    file.write_text(yaml.safe_dump(FULL | FSDP | {"gradient_accumulation_steps": 1}))
+    alone = check(file, {"gpu": "rtx-3090", "gpus": 8, "memory_gib": 12})
+    assert all("accelerator_config" not in fixed.edits for fixed, _ in alone.fixes)
+
+
 def test_a_need_without_a_formula_of_its_sharding_is_a_range(tmp_path: Path) -> None:
     """Only a lower end that does not fit means out of memory;
     the upper end keeps all on each GPU.

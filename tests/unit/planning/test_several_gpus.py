@@ -215,6 +215,19 @@ def test_a_model_that_fits_nowhere_is_planned_in_the_hosts_memory() -> None:
     assert UNCHECKED in made.how_sure and UNCHECKED not in large.how_sure
 
 
+def test_gradients_are_shared_out_in_each_micro_batch_if_they_do_not_fit_whole() -> None:
+    """A batch of 256 on 4 GPUs takes several micro batches, whose gradients would wait whole."""
+    spec = StudySpec(model="llama-3.1-8b", gpu="l40s", space="full", global_batch=256)
+
+    made = plan_spec(spec, 4)
+    whole, shared = row(made, 4, "fsdp2"), made.rows[-1]
+    assert whole.state != FITS and shared.parallelism.sync_each_batch and shared.state == FITS
+    assert shared.parallelism.name == "fsdp2, sync_each_batch" and (shared.accumulation or 0) > 1
+    assert (shared.tokens_per_s or 0) > (whole.tokens_per_s or 0)
+    pinned = plan_spec(replace(spec, pins={"sharding": "fsdp2", "sync_each_batch": False}), 4)
+    assert not any(one.parallelism.sync_each_batch for one in pinned.rows)
+
+
 def test_a_model_without_a_formula_is_refused_if_it_cannot_be_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
