@@ -9,22 +9,26 @@ from autotune.problem.run_cost import FITS
 from autotune.report.answers import check_answer, duration_lines, phases_text
 from autotune.report.values.check import FP32_BASE, VERDICTS, CheckedRun, CheckReport, Edits, Faster
 
+MORE = (
+    "All numbers are estimated. --details shows their accuracy, the run that was read, each single "
+    "change, and minor notes."
+)
 
-def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
-    """Yield the (label, text) of each line, the verdict first."""
+
+def lines(report: CheckReport, *, details: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the (label, text) of each line, the verdict first.
+
+    With `details`, the lines include the run that was read, the single changes, the minor notes,
+    and the accuracy.
+    """
     checked = report.checked
     run = checked.run
     answer = check_answer(report)
     if run.ignored:
         yield "", run.ignored
     yield "", answer.answer
-
-    batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
-    trains = f"{run.tool}, {run.objective}" if run.objective is not Objective.SFT else run.tool
-    yield (
-        "file",
-        f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step",
-    )
+    if details:
+        yield "file", _run_text(report)
     yield "memory", answer.needs
     if report.phases:
         yield "phases", phases_text(report.bounds_of_phases)
@@ -35,13 +39,8 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "change", f"{edits_text(report.fix.edits)}: {text}{_truncation(report, report.fix)}"
     elif checked.state != FITS:
         yield "change", "no change that was tried surely makes the run fit"
-    for fixed, saved in report.fixes:
-        estimated = fixed.estimate
-        text = (
-            f"saves {fmt_gib(saved)}, needs {fmt_gib(estimated.need_gib)}: "
-            f"{VERDICTS[estimated.state]}"
-        )
-        yield "alone", f"{edits_text(fixed.edits)}: {text}{_truncation(report, fixed)}"
+    if details:
+        yield from _single_changes(report)
 
     if checked.state != FITS and checked.bounds.most is not None:
         card = report.smallest_card.name if report.smallest_card else "none in the catalogue"
@@ -51,9 +50,27 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "faster", _faster_text(report, report.faster)
 
     for note in report.notes:
-        if note != run.ignored:
+        if note != run.ignored and (details or note not in report.minor):
             yield "note", note
-    yield "how", answer.certainty
+    yield ("how", answer.certainty) if details else ("", MORE)
+
+
+def _run_text(report: CheckReport) -> str:
+    """Describe the run as it was read: tool, model, configuration and accumulation."""
+    run = report.checked.run
+    batch = "one micro batch" if run.accumulation == 1 else f"{run.accumulation:,} micro batches"
+    trains = f"{run.tool}, {run.objective}" if run.objective is not Objective.SFT else run.tool
+    return f"{report.file.name} ({trains}): {run.model}, {run.config.label()}, {batch} a step"
+
+
+def _single_changes(report: CheckReport) -> Iterator[tuple[str, str]]:
+    for fixed, saved in report.fixes:
+        estimated = fixed.estimate
+        text = (
+            f"saves {fmt_gib(saved)}, needs {fmt_gib(estimated.need_gib)}: "
+            f"{VERDICTS[estimated.state]}"
+        )
+        yield "alone", f"{edits_text(fixed.edits)}: {text}{_truncation(report, fixed)}"
 
 
 def _truncation(report: CheckReport, fixed: CheckedRun) -> str:

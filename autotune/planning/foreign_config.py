@@ -488,6 +488,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         evaluation=evaluation,
         rollouts=rollouts,
         notes=tuple(dict.fromkeys(file.notes)),
+        minor=frozenset(file.minor),
         needs_more=not file.noted.isdisjoint(table("needs_more")),
     )
 

@@ -28,13 +28,15 @@ class File:
     """The values of a file by key, with methods to read a value as a certain type.
 
     A method that takes several keys reads the first key that is set. `notes` collects sentences
-    about the run, and `noted` collects the names of these notes. A method that reads a certain
+    about the run, `noted` collects the names of these notes, and `minor` the sentences that only
+    say how the run is counted. A method that reads a certain
     type, such as `whole` or `flag`, raises Refused if the value has another type.
     """
 
     values: dict[str, Any]
     notes: list[str]
     noted: set[str] = field(default_factory=set)
+    minor: set[str] = field(default_factory=set)
 
     def get(self, *keys: str) -> tuple[str, Any]:
         """Return the first key that is set and its value.
@@ -72,8 +74,11 @@ class File:
     def note(self, applies: bool, note: str, /, **values: Any) -> None:
         """Add the note with the name `note` to the notes, if `applies` is true."""
         if applies:
+            sentence = table("notes")[note].format(**values)
             self.noted.add(note)
-            self.notes.append(table("notes")[note].format(**values))
+            self.notes.append(sentence)
+            if note in table("minor"):
+                self.minor.add(sentence)
 
     def whole(self, *keys: str, default: int, least: int = 1, most: int = MAX_KNOB) -> int:
         """Return a whole number from `least` to `most`."""

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.catalog.model_names import quantised_copy
 from autotune.catalog.models import find_model_shape
-from autotune.core.errors import UsageError
+from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.fp16_overflow import fp16_warning
 from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
@@ -42,6 +42,7 @@ from autotune.planning.foreign_config import (
     parse,
     read_file,
 )
+from autotune.planning.foreign_dataset import local_dataset
 from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.observations import Say, ignore_message
@@ -51,7 +52,7 @@ from autotune.planning.run_estimate import CheckContext, bounds_of, check_run, p
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
-from autotune.problem.length_distribution import Lengths
+from autotune.problem.length_distribution import SAYS, Lengths
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.setup import DEFAULT_TOKENS, notes_of_checkpoint, set_up
 from autotune.problem.study_spec import StudySpec, make_spec
@@ -86,14 +87,8 @@ SHARED = (
     "optimizer_in_backward",
     "fp8_products",
 )
-_EXAMPLE_OPTIONS = (
-    "dataset",
-    "tokenizer",
-    "lengths",
-    "mean_tokens",
-    "p99_tokens",
-    "tokens_per_example",
-)
+_LENGTH_OPTIONS = ("dataset", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
+_EXAMPLE_OPTIONS = (*_LENGTH_OPTIONS, "tokenizer")
 
 
 def check(
@@ -132,7 +127,7 @@ def check(
         None, options | {"gpu": device.option, "model": model.name if assumption else name}
     )
 
-    task, warnings = _task(spec, device, run, say)
+    spec, task, warnings = _task_of_examples(spec, device, file, run, say)
     context = CheckContext(
         task=replace(task, model=model, workload=_workload(task.workload, spec, run)),
         limit_gib=limit_of(spec, device),
@@ -172,6 +167,7 @@ def check(
         fixes = tuple((_in_keys_of_swift(fixed), saved) for fixed, saved in fixes)
     smallest = None if checked.state == FITS else _smallest_card(context, checked, spec.headroom)
     runnable = fix if checked.state == OOM else checked
+    padded = tuple(_padding_notes(context, run))
     return CheckReport(
         file=file,
         model=model,
@@ -186,11 +182,14 @@ def check(
         runnable=runnable,
         faster=_find_faster(task, spec, context, runnable.run) if runnable else None,
         phases=phases_of(context, run) or {} if run.rollouts else {},
-        notes=tuple(
-            filter(
-                None, (run.ignored, *_notes(context, checked, assumption), *warnings, *run.notes)
-            )
+        notes=(
+            *filter(None, (run.ignored,)),
+            *_notes(context, checked, assumption),
+            *padded,
+            *warnings,
+            *run.notes,
         ),
+        minor=run.minor.union(padded),
         how_sure=accuracy_text(
             task,
             counted=checked.bounds.reported.counted,
@@ -232,7 +231,7 @@ def _no_count_reason(context: CheckContext, run: ForeignConfig) -> str:
     """Return the reason why a dry probe cannot compute the run's memory."""
     return no_count(
         context.model,
-        context.longest_row_config(run.config),
+        context.longest_row_config(run),
         min(run.accumulation, 2),
         run.objective,
     )
@@ -263,6 +262,32 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
             remedy="give --model with a model of the same shape from `autotune models`, or with a "
             "directory that has config.json",
         ) from None
+
+
+def _task_of_examples(
+    spec: StudySpec, device: DeviceSpec, file: Path, run: ForeignConfig, say: Say
+) -> tuple[StudySpec, Task, tuple[str, ...]]:
+    """Return the spec, the task and the notes of `_task`, for the examples of the run.
+
+    If no option describes the examples, and the run names a file of examples that is on this
+    machine, the spec gets this file.
+    """
+    is_described = any(getattr(spec, name) is not None for name in _LENGTH_OPTIONS)
+    named = None if is_described else local_dataset(file, run)
+    unread: tuple[str, ...] = ()
+    if named is not None:
+        own = replace(spec, dataset=str(named))
+        try:
+            task, warnings = _task(own, device, run, say)
+        except AutotuneError as error:
+            reason = str(error).removeprefix("--dataset: ")
+            unread = (f"The examples of {named.name} could not be read: {reason}.",)
+        else:
+            source = SAYS[task.workload.lengths.source]
+            read = f"The lengths of the examples are from {named.name}, {source}."
+            return own, task, (read, *warnings)
+    task, warnings = _task(spec, device, run, say)
+    return spec, task, (*unread, *warnings)
 
 
 def _task(
@@ -487,8 +512,21 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     yield from _evaluation_notes(context, checked)
     yield from _gpu_notes(checked)
     yield from _length_notes(context, checked)
-    if config.padding == "longest":
-        longest = context.longest_row_config(config).seq_len
+    longest = context.longest_row_config(run).seq_len
+    if longest < config.seq_len:
+        lengths = context.workload.lengths
+        by_bytes = "" if lengths.exact else ", even with one token for each byte"
+        evaluated = " The evaluation is assumed to have no longer ones." if run.evaluation else ""
+        yield (
+            f"Memory is estimated for sequences of {longest:,} tokens, not {config.seq_len:,}: no "
+            f"example is longer{by_bytes}.{evaluated}"
+        )
+
+
+def _padding_notes(context: CheckContext, run: ForeignConfig) -> Iterator[str]:
+    """Yield a sentence if sequences may have the run's whole length, but have less on average."""
+    longest = context.longest_row_config(run).seq_len
+    if longest == run.config.seq_len and run.config.padding == "longest":
         yield (
             f"Memory is estimated for a micro batch with a sequence of {longest:,} "
             "tokens, and speed for sequences padded to the longest of their micro batch."

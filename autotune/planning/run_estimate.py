@@ -37,6 +37,7 @@ from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignCo
 # The step time with offloaded checkpoints, divided by the step time without offloading. Measured by
 # `benchmarks/levers.py reference` with Mistral-7B on an H200.
 OFFLOADED = 1.06
+PADDED_TO = 64  # Axolotl pads rows to a multiple of 64 tokens, LLaMA-Factory of 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,20 @@ class CheckContext:
         """The examples of the training and their lengths."""
         return self.task.workload
 
-    def longest_row_config(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with the longest rows, if their lengths are known.
+    def longest_row_config(self, run: ForeignConfig) -> TrainConfig:
+        """Return the run's configuration with its longest rows, if the lengths are known.
 
-        The memory of a run is estimated for this configuration.
+        The memory of a run is estimated for this configuration. Its rows are padded to a multiple
+        of PADDED_TO, or of the file's larger number, but not beyond the run's own length.
         """
+        config = run.config
         if self.workload.lengths.source == "assumed":
             return config
-        return self.workload.longest_row_config(config)
+        longest = self.workload.longest_row_config(config)
+        own = run.values.get("pad_to_multiple_of")
+        multiple = max(PADDED_TO, own) if isinstance(own, int) else PADDED_TO
+        padded = math.ceil(longest.seq_len / multiple) * multiple
+        return replace(longest, seq_len=min(padded, config.seq_len))
 
 
 def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
@@ -87,7 +94,7 @@ def bounds_of(context: CheckContext, run: ForeignConfig) -> MemoryBounds | None:
         found = phases_of(context, run)
         bounds = None if found is None else largest(found)
     else:
-        longest = replace(run, config=context.longest_row_config(run.config))
+        longest = replace(run, config=context.longest_row_config(run))
         bounds = memory_bounds(context.model, longest)
     if bounds is not None and context.task.device.unified_memory:
         return bounds.in_one_pool()

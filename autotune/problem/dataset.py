@@ -63,6 +63,9 @@ WORTH_A_NOTE = 0.01
 # study by at least this factor, because the measured speed may then not hold.
 OTHER_LENGTHS = 1.5
 BYTES_PER_TOKEN = 4.0  # in UTF-8; for English text, today's tokenizers have 3.5 to 4.5
+# No tokenizer makes more tokens of a text than it has bytes. A chat template adds less than these
+# numbers: its own system prompt, and the marks around each message.
+TEMPLATE_TOKENS, MESSAGE_TOKENS = 512, 16
 
 
 def dataset_lengths(
@@ -272,13 +275,16 @@ def _lengths_for(
         ]
         _say_notes(encoder, path, len(rows), say)
 
+    most = None
+    if tokenizer is None:
+        most = max(_most_tokens(parse_row(where, row)) for where, row in texts)
     remaining = iter(rows)
     longest = [max(itertools.islice(remaining, size)) for size in sizes]
     share = sum(length * trained for length, trained in longest) / (
         sum(length for length, _ in longest) or 1
     )
     lengths = (max(1, length) for length, _ in longest)
-    return Lengths.of(lengths, "counted" if tokenizer else "characters", share)
+    return Lengths.of(lengths, "counted" if tokenizer else "characters", share, most)
 
 
 def _say_notes(encoder: Encoder, path: Path, number: int, say: Callable[[str], None]) -> None:
@@ -496,8 +502,10 @@ def _estimate_lengths(
     lengths = []
     total = 0
     trained = 0
+    most = 0
     for where, row in read_rows(path, split):
         form = parse_row(where, row)
+        most = max(most, _most_tokens(form))
         note_unread(notes, form, _text(form))
         context_bytes, trained_bytes = _bytes(where, form, loss_on)
         lengths.append(max(1, round((context_bytes + trained_bytes) / BYTES_PER_TOKEN)))
@@ -507,7 +515,18 @@ def _estimate_lengths(
         raise BadDataset(f"{path} has no examples")
     for note in describe(notes, len(lengths)):
         say(f"warning: {path.name}: {note}")
-    return Lengths.of(lengths, "characters", _share(trained, total))
+    return Lengths.of(lengths, "characters", _share(trained, total), most)
+
+
+def _most_tokens(form: Plain | Chat) -> int:
+    """Return a number of tokens that an example does not exceed with any tokenizer and template."""
+    if isinstance(form, Plain):
+        return len(_text(form).encode(errors="replace")) + TEMPLATE_TOKENS
+    # As JSON, a message also has the names in its tool calls. Templates may indent the tools.
+    text = json.dumps(form.messages, ensure_ascii=False, default=str)
+    tools = json.dumps(form.tools, ensure_ascii=False, indent=4) if form.tools else ""
+    size = len((text + tools).encode(errors="replace"))
+    return size + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(form.messages)
 
 
 def _text(form: Plain | Chat) -> str:

@@ -38,12 +38,14 @@ class Lengths:
 
     `source` says how the lengths were obtained, which determines how reliable they are.
     `trained_share` is the share of the tokens that is trained on; the model only reads the other
-    tokens.
+    tokens. `most` is a number of tokens that no example exceeds, if the lengths are estimated and
+    such a number is known.
     """
 
     counts: tuple[tuple[int, int], ...]
     source: Source
     trained_share: float = 1.0
+    most: int | None = None
     # The hash is computed only once, because `counts` may have thousands of entries.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -65,7 +67,13 @@ class Lengths:
         return cls(counts=((tokens, 1),), source=source)
 
     @classmethod
-    def of(cls, lengths: Iterable[int], source: Source, trained_share: float = 1.0) -> "Lengths":
+    def of(
+        cls,
+        lengths: Iterable[int],
+        source: Source,
+        trained_share: float = 1.0,
+        most: int | None = None,
+    ) -> "Lengths":
         """Return the distribution of these lengths, one for each example.
 
         Raises ValueError if there are no lengths, or if a length is below 1.
@@ -74,6 +82,7 @@ class Lengths:
             counts=tuple(sorted(Counter(lengths).items())),
             source=source,
             trained_share=trained_share,
+            most=most,
         )
 
     @classmethod
@@ -131,6 +140,11 @@ class Lengths:
     def exact(self) -> bool:
         """Whether certainly no example exceeds `longest`; false for estimated lengths."""
         return self.source not in ("characters", "summary")
+
+    def longest_within(self, seq_len: int) -> int:
+        """Return the tokens that no example exceeds, if each is truncated to `seq_len`."""
+        most = self.longest if self.exact else self.most
+        return seq_len if most is None else min(most, seq_len)
 
     def quantile(self, share: float) -> int:
         """Return the smallest length that at least this share of the examples does not exceed."""

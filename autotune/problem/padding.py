@@ -60,8 +60,8 @@ class Draw:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest possible example, which is seq_len if lengths are estimated."""
-        return min(self.lengths.longest, self.seq_len) if self.lengths.exact else self.seq_len
+        """The tokens of the longest possible example."""
+        return self.lengths.longest_within(self.seq_len)
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import Evidence, Gpu, Json
+from autotune.cli.options import Details, Evidence, Gpu, Json
 from autotune.cli.study_options import CARD, LENGTHS, with_study_options
 from autotune.cli.terminal import print_answer_json, print_note, print_text
 from autotune.core.errors import NothingFits
@@ -20,7 +20,8 @@ def check_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The YAML of TRL, Axolotl or LLaMA-Factory, or a script of ms-swift (grpo).",
+            help="The YAML of TRL, Axolotl or LLaMA-Factory, or a script with the command `trl` or "
+            "`swift rlhf`.",
         ),
     ],
     gpu: Gpu = None,
@@ -33,6 +34,7 @@ def check_command(
     ] = None,
     evidence: Evidence = EVIDENCE,
     json_: Json = False,
+    details: Details = False,
     **options: Any,
 ) -> None:
     """Print whether the run that a file describes fits the GPU that these options name.
@@ -54,7 +56,7 @@ def check_command(
     if json_:
         print_answer_json(report)
     else:
-        for label, text in lines(report):
+        for label, text in lines(report, details=details):
             print_text(printable(text), f"{label:>8}  " if label else "")
 
     device = report.device.name

@@ -66,7 +66,8 @@ class ForeignConfig:
     objectives, an example has two rows. `num_gpus` is None if the file does not state a number.
     `epochs` is None if `max_steps` ends the run. `max_examples` is the limit over all datasets
     together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
-    speed and that `config` lacks. If `needs_more` is true, one of these settings needs memory that
+    speed and that `config` lacks; `minor` has the notes that only say how the run is counted. If
+    `needs_more` is true, one of these settings needs memory that
     the estimate leaves out. `evaluation` is None if the run does not evaluate between its steps.
     `rollouts` is None unless the run generates the completions that it is trained on. `uncounted`
     has the memory savings that no formula covers. `on_one_gpu` is the strategy of a run of
@@ -84,6 +85,7 @@ class ForeignConfig:
     max_examples: int | None
     dataset: str | None
     notes: tuple[str, ...]
+    minor: frozenset[str] = frozenset()
     objective: Objective = Objective.SFT
     needs_more: bool = False
     evaluation: Evaluation | None = None
@@ -209,9 +211,9 @@ class CheckReport(ShownAsTable):
     if no changes suffice. Each of `fixes` is a run with a single change, and the GiB that this
     change saves. `phases` has the memory of each phase of a GRPO step. `smallest_card` is the
     smallest card that holds the unchanged run, or None if the run fits already or fits no known
-    card. `runnable` is the unchanged run or, if this run is out of memory, `fix`.
-    `how_sure` says how the numbers were estimated. `calibrated` says which of the numbers rest on a
-    calibration, and when it was made.
+    card. `runnable` is the unchanged run or, if this run is out of memory, `fix`. `minor` has the
+    notes that only say how the run is counted. `how_sure` says how the numbers were estimated.
+    `calibrated` says which of the numbers rest on a calibration, and when it was made.
     """
 
     RUN: ClassVar = keys(
@@ -256,6 +258,7 @@ class CheckReport(ShownAsTable):
     how_sure: str
     calibrated: str | None
     phases: dict[Phase, MemoryBounds] = field(default_factory=dict)
+    minor: frozenset[str] = frozenset()
 
     def facts(self) -> dict[str, str]:
         """Return the verdict on the file, and the estimates of its run."""

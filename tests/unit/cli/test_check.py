@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from autotune.catalog import list_models, resolve_device, resolve_model
+from autotune.cli.check_text import MORE
 from autotune.cli.commands.check import check_command
 from autotune.core.errors import NothingFits, UsageError
 from autotune.dry.prober import DryAnswer
@@ -145,13 +146,42 @@ def test_the_verdict_is_the_first_line(
     lines = printed(FACTORY).splitlines()
     assert lines[0] == verdict(answer(FACTORY))
     assert lines[0].startswith("fits: needs 1") and lines[0].endswith("%) to spare")
-    labels = [line[:8].strip() for line in lines[1:]]
-    assert labels[:6] == ["file", "memory", "speed", "run", "cost", "faster"]
-    assert set(labels[6:]) == {"note", "how"}
-    for line in lines[3:6]:
+    labels = [line[:8].strip() for line in lines[1:-1]]
+    assert labels[:5] == ["memory", "speed", "run", "cost", "faster"]
+    assert set(labels[5:]) == {"note"}
+    for line in lines[2:5]:
         assert "estimated" in line and " to " in line
-    assert "the peak is in the backward pass" in lines[2]
-    assert "for 2,000 examples x 3 epoch(s), 750 steps" in lines[4]
+    assert "the peak is in the backward pass" in lines[1]
+    assert "for 2,000 examples x 3 epoch(s), 750 steps" in lines[3]
+    assert lines[-1] == MORE
+
+
+def test_the_first_screen_leaves_out_what_details_shows(
+    printed: Callable[..., str], answer: Callable[..., CheckReport]
+) -> None:
+    """Notes on assumptions that decide the verdict stay on the first screen."""
+    text = changed(FACTORY, cutoff_len=4096, enable_liger_kernel=True)
+    first = printed(text).splitlines()
+    details = printed(text, details=True).splitlines()
+    assert first[-1] == MORE and details[-1].startswith("     how  Nothing was measured here.")
+    assert set(first[:-1]) < set(details)
+    more = [line for line in details if line not in first]
+    assert [line[:8].strip() for line in more] == ["file", "note", "note", "how"]
+    assert "Memory is estimated for a micro batch with a sequence of 4,096" in more[1]
+    assert "The cross-entropy, which is fused with the head, is counted" in more[2]
+    assert any("The length of the examples was not given" in line for line in first)
+    assert {line[10:] for line in details if line[:8] == "    note"} == set(answer(text).notes)
+
+
+def test_single_changes_are_details(
+    printed: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(NothingFits):
+        printed(TRL_7B)
+    assert "   alone  " not in (out := capsys.readouterr().out) and "  change  " in out
+    with pytest.raises(NothingFits):
+        printed(TRL_7B, details=True)
+    assert "   alone  load_in_4bit: true: saves" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_fit(
@@ -164,7 +194,6 @@ def test_a_run_that_does_not_fit(
     out = capsys.readouterr().out
     assert out.startswith("out of memory: needs 3") and "too much\n" in out
     assert "  change  dtype: bfloat16: then it fits, with 1" in out
-    assert "   alone  load_in_4bit: true: saves" in out
     assert "estimated, with that change" in out
 
 
@@ -387,3 +416,70 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "set()"
     assert read_file(path).model == "Qwen/Qwen2.5-0.5B"
     assert [one.name for one in tmp_path.iterdir()] == ["run.yml"]
+
+
+# --- the examples that the file names
+
+ROW = {"messages": [{"role": "user", "content": "a " * 90}, {"role": "assistant", "content": "b"}]}
+
+
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> None:
+    """Write the examples as mine.jsonl, where a file of each tool names them."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for path in ("mine.jsonl", "data/mine.jsonl"):
+        Path(path).write_text(text)
+    Path("data/dataset_info.json").write_text(json.dumps({"own": {"file_name": "mine.jsonl"}}))
+
+
+NAMING = (
+    changed(TRL_7B, dataset_name="mine.jsonl", max_length=8192),
+    changed(TRL_7B, dataset_name=None, datasets=[{"path": "json", "data_files": "mine.jsonl"}]),
+    changed(AXOLOTL, datasets=[{"path": "mine.jsonl", "type": "x"}], sample_packing=False),
+    changed(FACTORY, dataset="own", max_samples=None),
+)
+
+
+@pytest.mark.parametrize("text", NAMING)
+def test_a_dataset_file_that_the_run_names_is_read(
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[..., CheckReport],
+) -> None:
+    without = answer(text, "h200-sxm")
+    assert without.workload.lengths.source == "assumed"
+    at_home(tmp_path, monkeypatch, [ROW] * 7)
+    found = answer(text, "h200-sxm")
+    assert (found.workload.examples, found.workload.lengths.longest) == (7, 48)
+    assert found.workload.lengths.most is not None  # of its bytes
+    assert found.checked.estimate.need_gib < without.checked.estimate.need_gib
+    notes = " ".join(found.notes)
+    assert "The lengths of the examples are from mine.jsonl, estimated from their" in notes
+    assert "Memory is estimated for sequences of 832 tokens, not " in notes
+    assert "no example is longer, even with one token for each byte." in notes
+    options = answer(text, "h200-sxm", tokens_per_example=512)
+    assert options.workload.lengths.source == "given"
+
+
+def test_memory_of_full_rows_does_not_follow_the_longest_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]
+) -> None:
+    at_home(tmp_path, monkeypatch, [ROW] * 7)
+    for keys in ({"packing": True}, {"pad_to_multiple_of": 8192}):
+        found = answer(changed(NAMING[0], **keys), "h200-sxm")
+        full = answer(changed(NAMING[0], dataset_name="absent", **keys), "h200-sxm")
+        assert found.workload.lengths.source == "characters"
+        assert found.checked.bounds.bounds_gib == pytest.approx(full.checked.bounds.bounds_gib)
+
+
+def test_a_dataset_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]
+) -> None:
+    at_home(tmp_path, monkeypatch, [{"question": "x"}])
+    found = answer(NAMING[0], "h200-sxm")
+    assert found.workload.lengths.source == "assumed"
+    notes = " ".join(found.notes)
+    assert "The examples of mine.jsonl could not be read: " in notes and "its columns: q" in notes
+    assert "The length of the examples was not given" in notes

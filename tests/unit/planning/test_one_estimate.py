@@ -325,7 +325,7 @@ def test_check_on_several_gpus_uses_a_calibrated_link_and_prints_their_accuracy(
     )
     steps = [one.checked.estimate.step for one in (by_catalogue, calibrated)]
     assert steps[0] and steps[1] and steps[1].communication_s > 3 * steps[0].communication_s
-    how = dict(lines(by_catalogue))["how"]
+    how = dict(lines(by_catalogue, details=True))["how"]
     assert "memory by formulas. Under FSDP2 they are off by" in how and by_catalogue.how_sure in how
 
 

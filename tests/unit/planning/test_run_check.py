@@ -101,7 +101,7 @@ def answer(tmp_path: Path) -> Callable[..., CheckReport]:
 
 
 def printed(found: CheckReport) -> str:
-    return "\n".join(text for _, text in lines(found))
+    return "\n".join(text for _, text in lines(found, details=True))
 
 
 # --- what to change
@@ -745,14 +745,12 @@ def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_tha
         context(workload=Workload(lengths=Lengths(counts=counts, source=source)))
         for source in ("given", "assumed")
     )
-    assert (
-        given.longest_row_config(run.config).seq_len,
-        assumed.longest_row_config(run.config),
-    ) == (
-        1000,
-        run.config,
-    )
-    for one, length in ((given, 1000), (assumed, 2048)):
+    assert given.longest_row_config(run).seq_len == 1024  # a multiple of 64
+    assert assumed.longest_row_config(run) == run.config
+    for multiple, longest in ((8, 1024), (500, 1000), (1536, 1536), (4096, 2048)):
+        padded = replace(run, values={"pad_to_multiple_of": multiple})
+        assert given.longest_row_config(padded).seq_len == longest
+    for one, length in ((given, 1024), (assumed, 2048)):
         shorter = replace(run, config=replace(run.config, seq_len=length))
         assert bounds_of(one, run) == memory_bounds(one.model, shorter)
         mean = estimate_step_time(one.model, replace(run.config, seq_len=190), UNKNOWN_HOST)
@@ -933,7 +931,7 @@ def test_a_check_by_counts_says_so_and_tries_each_change_alone(
     fits, small = answer(text, "h100"), answer(text, "t4")
     assert (fits.checked.state, small.checked.state, small.fix) == (FITS, OOM, None)
     assert json_data(fits)["how_sure"].startswith(COUNTED)
-    assert COUNTED in dict(lines(fits))["how"]
+    assert COUNTED in dict(lines(fits, details=True))["how"]
     assert not any("casts of a float32 base take is unknown" in text for _, text in lines(fits))
     in_fp32 = answer(changed(TRL, model_name_or_path="gpt2"), "h100")
     assert in_fp32.checked.state == TIGHT and verdict(in_fp32).startswith(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,9 +107,11 @@ def test_each_form_in_each_kind_of_file(
     assert dataset_lengths(file, tokenizer) == Lengths(
         counts=((words, 3),), source="counted", trained_share=of_words
     )
-    assert dataset_lengths(file, None) == Lengths(
+    estimated = dataset_lengths(file, None)
+    assert replace(estimated, most=None) == Lengths(
         counts=((round(characters / 4), 3),), source="characters", trained_share=of_characters
     )
+    assert estimated.most is not None and characters + 512 <= estimated.most <= characters + 900
     assert dataset_lengths(file, tokenizer, loss_on="all").trained_share == 1.0
     assert dataset_lengths(file, None, loss_on="all").trained_share == 1.0
 
@@ -292,11 +295,28 @@ def test_bytes_are_estimated_four_to_a_token_and_one_token_at_least(tmp_path: Pa
         tmp_path / "data.jsonl", [{"text": "x" * length} for length in (1, 5, 7, 10, 400)]
     )
     assert dataset_lengths(file, None, say=said.append) == Lengths.of(
-        [1, 1, 2, 2, 100], "characters"
+        [1, 1, 2, 2, 100], "characters", most=400 + 512
     )
     assert said == ["reading data.jsonl"]
     file = written(tmp_path / "data.jsonl", [{"text": "é" * 8}])  # of two bytes each
     assert dataset_lengths(file, None).counts == ((4, 1),)
+
+
+def test_estimated_lengths_have_a_bound_that_holds_for_each_form(tmp_path: Path) -> None:
+    """A message has at most 16 tokens besides its JSON, a template 512, and tools are JSON too."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"city": "Köln"}}}
+    messages = [*TWO_MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    tool = {"name": "look", "description": "x" * 1000}
+    row = {"messages": messages, "tools": [tool]}
+    lengths = dataset_lengths(written(tmp_path / "data.jsonl", [row]), None)
+    size = len(json.dumps(messages, ensure_ascii=False).encode()) + len(json.dumps(tool))
+    assert lengths.most is not None and size + 512 + 3 * 16 <= lengths.most <= size + 900
+
+    pairs = [{"prompt": "p" * 10, "chosen": "c" * 20, "rejected": "r" * 3000}]
+    lengths = dataset_lengths(
+        written(tmp_path / "pairs.jsonl", pairs), None, objective=Objective.DPO
+    )
+    assert lengths.most is not None and 3010 + 512 <= lengths.most <= 3010 + 900
 
 
 def test_a_special_file_beside_a_tokenizer_is_refused_before_it_is_loaded(

@@ -157,6 +157,15 @@ def test_only_lengths_that_were_counted_or_given_are_exact() -> None:
     }
 
 
+def test_an_estimated_example_may_have_all_tokens_that_it_can_have() -> None:
+    counted, estimated = (Lengths.of([100, 300], source) for source in ("counted", "characters"))
+    bounded = Lengths.of([100, 300], "characters", most=1500)
+    lengths = (counted, estimated, bounded)
+    assert [one.longest_within(4096) for one in lengths] == [300, 4096, 1500]
+    assert [one.longest_within(200) for one in lengths] == [200] * 3
+    assert bounded != estimated  # caches tell them apart
+
+
 def test_distributions_are_told_apart_by_all_that_they_say() -> None:
     others = [Lengths.of([5], "counted"), Lengths.of([5], "given"), Lengths.of([5], "counted", 0.5)]
     assert len({*others, *map(hash, others)}) == 6 and len(set(others)) == 3

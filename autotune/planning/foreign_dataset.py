@@ -1,0 +1,61 @@
+"""Finds the dataset file that another tool's file names, if this machine has it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import AutotuneError
+from autotune.core.files import is_file, read_user_text
+from autotune.report.values.check import ForeignConfig
+
+_KEYS = ("datasets", "pretraining_dataset", "dataset_name", "dataset")
+# Values of `path` that name a format of the files in `data_files`
+_FORMATS = ("json", "parquet", "arrow", "csv", "text")
+
+
+def local_dataset(file: Path, run: ForeignConfig) -> Path | None:
+    """Return the file of examples that a run names, or None if it has none or several.
+
+    The file is looked up beside the run's file, then in the current directory.
+    """
+    names = list(_names(run.values))
+    if run.format == "llamafactory":
+        names = list(_registered(file, run.values, names))
+    found = [_find(file, name) for name in names]
+    return found[0] if len(found) == 1 else None
+
+
+def _names(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names and the files of all datasets."""
+    value = next(filter(None, map(values.get, _KEYS)), [])
+    for item in value.split(",") if isinstance(value, str) else value:
+        if not isinstance(item, Mapping):
+            yield str(item).strip()
+        elif item.get("path") in _FORMATS or item.get("data_files"):
+            files = item.get("data_files") or ""
+            yield from map(str, files if isinstance(files, list) else [files])
+        else:
+            yield str(item.get("path", ""))
+
+
+def _registered(file: Path, values: Mapping[str, Any], names: list[str]) -> Iterator[str]:
+    """Yield LLaMA-Factory's files of these datasets, from the dataset_info.json in dataset_dir."""
+    folder = Path(str(values.get("dataset_dir") or "data"))
+    table = _find(file, str(folder / "dataset_info.json"))
+    known: Any = {}
+    if table is not None:
+        try:
+            known = json.loads(read_user_text(table))
+        except (AutotuneError, ValueError, RecursionError):  # the tool itself reports this file
+            known = {}
+    for name in names:
+        about = known.get(name) if isinstance(known, dict) else None
+        file_name = about.get("file_name") if isinstance(about, dict) else None
+        yield str(folder / file_name) if isinstance(file_name, str) else name
+
+
+def _find(file: Path, name: str) -> Path | None:
+    path = Path(expanduser(name))
+    return next((one for one in (file.parent / path, path) if name and is_file(one)), None)
