@@ -17,8 +17,10 @@ from autotune.report.values.check import SWIFT
 
 SCRIPTS = (".sh", ".bash")
 # The commands whose arguments are read. For a command of TRL, the group is the objective.
-_COMMAND = re.compile(r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto)\b)")
-_ACCEPTED = "`swift rlhf`, `trl sft`, `trl dpo`, `trl kto` or `trl grpo`"
+_COMMAND = re.compile(
+    r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto|reward)\b)"
+)
+_ACCEPTED = "`swift rlhf`, `trl sft`, `trl dpo`, `trl kto`, `trl reward` or `trl grpo`"
 _MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
 # accelerate counts the processes of all hosts, and the other tools those of each host.
 _PROCESSES = re.compile(r"--num[-_]processes[=\s]\s*['\"]?(\d{1,6}\b|\$[^\s'\"]+)")

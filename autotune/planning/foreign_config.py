@@ -544,21 +544,21 @@ def _trl_objective(file: File) -> Objective:
 
     Some keys belong to only one of TRL's trainers, and each trainer has one objective.
     """
-    if file.has("objective"):
-        return Objective(file.text("objective"))
-
-    # The key `loss_type`, if set, determines TRL's trainer.
     losses = file.names("loss_type")
     known_losses = table("objective_losses")
+    if file.has("objective"):
+        objective = Objective(file.text("objective"))
+        known = known_losses.get(objective, [])
+        if not set(losses) <= set(known):
+            raise _unknown_loss(objective, losses, known)
+        return objective
+
+    # The key `loss_type`, if set, determines TRL's trainer.
     for name, known in known_losses.items():
         if losses and set(losses) <= set(known):
             return Objective(name)
     if losses and file.has(*table("objective_keys")["grpo"]):
-        raise Refused(
-            "loss_type",
-            f"TRL's trainer for GRPO has no loss {quote(', '.join(losses))}",
-            f"write one of {', '.join(known_losses['grpo'])}",
-        )
+        raise _unknown_loss(Objective.GRPO, losses, known_losses["grpo"])
     if losses:
         raise Refused(
             "loss_type",
@@ -578,6 +578,18 @@ def _trl_objective(file: File) -> Objective:
             )
             raise Refused(key, reason, "give --objective dpo, kto or reward")
     return Objective.SFT
+
+
+def _unknown_loss(objective: Objective, losses: tuple[str, ...], known: list[str]) -> Refused:
+    unknown = ", ".join(loss for loss in losses if loss not in known)
+    return Refused(
+        "loss_type",
+        f"TRL's trainer for {objective.upper()} has no loss {quote(unknown)}",
+        f"write one of {', '.join(known)}; or remove the key for this check if only a newer "
+        "version has the loss"
+        if known
+        else "remove the key",
+    )
 
 
 def _axolotl_objective(file: File) -> Objective:

@@ -1292,6 +1292,37 @@ def test_an_unknown_loss_of_grpo_gets_the_known_ones() -> None:
     assert (caught.value.remedy or "").startswith("write one of grpo, bnpo, dr_grpo, dapo")
 
 
+@pytest.mark.parametrize(
+    ("command", "losses", "wrong"),
+    [
+        ("grpo", "foo", "foo"),
+        ("grpo", "sigmoid", "sigmoid"),
+        ("dpo", "sigmoid foo", "foo"),
+        ("sft", "dapo", "dapo"),
+        ("reward", "nll", "nll"),
+        ("grpo", "dapo", None),
+        ("dpo", "sigmoid ipo", None),
+        ("reward", None, None),
+    ],
+)
+def test_a_script_names_the_command_of_trl_and_its_losses(
+    command: str, losses: str | None, wrong: str | None, tmp_path: Path
+) -> None:
+    """`--objective` says the same as the command."""
+    script, file = tmp_path / "run.sh", tmp_path / "run.yaml"
+    words = f"trl {command} --model_name_or_path m --use_peft true"
+    script.write_text(words + (f" --loss_type {losses}" if losses else ""))
+    loss = f"loss_type: [{losses.replace(' ', ', ')}]\n" if losses else ""
+    file.write_text(f"model_name_or_path: m\nuse_peft: true\n{loss}")
+    if wrong is None:
+        found = read_file(script)
+        assert found.objective == command and found.config == read_file(file, command).config
+        return
+    for path, objective in ((script, None), (file, command)):
+        with pytest.raises(UsageError, match=f"{command.upper()} has no loss '{wrong}'"):
+            read_file(path, objective)
+
+
 def test_the_command_of_trl_says_what_its_file_may_not(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(LORA["trl"] + "beta: 0.1\n")
