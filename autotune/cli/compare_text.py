@@ -84,8 +84,10 @@ def _print_rows(group: Group, shown: Shown) -> None:
     if len(rows) > 1:
         print()
         print_table(None, columns, rows[: shown.most_rows])
-        if any(card.plan and card.plan.from_reserve for card in group.by_cost):
-            print_text("*: fits only with settings that change learning, such as a quantised base")
+        plans = [card.plan for card in group.by_cost if card.plan and card.plan.from_reserve]
+        if plans:
+            values = dict.fromkeys(value for plan in plans for value in plan.consented)
+            print_text(f"*: fits only with settings that change learning: {', '.join(values)}")
     if num_hidden := len(rows) - len(rows[: shown.most_rows]):
         print_text(f"{num_hidden} more GPUs fit.")
     if unfit := [card for card in group.cards if card.best is None]:

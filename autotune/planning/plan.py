@@ -206,11 +206,13 @@ def plan_task(
         reason = explain_choice(winner, scored, task.floors.slack, task.space, configs)
         if no_speed:
             reason += (
-                f"; {no_speed:,} more configurations fit, but no formula gives their speed:"
+                f"; {len(no_speed):,} more configurations fit, but no formula gives their speed:"
                 " `autotune run` measures it"
             )
         return replace(result, best=estimates[winner.config], reason=reason)
-    return replace(result, reason=NO_SPEED) if no_speed else result
+    if no_speed:
+        return replace(result, reason=NO_SPEED, fitting=min(no_speed, key=lambda one: one.need_gib))
+    return result
 
 
 @functools.lru_cache(maxsize=32)
@@ -234,15 +236,15 @@ def _fitting(
     configs: Sequence[TrainConfig],
     limit_gib: float,
     observations: Sequence[Observation],
-) -> tuple[dict[TrainConfig, Estimate], int]:
+) -> tuple[dict[TrainConfig, Estimate], list[Estimate]]:
     """Return the estimates of the configurations that certainly fit and whose speed is known.
 
-    Also return the number of configurations that certainly fit but whose speed is unknown. Most
+    Also return the estimates of those that certainly fit but whose speed is unknown. Most
     configurations do not fit on a card, so a configuration is skipped if a similar configuration
     that needs less memory did not fit.
     """
     estimates: dict[TrainConfig, Estimate] = {}
-    no_speed = 0
+    no_speed: list[Estimate] = []
     # Maps a key of all other knobs to the smallest micro batch that does not fit with them
     too_large: dict[tuple[Any, ...], int] = {}
     # Combinations of values of the knobs in _LASTING with which the memory that stays in use
@@ -262,7 +264,7 @@ def _fitting(
         if estimated.state == FITS and estimated.tokens_per_s:
             estimates[config] = estimated
         elif estimated.state == FITS:
-            no_speed += 1
+            no_speed.append(estimated)
         elif estimated.state == OOM:
             too_large[key] = config.micro_batch_size
             if (memory := estimated.memory) and memory_state(
@@ -335,7 +337,7 @@ def _counted_plan(
 
     if best.tokens_per_s:
         return replace(result, best=best, reason=reason)
-    return replace(result, reason=NO_SPEED)
+    return replace(result, reason=NO_SPEED, fitting=best)
 
 
 def _baseline(

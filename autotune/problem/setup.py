@@ -423,13 +423,21 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
     """Return the number of examples in an optimizer step.
 
     If the user gives the batch in tokens, several numbers of examples are close to that batch. The
-    result is the one of these numbers that is divisible by the most micro batch sizes.
+    result is the one of these numbers that is divisible by the most micro batch sizes. Raises
+    UsageError if the batch is smaller than an example.
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
 
     longest = min(max(space.choices("seq_len")), model.max_seq_len or MAX_COUNT)
     wanted = spec.global_batch_tokens * lengths.number / lengths.tokens_within(longest)
+    if wanted < 1 - OFF_TOKENS:
+        mean = math.ceil(lengths.tokens_within(longest) / lengths.number)
+        raise UsageError(
+            f"global_batch_tokens {spec.global_batch_tokens:,} is less than an example, which has "
+            f"{mean:,} tokens on average",
+            remedy=f"give at least {mean}, or the number of examples (--global-batch)",
+        )
     sizes = space.choices("micro_batch_size")
     nearest: int = max(1, round(wanted))
     if not any(nearest % size == 0 for size in sizes):

@@ -146,8 +146,7 @@ def certainty(estimated: Estimate, num_gpus: int = 1) -> str:
 
 def plan_answer(plan: Plan) -> Answer:
     """Return an answer with the best configuration on one card."""
-    chosen = plan.best or plan.baseline
-
+    chosen = plan.shown
     little_known = plan.reason in LITTLE_KNOWN
     reason = plan.reason if little_known or plan.best is not None else ""
     is_partial = plan.num_estimated < plan.space_size and not plan.counted
@@ -172,16 +171,13 @@ def _plan_verdict(plan: Plan) -> str:
         numbers = run_numbers(plan.best)
         return f"{model} fits {card}: {shape(plan.best.config)}, {numbers} (estimated)"
 
-    need = f"the baseline needs {fmt_gib(plan.baseline.need_gib)}"
-    verdict = "does not surely fit"
-    cells = [cell for cells in plan.what_fits.values() for cell in cells]
+    need = fmt_gib(plan.shown.need_gib)
     if plan.reason in LITTLE_KNOWN:
-        verdict = "fits"
-    elif cells and {one.state for one in (plan.baseline, *(cell.chosen for cell in cells))} == {
-        OOM
-    }:
-        verdict = "does not fit"
-        need = f"it needs at least {fmt_gib(min(cell.chosen.need_gib for cell in cells))}"
+        verdict, need = "fits", f"it needs {need}"
+    elif plan.least_unfit is not None:
+        verdict, need = "does not fit", f"it needs at least {need}"
+    else:
+        verdict, need = "does not surely fit", f"the baseline needs {need}"
     speed = ", at an unknown speed" if plan.reason in LITTLE_KNOWN else ""
     return f"{model} {verdict} {card}{speed}: {need} of {fmt_gib(plan.limit_gib)} (estimated)"
 

@@ -7,7 +7,8 @@ from autotune.core.json_view import keys
 from autotune.core.notebook import ShownAsTable
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate, FittingChange
-from autotune.problem.run_cost import FITS
+from autotune.problem.constraints import NEEDS_CONSENT
+from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.task import Task
 
 NO_SPEED = "no formula gives the speed of this training: `autotune run` measures it"
@@ -72,7 +73,8 @@ class Plan(ShownAsTable):
     or None if the run fits, or if no such change is known. `how_sure` says how the numbers were
     estimated. `calibrated` says which of the numbers rest on a calibration, and when it was made.
     `what_fits` maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the
-    values that are not in the search space, with reasons.
+    values that are not in the search space, with reasons. `fitting` is the configuration with the
+    least memory of those that fit at an unknown speed.
     """
 
     JSON: ClassVar = keys(
@@ -102,6 +104,35 @@ class Plan(ShownAsTable):
     from_reserve: bool = False
     what_fits: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    fitting: Estimate | None = None
+
+    @property
+    def shown(self) -> Estimate:
+        """The estimate whose memory is the answer.
+
+        It is the best or a fitting configuration. If no configuration of a table can fit, it is the
+        one that needs the least memory, otherwise the baseline.
+        """
+        least = self.best or self.fitting or self.least_unfit
+        return self.baseline if least is None else least
+
+    @property
+    def least_unfit(self) -> Estimate | None:
+        """The configuration of the tables with the least memory, or None if one of them may fit."""
+        chosen = [cell.chosen for cells in self.what_fits.values() for cell in cells]
+        if not chosen or any(one.state != OOM for one in (self.baseline, *chosen)):
+            return None
+        return min(chosen, key=lambda one: one.need_gib)
+
+    @property
+    def consented(self) -> tuple[str, ...]:
+        """The values of the best configuration that change learning, such as 'quantization nf4'."""
+        if self.best is None:
+            return ()
+        values = {name: getattr(self.best.config, name) for name in NEEDS_CONSENT}
+        return tuple(
+            f"{name} {value}" for name, value in values.items() if not NEEDS_CONSENT[name][1](value)
+        )
 
     def facts(self) -> dict[str, str]:
         """Return the best configuration with its estimates or, if there is none, the baseline."""

@@ -455,6 +455,18 @@ def test_a_table_with_every_cell_whole() -> None:
     assert "narrowed by measurements on this GPU: 2" in result.stdout
 
 
+def test_settings_that_change_learning_are_named_under_the_table() -> None:
+    """Full fine-tuning has no quantised base."""
+    for model, gpus, space, named in (
+        ("llama-3.1-8b", "h100,h200", "full", "precision bf16_pure"),
+        ("llama-2-13b", "a10,h200", "default", "quantization nf4"),
+    ):
+        result = CliRunner().invoke(
+            app, ["compare", "--model", model, "--gpus", gpus, "--space", space]
+        )
+        assert f"*: fits only with settings that change learning: {named}\n" in result.stdout
+
+
 def test_all_cards_with_a_price_are_compared_by_default_at_one_rank() -> None:
     asked = ["compare", "--model", "smollm2-135m", "--seq-len", "512", "--space", "lora"]
     group = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["groups"][0]

@@ -252,7 +252,7 @@ def test_what_is_left_out_for_what_others_need_does_not_fit(
         for config, one in each.items()
         if one and one.state == FITS and one.tokens_per_s
     }
-    assert plan_module._fitting(case, configs, limit_gib, ()) == (fits, 0)
+    assert plan_module._fitting(case, configs, limit_gib, ()) == (fits, [])
     assert len(fits) < len(configs)
 
 
@@ -512,6 +512,8 @@ def test_what_fits_at_an_unknown_speed_is_not_said_not_to_fit() -> None:
     none = plan(replace(spec, space="default", pins=pins), device=H100)
     assert none.best is None and none.reason == plan_module.NO_SPEED and not none.from_reserve
     assert none.baseline.config.cuda_graphs == "micro_batch" and none.baseline.state == FITS
+    assert none.fitting is not None and none.shown is none.fitting
+    assert none.fitting.state == FITS and none.fitting.need_gib <= none.baseline.need_gib
 
 
 def test_tables_are_as_long_as_the_context_and_of_the_precision_of_the_card() -> None:

@@ -191,7 +191,7 @@ def test_the_global_batch_and_the_context_bound_the_space(installed):
         (10_000, 1024, 10),  # 9.8: 8 would be over a tenth off
         (30 * 1024, 1024, 32),  # 7 % more, which every micro batch divides
         (29 * 1024, 1024, 28),  # 32 would be 10.3 % more
-        (100, 1024, 1),
+        (1000, 1024, 1),
         (10**15, 1024, 976_562_500_000),
     ],
 )
@@ -201,6 +201,15 @@ def test_a_global_batch_in_tokens(installed, tokens, length, batch):
     )
     workload = set_up(asked, H200).task.workload
     assert workload.global_batch == batch
+
+
+def test_a_global_batch_in_tokens_holds_an_example(installed):
+    spec = StudySpec(
+        model="mistral-7b", space="lora", global_batch_tokens=900, tokens_per_example=1024
+    )
+    with pytest.raises(UsageError, match="900 is less than an example, which has 1,024") as caught:
+        set_up(spec, H200)
+    assert caught.value.remedy.startswith("give at least 1024, or the number of examples")
 
 
 def test_a_default_micro_batch_must_divide_the_global_batch_too(installed, tmp_path):

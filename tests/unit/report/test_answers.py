@@ -10,7 +10,7 @@ import pytest
 import autotune
 from autotune.cli.last_screen import answer as last_screen
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_count, fmt_usd
+from autotune.core.units import fmt_count, fmt_gib, fmt_usd
 from autotune.report.answers import (
     Answer,
     check_answer,
@@ -20,6 +20,7 @@ from autotune.report.answers import (
     study_answer,
 )
 from autotune.report.describe import gpu_choices
+from autotune.report.values.plan import NO_SPEED
 from tests.helpers.factories import summary
 
 MODEL = "qwen2.5-0.5b"
@@ -52,6 +53,24 @@ def test_the_answer_of_a_plan_is_its_best_configuration() -> None:
     assert "GiB for tensors" in found.needs and found.cost.startswith("$")
     assert "nothing was measured here; " in found.certainty
     assert found.reason.startswith(made.reason) and found.details is made and has_all(found)
+
+
+def test_a_plan_without_a_winner_has_one_need() -> None:
+    """The verdict and the line on memory are about the same configuration."""
+    for model, gpu, space, words in (
+        ("llama-3.1-70b", "a10", None, "does not fit a10: it needs at least"),
+        ("llama-3.1-8b", "a10", "full", "does not surely fit a10: the baseline needs"),
+    ):
+        made = autotune.plan(model, gpu=gpu, space=space)
+        found = plan_answer(made)
+        need = fmt_gib(made.shown.need_gib)
+        assert made.best is None and f"{words} {need} of 20.1 GiB" in found.answer
+        assert found.needs.startswith(f"{need} of 20.1 GiB")
+
+    fitting = replace(made.baseline, need_gib=12.0, memory=None)
+    unknown = plan_answer(replace(made, reason=NO_SPEED, fitting=fitting))
+    assert "fits a10, at an unknown speed: it needs 12.0 GiB of" in unknown.answer
+    assert unknown.needs.startswith("12.0 GiB of")
 
 
 def test_what_may_learn_differently_is_named_in_full_fine_tuning() -> None:
