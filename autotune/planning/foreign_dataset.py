@@ -29,12 +29,14 @@ def local_dataset(file: Path, run: ForeignConfig) -> Path | None:
 
 def _names(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names and the files of all datasets."""
-    value = next(filter(None, map(values.get, _KEYS)), [])
-    for item in value.split(",") if isinstance(value, str) else value:
+    value: Any = next(filter(None, map(values.get, _KEYS)), [])
+    items = value.split(",") if isinstance(value, str) else value
+    for item in items if isinstance(items, list) else ():
         if not isinstance(item, Mapping):
             yield str(item).strip()
         elif item.get("path") in _FORMATS or item.get("data_files"):
             files = item.get("data_files") or ""
+            files = files.get("train", "") if isinstance(files, Mapping) else files
             yield from map(str, files if isinstance(files, list) else [files])
         else:
             yield str(item.get("path", ""))

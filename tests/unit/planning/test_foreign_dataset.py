@@ -1,0 +1,55 @@
+"""The dataset file that another tool's file names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.planning.foreign_config import parse
+from autotune.planning.foreign_dataset import local_dataset
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "trl": {"model_name_or_path": "m"},
+    "axolotl": {"base_model": "m"},
+    "llamafactory": {"model_name_or_path": "m", "do_train": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "found"),
+    [
+        ("trl", {"dataset_name": "a.jsonl"}, "a.jsonl"),
+        ("trl", {"dataset_name": "absent.jsonl"}, None),
+        ("trl", {"dataset_name": "x" * 5000}, None),
+        ("trl", {}, None),
+        ("trl", {"datasets": [{"path": "json", "data_files": "a.jsonl"}]}, "a.jsonl"),
+        ("trl", {"datasets": [{"path": "json", "data_files": {"train": "a.jsonl"}}]}, "a.jsonl"),
+        ("trl", {"datasets": [], "dataset_name": 5}, None),
+        ("axolotl", {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}, "a.jsonl"),
+        ("axolotl", {"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}, None),
+        ("axolotl", {"datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}]}, None),
+        ("llamafactory", {"dataset": "own"}, "data/b.jsonl"),
+        ("llamafactory", {"dataset": "own", "dataset_dir": "other"}, None),
+        ("llamafactory", {"dataset": "odd"}, None),
+        ("llamafactory", {"dataset": "own,identity"}, None),
+    ],
+)
+def test_the_only_file_beside_the_runs_own_is_found(
+    tool: str, keys: dict[str, Any], found: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "data/b.jsonl"):
+        (tmp_path / name).write_text("")
+    known = {"own": {"file_name": "b.jsonl"}, "odd": ["b.jsonl"]}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(known))
+    run = parse(NEEDED[tool] | keys, tool)
+    expected = None if found is None else tmp_path / found
+    assert local_dataset(tmp_path / "run.yaml", run) == expected
+
+
+def test_a_broken_list_of_datasets_names_no_file(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text("{")
+    run = parse(NEEDED["llamafactory"] | {"dataset": "own"}, "llamafactory")
+    assert local_dataset(tmp_path / "run.yaml", run) is None
