@@ -16,7 +16,8 @@ import os
 import selectors
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,7 +28,7 @@ from typing import Any
 
 from autotune.catalog.fast_kernels import counted_packages, kernel_packages
 from autotune.core.child_environment import child_environment
-from autotune.core.errors import StorageError
+from autotune.core.errors import Cancelled, StorageError
 from autotune.core.files import write_atomic
 from autotune.core.installed import INSTALL, is_installed
 from autotune.core.lora_targets import ALL_LINEAR
@@ -56,6 +57,7 @@ SEGMENTS_VERSION = 1
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "trl")
 SHIPPED = "shipped_counts.json.gz"
 IGNORED_KNOBS = ("loader_workers", "allocator", "num_gpus")  # knobs that do not change the count
+POLL_S = 0.1  # seconds between two checks of whether the user asked to stop
 LONGEST_S = 300.0  # the longest wait for one answer, including the start of the process
 
 
@@ -80,6 +82,8 @@ class DryProber:
         self._process: subprocess.Popen[str] | None = None
         self._shapes: dict[str, ModelShape] = {}
         self._refusals: dict[str, DryAnswer] = {}
+        # While an answer is awaited, a result of True ends the process and raises Cancelled.
+        self.should_stop: Callable[[], bool] = lambda: False
 
     def __enter__(self) -> "DryProber":
         return self
@@ -164,11 +168,16 @@ class DryProber:
         except OSError:
             return self._report_end()
 
+        until = time.monotonic() + LONGEST_S
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout=LONGEST_S):
-                self.__exit__()
-                return {"refused": f"counting took longer than {LONGEST_S:.0f} s"}
+            while not selector.select(timeout=POLL_S):
+                if self.should_stop():
+                    self.__exit__()
+                    raise Cancelled
+                if time.monotonic() >= until:
+                    self.__exit__()
+                    return {"refused": f"counting took longer than {LONGEST_S:.0f} s"}
         line = process.stdout.readline()
         return dict(json.loads(line)) if line else self._report_end()
 

@@ -5,6 +5,8 @@ tensors, the FLOPs, and the bytes that operations read and write.
 """
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from autotune.catalog import ModelSpec
@@ -96,6 +98,18 @@ def shape_of(model: ModelSpec) -> ModelShape | None:
         return None
     shape = _prober().describe(model.config)
     return None if isinstance(shape, str) else shape
+
+
+@contextmanager
+def stop_counting_if(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Inside this block, a dry probe raises Cancelled as soon as `should_stop` returns True."""
+    prober = _prober()
+    before = prober.should_stop
+    prober.should_stop = should_stop
+    try:
+        yield
+    finally:
+        prober.should_stop = before
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, gib
 from autotune.dry.prober import obstacle
-from autotune.planning.counted_memory import dry_count, no_count, shape_of
+from autotune.planning.counted_memory import dry_count, no_count, shape_of, stop_counting_if
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.long_rows import long_row_breakdown
@@ -164,7 +164,7 @@ class Longest(ShownAsTable):
         in_one_pool = self.host_gib(config) if self.device.unified_memory else 0.0
         return memory.peak_reserved_gib + in_one_pool
 
-    def predict(self, method: str) -> LongestRow:
+    def predict(self, method: str, say: Callable[[str], None] = lambda text: None) -> LongestRow:
         """Predict the longest row without a GPU.
 
         Dry probes compute the memory at two other lengths, and a straight line through these points
@@ -178,7 +178,7 @@ class Longest(ShownAsTable):
         for pair in pairs:
             need_by_tokens: dict[int, float] = {}
             for tokens in pair:
-                if (need := self._need(method, tokens)) is None:
+                if (need := self._need(method, tokens, say)) is None:
                     return self._uncounted_row(method, tokens)
                 need_by_tokens[tokens] = need
 
@@ -200,7 +200,7 @@ class Longest(ShownAsTable):
                     method=method, config=config.as_dict(), limited_by=limited_by, problem=problem
                 )
 
-        if (need := self._need(method, tokens)) is None:
+        if (need := self._need(method, tokens, say)) is None:
             return self._uncounted_row(method, tokens)
         need_by_tokens[tokens] = need
         if need > self.limit_gib:  # the row needs more memory than the straight line predicted
@@ -214,8 +214,10 @@ class Longest(ShownAsTable):
         config = self.config(method, STEP).as_dict()
         return LongestRow(method=method, config=config, problem=problem)
 
-    def _need(self, method: str, tokens: int) -> float | None:
+    def _need(self, method: str, tokens: int, say: Callable[[str], None]) -> float | None:
         """Return the GiB that a row needs with the allocator's overhead, or None if unknown."""
+        if obstacle() is None:
+            say(f"{method}: counting a sequence of {tokens:,} tokens without the GPU")
         need_gib = self.need_gib(self.config(method, tokens))
         return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
 
@@ -496,18 +498,14 @@ def find_longest(
     for method in methods:
         _require_known_names(query, method)
 
-    # This takes seconds, so misspelt names are refused before.
-    if obstacle() is None:
-        say(f"building {model.short} without the GPU")
-        query = replace(query, shape=shape_of(model))
-    for method in methods:
-        _require_possible(query, method, say)
-
-    rows = []
-    for method in methods:
+    with stop_counting_if(should_stop):
+        # This takes seconds, so misspelt names are refused before.
         if obstacle() is None:
-            say(f"{method}: counting without the GPU")
-        rows.append(query.predict(method))
+            say(f"building {model.short} without the GPU")
+            query = replace(query, shape=shape_of(model))
+        for method in methods:
+            _require_possible(query, method, say)
+        rows = [query.predict(method, say) for method in methods]
 
     if target is None:
         return query, rows
@@ -519,6 +517,7 @@ def find_longest(
     with (
         scratch_directory() as folder,
         WorkerProber("cuda", Path(folder), should_stop=should_stop) as prober,
+        stop_counting_if(should_stop),
     ):
         cap = target.memory_cap_gib(prober.memory_gib, asked_gib=memory_gib)
         query = replace(

@@ -127,6 +127,7 @@ class Learner:
         trainer.args.disable_tqdm = True
         trainer.args.per_device_eval_batch_size = settings.micro_batch_size
         trainer.args.logging_steps = logging_steps
+        trainer.args.logging_first_step = False  # each point of the curve covers as many steps
         trainer.state.logging_steps = logging_steps
 
         if self._compiles:

@@ -139,8 +139,14 @@ class Clock(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Keep the last training loss that was logged."""
+        """Keep the last training loss that was logged, and report the step of the first one.
+
+        The Trainer logs a step after its end, so the step was reported without a loss.
+        """
+        was_unknown = self._loss is None
         self._loss = (logs or {}).get("loss", self._loss)
+        if was_unknown and self._loss is not None:
+            self._report(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report the step, and stop the run if a signal has arrived."""

@@ -48,6 +48,8 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         # to clip them.
         "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,
         "logging_steps": 10,
+        # Short runs show a loss, too. Probes never time their first step.
+        "logging_first_step": True,
         # The Trainer's filter would hide a loss that is NaN, and would wait for the device in every
         # micro batch.
         "logging_nan_inf_filter": False,

@@ -13,12 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune.core.errors import Cancelled
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.dry import prober as module
 from autotune.dry import worker as dry_worker
 from autotune.dry.prober import DryAnswer, DryProber
+from autotune.planning import counted_memory
 from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.probe
@@ -315,6 +317,28 @@ def test_a_process_that_does_not_answer_is_replaced(
     prober.__exit__()
     assert list(tmp_path.iterdir()) == []
     assert Scripted(tmp_path, REPEATED).count(replace(REQUEST, depth=1)).count is not None
+
+
+def test_a_stop_ends_the_process_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block of `stop_counting_if` is over afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        started.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        return started[0]
+
+    prober = DryProber(tmp_path, shipped=False)
+    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(counted_memory, "_prober", lambda: prober)
+    with pytest.raises(Cancelled), counted_memory.stop_counting_if(lambda: bool(started)):
+        prober.count(replace(REQUEST, depth=1))
+    assert started[0].poll() is not None and prober._process is None
+    assert not prober.should_stop()
 
 
 @pytest.mark.real_processes

@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -37,6 +38,11 @@ ROWS = 1024  # the number of random rows that are made for TRL; a longer run rep
 # In a soak test (`straining_lengths`), each short row has at most 1/SHORT of the tokens of a long
 # row.
 SHORT = 4
+FIRST_S = 2.0  # seconds until the first report of progress
+EVERY_S = 30.0  # the longest time between two reports
+# A run is called slower before its end if its steps exceed their predicted time by this share more
+# than the tolerance. The predicted time is corrected at the end, if rows have different lengths.
+MARGIN = 0.1
 HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
 
 Run = Callable[..., dict[str, Any] | str]  # `run_exported` with some arguments already bound
@@ -101,7 +107,9 @@ def verify(
             log=out / "logs" / "verify.log",
             limit_s=time_limit_s(steps, step_s),
             should_stop=should_stop,
-            while_running=_StepReporter(folder / STEPS, steps, step_s, say).report,
+            while_running=_StepReporter(
+                folder / STEPS, steps, step_s, say, _allowed_s(recipe, prediction, steps)
+            ).report,
         )
         lengths = (
             straining_lengths(recipe.workload.longest_row_config(winner.config)) if soak else None
@@ -117,6 +125,19 @@ def verify(
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
         prediction = replace(prediction, promised_step_s=promised_s)
     return with_result(prediction, result, steps)
+
+
+def _allowed_s(recipe: Recipe, prediction: Verification, steps: int) -> float:
+    """Return the longest time that the timed steps may take if the speed is as predicted.
+
+    The time is unlimited if the speed is not predicted, or if the steps may compile code, which is
+    not part of their time. MARGIN covers the corrections that need the result of the run.
+    """
+    if prediction.soak or not prediction.probed or recipe.config.compile != "none":
+        return math.inf
+    step_s = prediction.promised_step_s
+    step_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
+    return (steps - 1) * step_s * (1 + prediction.tolerance) * (1 + MARGIN)
 
 
 def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
@@ -163,38 +184,85 @@ def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
 
 
 class _StepReporter:
-    """Reports progress after each tenth of a run, from a file with a line for each step.
+    """Reports the progress of a run, from a file with a line of JSON for each step.
 
-    The remaining time is computed from the mean time of the steps so far or, until two steps are
-    timed, from `step_s`, the predicted time of a step.
+    The first report comes after FIRST_S seconds, and later reports after each tenth of the run, and
+    after EVERY_S seconds without a report. The remaining time is computed from the mean time of the
+    steps so far or, until two steps are timed, from `step_s`, the predicted time of a step.
+
+    `allowed_s` is the longest time that the timed steps may take together if the run is to be as
+    fast as predicted. Once they have taken longer, the reporter says that the run is slower. With
+    the default, it says nothing.
     """
 
-    def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        steps: int,
+        step_s: float,
+        say: Callable[[str], None],
+        allowed_s: float = math.inf,
+    ) -> None:
         self._added_lines = AddedLines(file)
         self._steps = steps
         self._step_s = step_s
         self._say = say
+        self._allowed_s = allowed_s
         self._done = 0
         self._first: tuple[int, float] | None = None  # steps and time at the first line
+        self._untimed_s: float | None = None  # the seconds until the end of the first step
+        self._report_at = time.monotonic() + FIRST_S
 
     def report(self) -> None:
-        """Read the file's new lines, and report if another tenth of the run is complete."""
+        """Read the file's new lines, and report the progress if a report is due."""
         tenths_before = self._done * 10 // self._steps
-        self._done += len(self._added_lines.read())
+        lines = [_values(line) for line in self._added_lines.read()]
+        self._done = max([self._done, *(int(line.get("step", 0)) for line in lines)])
         now = time.monotonic()
         if self._done and self._first is None:
             self._first = self._done, now
-        if self._done * 10 // self._steps > tenths_before:
-            left = self._steps - self._done
-            left_s = fmt_seconds(left * self._pace_s(now))
-            then = f"about {left_s} left" if left > 0 else "the last"
-            self._say(f"verifying: step {self._done} of {self._steps}, {then}")
+        if self._done * 10 // self._steps > tenths_before or now >= self._report_at:
+            self._report_at = now + EVERY_S
+            self._say(f"verifying: {self._progress(now)}")
+        for line in lines:
+            self._compare(line)
+
+    def _progress(self, now: float) -> str:
+        if not self._done:
+            return "loading the model; no step has ended yet"
+        left = self._steps - self._done
+        left_s = fmt_seconds(left * self._pace_s(now))
+        return f"step {self._done} of {self._steps}, " + (
+            f"about {left_s} left" if left > 0 else "the last"
+        )
+
+    def _compare(self, line: dict[str, Any]) -> None:
+        """Say once that the run is slower than predicted, as soon as this is certain."""
+        trained_s = line.get("seconds", 0.0) - line.get("paused", 0.0)
+        if self._untimed_s is None:
+            self._untimed_s = trained_s
+        if trained_s - self._untimed_s > self._allowed_s:
+            self._allowed_s = math.inf
+            self._say(
+                f"verifying: the run is slower than predicted. This is certain after {self._done} "
+                f"of {self._steps} steps, which took longer than all steps were predicted to take. "
+                "The run goes on, to measure its speed."
+            )
 
     def _pace_s(self, now: float) -> float:
         """Return the seconds of a step: measured or, until two steps are timed, predicted."""
         since, began = self._first or (self._done, now)
         steps = self._done - since
         return (now - began) / steps if steps else self._step_s
+
+
+def _values(line: bytes) -> dict[str, Any]:
+    """Return the values of a line of JSON, or an empty dictionary if it is damaged."""
+    with suppress(ValueError):
+        values = json.loads(line)
+        if isinstance(values, dict):
+            return values
+    return {}
 
 
 def probed_format(recipe: Recipe) -> str:

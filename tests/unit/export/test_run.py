@@ -5,6 +5,7 @@ The scripts here are a few lines instead of a training.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -220,28 +221,82 @@ def test_full_fine_tuning_saves_nothing_in_a_verification(ran: list[Any], tmp_pa
     assert ran[0][2]["argv"][-2:] == ["--output-dir", ""]
 
 
+class Steps:
+    """A file to which a run of `each_s` seconds a step adds lines, and a clock."""
+
+    def __init__(self, file: Path, monkeypatch: pytest.MonkeyPatch, each_s: float) -> None:
+        self.file, self.each_s, self.now, self.done = file, each_s, 100.0, 0
+        monkeypatch.setattr(verify.time, "monotonic", lambda: self.now)
+
+    def end(self, reporter: verify._StepReporter, *, paused: float = 0.0) -> None:
+        """End one more step, and report it."""
+        self.done += 1
+        self.now += self.each_s
+        line = {"step": self.done, "seconds": self.done * self.each_s + paused, "paused": paused}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        reporter.report()
+
+
 def test_a_tenth_of_the_steps_is_reported_at_the_pace_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """3 s a step were predicted, and the run takes 15 s."""
     said: list[str] = []
-    now = 100.0
-    monkeypatch.setattr(verify.time, "monotonic", lambda: now)
-    reporter = verify._StepReporter(tmp_path / "steps", 20, 3.0, said.append)
+    steps = Steps(tmp_path / "steps", monkeypatch, 15.0)
+    reporter = verify._StepReporter(steps.file, 20, 3.0, said.append)
     for _ in range(20):
-        now += 15.0
-        with (tmp_path / "steps").open("a") as file:
-            file.write("x\n")
+        steps.end(reporter)
+    assert said[0] == "verifying: step 1 of 20, about 57 s left"
+    assert said[1] == "verifying: step 2 of 20, about 4 min 30 s left"
+    assert said[-1] == "verifying: step 20 of 20, the last" and len(said) == 11
+
+
+def test_a_run_that_has_no_step_yet_reports_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    steps = Steps(tmp_path / "steps", monkeypatch, 1.0)
+    reporter = verify._StepReporter(steps.file, 200, 3.0, said.append)
+    for now in (101.0, 102.0, 103.0, 131.0, 132.0):
+        steps.now = now
         reporter.report()
-    assert len(said) == 10
-    assert (
-        said[0] == "verifying: step 2 of 20, about 4 min 30 s left"
-        and said[-1] == "verifying: step 20 of 20, the last"
+    assert said == ["verifying: loading the model; no step has ended yet"] * 2
+
+
+def test_a_verdict_is_reported_as_soon_as_it_is_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 timed steps may take 60 s. Pauses and the first step do not count."""
+    said: list[str] = []
+    steps = Steps(tmp_path / "steps", monkeypatch, 15.0)
+    reporter = verify._StepReporter(steps.file, 21, 3.0, said.append, 60.0)
+    for paused in (0.0, 0.0, 0.0, 100.0, 100.0):
+        steps.end(reporter, paused=paused)
+    assert not any("slower" in text for text in said)
+    for _ in range(15):
+        steps.end(reporter, paused=100.0)
+    (verdict,) = [text for text in said if "slower" in text]
+    assert "This is certain after 6 of 21 steps" in verdict
+
+
+def test_a_verdict_before_the_end_needs_a_predicted_speed() -> None:
+    recipe = demo(TrainConfig(seq_len=32))
+    step_s = recipe.winner.performance.step_time_s
+    prediction = Verification(
+        config=recipe.config,
+        micro_steps=8,
+        tolerance=0.05,
+        promised_tokens_per_s=1.0,
+        promised_step_s=step_s,
+        promised_gib=1.0,
     )
-    few = verify._StepReporter(tmp_path / "few", 2, 3.0, said.append)
-    (tmp_path / "few").write_text("x\n")
-    few.report()
-    assert said[-1] == "verifying: step 1 of 2, about 3.0 s left"
+    allowed_s = verify._allowed_s(recipe, prediction, 5)
+    assert allowed_s == pytest.approx(4 * step_s * 1.05 * (1 + verify.MARGIN))
+    compiled = demo(TrainConfig(seq_len=32, compile="per_layer"))
+    for other in (replace(prediction, soak=True), replace(prediction, probed=False)):
+        assert verify._allowed_s(recipe, other, 5) == math.inf
+    assert verify._allowed_s(compiled, prediction, 5) == math.inf
 
 
 @pytest.mark.parametrize("batch", [1, 3])

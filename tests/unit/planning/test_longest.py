@@ -3,6 +3,8 @@ a card.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from autotune.core.probe_types import (
     ProbeRequest,
     ProbeResult,
 )
+from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.planning import longest as module
 from autotune.planning.counted_memory import DryAnswer
@@ -383,3 +386,25 @@ def test_data_has_what_was_asked(counted: list[int]) -> None:
         100.0,
         131_072,
     )
+
+
+def test_each_count_of_a_prediction_is_announced_and_can_be_stopped(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with torch counts for minutes; a signal must end this at once."""
+    monkeypatch.setattr(module, "obstacle", lambda: None)
+    said, checks = list[str](), list[Any]()
+
+    @contextmanager
+    def stop_counting_if(should_stop: Any) -> Iterator[None]:
+        checks.append(should_stop)
+        yield
+
+    monkeypatch.setattr(module, "stop_counting_if", stop_counting_if)
+    stop = StopToken()
+    module.find_longest(
+        MODEL, "h100", ["qlora"], rank=32, probe=False, say=said.append, should_stop=stop
+    )
+    announced = [text for text in said if text.startswith("qlora: counting a sequence of ")]
+    assert f"qlora: counting a sequence of {counted[0]:,} tokens without the GPU" == announced[0]
+    assert len(announced) >= 3 and checks == [stop]

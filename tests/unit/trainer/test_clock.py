@@ -42,8 +42,8 @@ def train(
         clock.on_step_begin(None, None, control)
         if step == stop_at:
             signal.raise_signal(number)
-        clock.on_log(None, None, control, logs={"loss": 2.5})
         clock.on_step_end(None, at_step(step, steps), control)
+        clock.on_log(None, at_step(step, steps), control, logs={"loss": 2.5})
         if control.should_training_stop:
             break
     clock.on_train_end(None, None, control)
@@ -253,16 +253,18 @@ def test_each_step_appends_a_line_of_progress(
     file = tmp_path / "progress.jsonl"
     file.write_text("{}\n")
     monkeypatch.setattr(time, "time", lambda: 1234.5)
-    count(monkeypatch, time, "perf_counter", [100, 101, 102, 103, 104, 106, 110])
+    count(monkeypatch, time, "perf_counter", [100, 101, 101, 102, 103, 104, 106, 110])
     clock = Clock(saves=False, progress=str(file))
     train(clock, 3)
     assert clock._progress is not None
     # before the run has ended
     lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     clock._progress.close()
-    common = {"began": 1234.5, "of": 3, "loss": 2.5, "paused": 0}
+    common = {"began": 1234.5, "of": 3, "paused": 0}
+    # The Trainer logs the first loss after the end of the first step.
     assert lines == [
-        common | {"step": step, "seconds": seconds} for step, seconds in ((1, 1), (2, 3), (3, 6))
+        common | {"step": step, "seconds": seconds, "loss": loss}
+        for step, seconds, loss in ((1, 1, None), (1, 1, 2.5), (2, 3, 2.5), (3, 6, 2.5))
     ]
 
 

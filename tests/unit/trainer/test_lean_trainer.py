@@ -41,6 +41,7 @@ def test_what_speed_and_memory_depend_on() -> None:
         "learning_rate": config.learning_rate,
         "max_grad_norm": 1.0,
         "logging_steps": 10,
+        "logging_first_step": True,
         "logging_nan_inf_filter": False,
         "report_to": [],
         "dataloader_drop_last": True,
