@@ -41,6 +41,12 @@ class EnvironmentProblem(AutotuneError):
     explained = "no-such-device"
 
 
+class UnsteadyMachine(EnvironmentProblem):
+    """Other work on the machine changes the measurements, so that they cannot be compared."""
+
+    explained = "unsteady-machine"
+
+
 class NothingFits(AutotuneError):
     """No configuration of the search space fits the device."""
 

@@ -43,7 +43,14 @@ from autotune.trainer.forms import (
     texts_of,
 )
 from autotune.trainer.forms import COLUMNS as FORM_COLUMNS
-from autotune.trainer.reading import BadDataset, Located, find_files, is_on_hub, read_rows
+from autotune.trainer.reading import (
+    BadDataset,
+    BrokenLine,
+    Located,
+    find_files,
+    is_on_hub,
+    read_rows,
+)
 from autotune.trainer.token_cache import CannotKeep, read_about, read_ends, tokenise
 
 COLUMNS = {
@@ -223,10 +230,10 @@ def dataset_errors() -> Iterator[None]:
     try:
         yield
     except BadDataset as error:
-        raise UsageError(
-            f"--dataset: {error}",
-            remedy=f"give a file or folder of examples with {FORMS}, in UTF-8",
-        ) from None
+        remedy = f"give a file or folder of examples with {FORMS}, in UTF-8"
+        if isinstance(error, BrokenLine):
+            remedy = "correct this line, or remove it"
+        raise UsageError(f"--dataset: {error}", remedy=remedy) from None
     except CannotKeep as error:
         raise StorageError(
             f"--dataset: {error}", remedy="make room there, or check that the folder can be written"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from autotune.core.errors import EnvironmentProblem
+from autotune.core.errors import UnsteadyMachine
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeResult, weakest
 from autotune.core.train_config import TrainConfig
@@ -118,7 +118,7 @@ def ablate(
 ) -> Ablation:
     """Probe the winner itself, then the winner with each knob reset, then the winner itself again.
 
-    If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if a
+    If `should_stop` returns True, the remaining knobs are left out. Raises UnsteadyMachine if a
     probe of the winner itself fails, or if the winner's two measured speeds differ by more than the
     measurement error.
     """
@@ -141,15 +141,15 @@ def ablate(
 
 
 def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> AblatedKnob:
-    """Probe the winner. Raises EnvironmentProblem if the probe yields no speed."""
+    """Probe the winner. Raises UnsteadyMachine if the probe yields no speed."""
     result = evaluator.evaluate(winner, None).result
     if result.disturbed is not None:
-        raise EnvironmentProblem(
+        raise UnsteadyMachine(
             f"the machine is too unsteady to compare speeds: {result.disturbed}", remedy=QUIET
         )
     measured = to_ablated_knob(task, "", result)
     if measured.tokens_per_s is None:
-        raise EnvironmentProblem(
+        raise UnsteadyMachine(
             f"the probe of the winner failed this time: {result.reason or result.outcome}",
             remedy="check whether another process uses the device (`autotune doctor`)",
         )
@@ -157,11 +157,11 @@ def _ablated_winner(task: Task, evaluator: "Evaluator", winner: TrainConfig) -> 
 
 
 def _check_speed(before: AblatedKnob, after: AblatedKnob) -> None:
-    """Raise EnvironmentProblem if the winner's two speeds differ by more than their error."""
+    """Raise UnsteadyMachine if the winner's two speeds differ by more than their error."""
     speeds = [one.tokens_per_s or 0.0 for one in (before, after)]
     difference = max(speeds) / min(speeds) - 1
     if difference > max(DISAGREEMENT, math.hypot(before.error, after.error)):
-        raise EnvironmentProblem(
+        raise UnsteadyMachine(
             "the machine is too unsteady to compare speeds: two probes of the winner differ by "
             f"{difference:.0%}",
             remedy=QUIET,

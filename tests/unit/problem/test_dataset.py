@@ -143,8 +143,10 @@ def test_the_estimate_of_what_is_trained_on(tmp_path: Path) -> None:
 def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as error:
         dataset_lengths(file, None)
+    is_broken = "not JSON" in message or "not a JSON" in message
+    assert (error.value.remedy == "correct this line, or remove it") is is_broken
     if message == "no examples":
         with pytest.raises(UsageError, match=message):
             form_of(file, None)
@@ -200,7 +202,7 @@ def test_an_unusable_file_is_a_usage_error(tmp_path: Path, tokenizer: str) -> No
     latin.write_bytes('{"text": "é"}\n'.encode("latin-1"))
     for file, message in (
         (broken, "cannot read"),
-        (latin, "is not UTF-8"),
+        (latin, "latin.jsonl:1: not UTF-8"),
         (tmp_path / "none.jsonl", "no file"),
         (tmp_path / "data.xlsx", "none of .jsonl"),
     ):

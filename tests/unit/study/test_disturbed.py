@@ -432,6 +432,7 @@ def test_an_explanation_needs_a_steady_winner(start: Start) -> None:
     with pytest.raises(EnvironmentProblem, match=f"too unsteady .*: {REASON}") as error:
         ablate(busy.study.trials.task, busy.evaluator, BEST, BASELINE)
     assert error.value.remedy == "stop other work on this machine, then run the command again"
+    assert error.value.explained == "unsteady-machine"
 
 
 def test_an_explanation_compares_no_disturbed_probe(start: Start) -> None:

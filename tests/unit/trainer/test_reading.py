@@ -104,9 +104,16 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl:3: not JSON"),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n\n{"a": \n',
+            r"a\.jsonl:3: not JSON: the line ends before",
+        ),
+        ("a.jsonl", b'{"a" 1}\n', r"jsonl:1: not JSON: Expecting ':' delimiter at character 6$"),
+        ("a.jsonl", b'{"a": "x', r"Unterminated string starting at character 7$"),
+        ("a.jsonl", b'{"a": 1}\n\n\xff\n', r"a\.jsonl:3: not UTF-8: byte 0xff in position 1"),
         ("a.jsonl", b"null\n", r"a\.jsonl:1: not a JSON object"),
-        ("a.json", b'[{"a": 1},\n\n {"a": ]', r"a\.json:3: not JSON"),
+        ("a.json", b'[{"a": 1},\n\n {"a": ]', r"a\.json:3: not JSON: Expecting value$"),
         ("a.json", b'[{"a": 1},\n 5]', r"a\.json:2: not a JSON object"),
         ("a.json", b'[{"a": 1}', r"a\.json:1: not JSON"),
         ("a.json", b'[{"a": 1}]\n[{"a": 2}]\n', r"a\.json: text follows its array"),
@@ -114,7 +121,11 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
         ("a.json", b'\n[\n{"a": }]', r"a\.json:3: not JSON"),
         ("a.csv", b"text\none\ntwo,three\n", r"a\.csv:3: it has more cells"),
         ("a.csv", b'text\none\n"two\nthree\n', r"a\.csv:3: unexpected end of data"),
-        ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "a.jsonl is not UTF-8"),
+        (
+            "a.jsonl",
+            '{"text": "é"}\n'.encode("latin-1"),
+            r"jsonl:1: not UTF-8: byte 0xe9",
+        ),
         ("a.parquet", b"no parquet", "cannot read .*a.parquet"),
         ("a.arrow", b"no arrow", "cannot read .*a.arrow"),
         ("a.xlsx", b"", "the format of a.xlsx is none of .jsonl"),
