@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = write(export_all(demo(CONFIG), ["train"]), tmp_path / "export")
     assert session(folder, tmp_path / "whole")[0] == 0
+    # A step whose loss is logged has a second line. The first and the last step are logged, too.
+    reported = (tmp_path / "whole" / "progress.jsonl").read_text().splitlines()
+    steps = Counter(json.loads(line)["step"] for line in reported if json.loads(line)["loss"])
+    assert [step for step, count in steps.items() if count == 2 or step == 1] == [1, 10, 20, STEPS]
 
     output = tmp_path / "again"
     tests = {"PYTHONPATH": str(Path(__file__).parents[2])}

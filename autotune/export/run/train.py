@@ -58,7 +58,7 @@ class Progress:
 class Run:
     """One session of a full run. A session may continue the run of earlier sessions.
 
-    In `output`, train.log gets the script's output, progress.jsonl gets a line for each step, and
+    In `output`, train.log gets the script's output, progress.jsonl gets lines for each step, and
     training.json gets the result.
     """
 

@@ -191,8 +191,8 @@ class _StepReporter:
     steps so far or, until two steps are timed, from `step_s`, the predicted time of a step.
 
     `allowed_s` is the longest time that the timed steps may take together if the run is to be as
-    fast as predicted. Once they have taken longer, the reporter says that the run is slower. With
-    the default, it says nothing.
+    fast as predicted. Once they have taken longer, the reporter says that the run is slower. By
+    default, the time is unlimited.
     """
 
     def __init__(

@@ -253,7 +253,7 @@ def test_each_step_appends_a_line_of_progress(
     file = tmp_path / "progress.jsonl"
     file.write_text("{}\n")
     monkeypatch.setattr(time, "time", lambda: 1234.5)
-    count(monkeypatch, time, "perf_counter", [100, 101, 101, 102, 103, 104, 106, 110])
+    count(monkeypatch, time, "perf_counter", [100, 101, 101, 102, 103, 103, 104, 106, 106, 110])
     clock = Clock(saves=False, progress=str(file))
     train(clock, 3)
     assert clock._progress is not None
@@ -261,10 +261,13 @@ def test_each_step_appends_a_line_of_progress(
     lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     clock._progress.close()
     common = {"began": 1234.5, "of": 3, "paused": 0}
-    # The Trainer logs the first loss after the end of the first step.
+    # The Trainer logs a loss after the end of the step.
     assert lines == [
         common | {"step": step, "seconds": seconds, "loss": loss}
-        for step, seconds, loss in ((1, 1, None), (1, 1, 2.5), (2, 3, 2.5), (3, 6, 2.5))
+        for step, seconds, loss in (
+            *((1, 1, None), (1, 1, 2.5)),
+            *((2, 3, 2.5), (2, 3, 2.5), (3, 6, 2.5), (3, 6, 2.5)),
+        )
     ]
 
 
@@ -283,6 +286,16 @@ def test_a_log_without_a_loss_keeps_the_last_one() -> None:
     for logs in ({"loss": 2.5}, {"eval_loss": 9.0}, None):
         clock.on_log(None, None, None, logs=logs)
     assert clock._loss == 2.5
+
+
+def test_the_loss_of_the_last_step_is_logged() -> None:
+    control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
+    control.should_log = False
+    clock = Clock(saves=False)
+    for step in (1, 2):
+        clock.on_step_begin(None, None, control)
+        clock.on_step_end(None, at_step(step, 2), control)
+        assert control.should_log is (step == 2)
 
 
 @pytest.mark.parametrize(
