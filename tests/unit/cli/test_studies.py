@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,22 +24,43 @@ from autotune.study.session import worker_folder
 from autotune.study.storage.location import from_stored_directory, to_stored_directory
 from autotune.study.storage.study_record import StudyPhase, start_record, update_record
 from tests.helpers.replay import machine
-from tests.helpers.sessions import SPACE, Start, by_tokens, record_of, subject_of, whole
+from tests.helpers.sessions import (
+    SPACE,
+    Start,
+    by_tokens,
+    record_of,
+    starter,
+    subject_of,
+    whole,
+)
 from tests.unit.cli.test_console import Terminal
 
 URL = "sqlite:///autotune.db"
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tables: Path) -> Path:
+    """A folder with a study of eight trials in it, of which some ran out of memory."""
+    folder = tmp_path_factory.mktemp("finished")
+    shutil.copy(tables, folder / "autotune.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        opened: list[Any] = []
+        start = starter(f"sqlite:///{folder / 'autotune.db'}", folder / "logs", opened)
+        session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
+        out = to_stored_directory(folder / "runs" / "one", URL)
+        start_record(session.search, record_of(out=Path(out)))
+        for resource in opened:
+            resource.close()
+    return folder
+
+
 @pytest.fixture
-def folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a study of eight trials in
-    it, of which some ran out of memory.
-    """
+def folder(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, a copy of `finished`."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
-    session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
-    out = to_stored_directory(tmp_path / "runs" / "one", URL)
-    start_record(session.search, record_of(out=Path(out)))
     return tmp_path
 
 

@@ -119,8 +119,8 @@ def test_running_the_script_and_its_launcher_runs_nothing_of_a_name(
     directory = write(exported(name), tmp_path / name.replace("/", "").replace("\0", ""))
     done = run(directory, "--help")
     assert done.returncode == 0 and "--random-weights" in done.stdout, done.stderr
-    for file in directory.rglob("*.py"):
-        subprocess.run([sys.executable, "-m", "py_compile", str(file)], check=True, cwd=tmp_path)
+    programs = map(str, directory.rglob("*.py"))
+    subprocess.run([sys.executable, "-m", "py_compile", *programs], check=True, cwd=tmp_path)
     for file in (*directory.glob("*.sh"), *directory.glob("*.sbatch")):
         subprocess.run(["bash", "-n", str(file)], check=True)
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
