@@ -135,14 +135,16 @@ FORKS = pytest.StashKey[Client]()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Fork the processes of probe and system tests from one that has imported torch, unless the
-    test forbids it.
+    test forbids it. Once it runs, other tests fork the process of dry probes from it.
     """
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    if folder not in ("probe", "system") or item.get_closest_marker("real_processes"):
+    forks_all = folder in ("probe", "system")
+    if item.get_closest_marker("real_processes") or not (forks_all or FORKS in item.config.stash):
         return (yield)
     if FORKS not in item.config.stash:
         item.config.stash[FORKS] = Client.start()
-    with forked_processes(item.config.stash[FORKS]):
+    only = None if forks_all else "autotune.dry.worker"
+    with forked_processes(item.config.stash[FORKS], only):
         return (yield)
 
 

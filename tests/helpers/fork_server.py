@@ -30,8 +30,9 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ import autotune
 
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+MADV_COLLAPSE = 25
 # of glibc's malloc.h
 MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
 READ_AT_START = (
@@ -226,11 +228,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 @contextmanager
-def forked_processes(client: Client) -> Iterator[None]:
+def forked_processes(client: Client, only: str | None = None) -> Iterator[None]:
     """Inside, this process's new Python processes are forks of the client's server, if those do the
-    same.
+    same. With `only`, the processes that run this module.
     """
-    subprocess._fork_exec = client.fork_exec  # type: ignore[attr-defined]
+
+    def fork_exec(args: Sequence[Any], *more: Any) -> int:
+        fork = client.fork_exec if only is None or only in args else _fork_exec
+        return fork(args, *more)
+
+    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -439,6 +446,29 @@ def _own_modules() -> list[str]:
     return [name for name in names if name not in (*PROGRAMS, *FOR_GPUS)]
 
 
+def _collapse_pages() -> None:
+    """Have the kernel keep memory in huge pages, which halves the time of a fork.
+
+    A huge page that is not resident as a whole stays as it is: filling it would hide the memory
+    that a probe allocates. Linux before 6.1 has no such call, and refuses it.
+    """
+    size = int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    page = os.sysconf("SC_PAGE_SIZE")
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        for bounds, access, _, _, _, *name in regions:
+            if "w" not in access or name not in ([], ["[heap]"]):
+                continue
+            first, end = (int(bound, 16) for bound in bounds.split("-"))
+            for begin in range(-(-first // size) * size, end - size + 1, size):
+                entries = os.pread(pagemap.fileno(), size // page * 8, begin // page * 8)
+                # bit 63 of an entry: the page is present
+                if all(entry >> 63 for entry in memoryview(entries).cast("Q")):
+                    libc.madvise(begin, size, MADV_COLLAPSE)
+
+
 def main() -> None:
     """Import the libraries, and serve the parent on the socket whose descriptor is the argument."""
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -449,12 +479,17 @@ def main() -> None:
 
     for name in (*LIBRARIES, *_own_modules()):
         importlib.import_module(name)
+    # Torch's operators, which a process would take down one by one when it ends.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     # 900 regular expressions, which the library keeps
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
     gc.freeze()
     gc.enable()
     # resident free blocks would hide the memory that a probe allocates
     ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):  # a kernel without huge pages
+        _collapse_pages()
     assert len(os.listdir("/proc/self/task")) == 1, (
         "a fork has one thread: an import has started another"
     )
