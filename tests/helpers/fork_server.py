@@ -86,8 +86,11 @@ LIBRARIES = (
     *(
         "sqlalchemy.orm",
         "sqlalchemy.dialects.postgresql",
+        "sqlalchemy.dialects.sqlite",
+        "optuna.storages._rdb.models",
         "alembic.autogenerate",
-        "plotly.graph_objects",
+        "plotly.graph_objs._figure",
+        "rich._emoji_codes",
     ),
 )
 
