@@ -610,10 +610,11 @@ class SharedTrials:
 
         The confirmation measures each finalist and the baseline once, and the winner in every
         round. If the budget is too short to confirm even the likely winner, no time is reserved,
-        and the search uses all the time that is left.
+        and the search uses all the time that is left. No time is reserved either after the
+        first trial, because a second one says more than a confirmation of the first.
         """
         finalists = self.selection.finalists(self.limits.finalists)
-        if not finalists or not self.can_end(finalists[0]):
+        if not finalists or len(self.rows) == 1 or not self.can_end(finalists[0]):
             return 0.0
 
         likely = finalists[0]

@@ -57,7 +57,7 @@ from autotune.study.probe_time import ProbeTimes
 from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
-MAX_IN_VAIN = 2  # see `Evaluator._measure`
+MAX_IN_VAIN = 2  # see `Evaluator._may_repeat`
 FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
 # If a configuration that offloads activations runs out of memory, either the device or the host had
 # too little. It was the host if at least this share of the device's memory limit was still free.
@@ -137,6 +137,7 @@ class Evaluator:
     - If `shallow_only` is True, low fidelity is the last stage: no whole model is probed.
     - Stored results are reused only from `studies`, or from any study if `studies` is empty. If
       `reuses` is False, no stored result is reused, so that all results are equally recent.
+    - In the search, a disturbed probe that took more than `repeat_s` seconds is not repeated.
     - `saved` holds the configurations whose probes in this session also evaluated and saved a
       checkpoint, as a full run does between steps.
     - `truncated_s` maps each configuration to the total seconds that its probes of truncated models
@@ -157,6 +158,7 @@ class Evaluator:
     shallow_only: bool = False
     studies: tuple[str, ...] = ()
     reuses: bool = True
+    repeat_s: float = math.inf
     failures_in_a_row: int = 0  # running out of memory does not count as a failure
     saved: set[TrainConfig] = field(default_factory=set)
     truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
@@ -631,19 +633,36 @@ class Evaluator:
     def _measure(self, request: ProbeRequest, trial: int | None, log: Path) -> ProbeResult:
         """Probe once, or twice if other work disturbed the first probe's times; store the result.
 
-        If the second probe is disturbed too, the result is marked as disturbed. On a machine that
-        is never quiet, second probes would take half of the search's time for nothing. So after
-        MAX_IN_VAIN disturbed second probes in a row, trials are probed once, until a probe is
-        undisturbed. The finalists are measured again in any case.
+        If the second probe is disturbed too, the result is marked as disturbed.
         """
-        first = self._add_time_parts(self._mark_disturbance(self.prober.probe(request, log)))
-        if first.disturbed is None and first.outcome is Outcome.OK:
+        result = self._add_time_parts(self._mark_disturbance(self.prober.probe(request, log)))
+        if result.disturbed is None and result.outcome is Outcome.OK:
             self._in_vain = 0
-        if first.disturbed is None or (trial is not None and self._in_vain >= MAX_IN_VAIN):
-            return self._store_result(trial, first)
+        if result.disturbed is not None and self._may_repeat(request, trial, result):
+            result = self._repeat(request, trial, result, log)
+        if trial is None and result.disturbed is not None and request.rung is not Rung.CONFIRM:
+            self._disturbed[request.digest] = result
+        return self._store_result(trial, result)
 
-        # If the budget, the user or a kill stops the second probe, the first probe's result is
-        # used.
+    def _may_repeat(self, request: ProbeRequest, trial: int | None, first: ProbeResult) -> bool:
+        """Whether a disturbed probe runs once more. A disturbed confirmation always does.
+
+        On a machine that is never quiet, second probes would take half of the search's time for
+        nothing. So after MAX_IN_VAIN disturbed second probes in a row, trials are probed once,
+        until a probe is undisturbed. The finalists are measured again in any case.
+        """
+        if request.rung is Rung.CONFIRM:
+            return True
+        helps = trial is None or self._in_vain < MAX_IN_VAIN
+        return helps and first.seconds.get("total", 0.0) <= self.repeat_s
+
+    def _repeat(
+        self, request: ProbeRequest, trial: int | None, first: ProbeResult, log: Path
+    ) -> ProbeResult:
+        """Probe again after a disturbed probe, and return the result of both.
+
+        If the budget, the user or a kill stops the second probe, the first probe's result is used.
+        """
         fingerprint = self.prober.fingerprint
         kept = self.store.keep(self.study, trial, first, fingerprint, model=self.model)
         try:
@@ -655,10 +674,7 @@ class Evaluator:
             result = first
 
         self.store.discard(kept)
-        result = self._add_time_parts(result)
-        if trial is None and result.disturbed is not None and request.rung is not Rung.CONFIRM:
-            self._disturbed[request.digest] = result
-        return self._store_result(trial, result)
+        return self._add_time_parts(result)
 
     def _mark_disturbance(self, result: ProbeResult) -> ProbeResult:
         """Return the result, marked as disturbed if other work disturbed its times."""

@@ -81,6 +81,8 @@ from autotune.study.summary import Candidate, StudySummary, TrialRecord
 from autotune.study.worker_group import local_workers, ray_workers
 
 JOIN_RETRY_S = 2.0
+# The search repeats a disturbed probe only if the probe took at most this share of the budget.
+REPEAT_SHARE = 0.1
 
 
 class Session:
@@ -179,10 +181,12 @@ class Session:
         shape: ModelShape | None,
         shallow_only: bool = False,
         fresh: bool = False,
+        budget_s: float = math.inf,
     ) -> Evaluator:
         """Return an evaluator for a task; its probes are stored under the name `study`.
 
-        If `fresh` is True, the evaluator reuses no results of other studies.
+        If `fresh` is True, the evaluator reuses no results of other studies. In the search, it
+        repeats no probe that took more than REPEAT_SHARE of `budget_s`.
         """
         # The constants of the memory formula were measured only for these combinations of trainer
         # and objective.
@@ -199,6 +203,7 @@ class Session:
             shape=shape,
             shallow_only=shallow_only,
             studies=(task.study, _explain_study_name(task.study)) if fresh else (),
+            repeat_s=REPEAT_SHARE * budget_s,
         )
 
 
@@ -310,6 +315,7 @@ class Leader:
             shape=shape,
             shallow_only=spec.shallow_only,
             fresh=spec.fresh,
+            budget_s=plan.budget_s,
         )
         evaluator.learn_from_others()
         self._begin_lookahead(setup.task, evaluator)
@@ -702,6 +708,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
         shape=shape,
         shallow_only=record.shallow_only,
         fresh=record.spec.fresh,
+        budget_s=record.limits.budget_s,
     )
     evaluator.learn_from_others()
 

@@ -123,8 +123,21 @@ def test_time_is_kept_for_confirmation(
         assert made.is_spent() is is_spent is made.is_over()
         # the first trial runs in any case
         assert made.has_ended() is (now >= 1000.0) and not made.is_done()
-        made.rows = [row(0, 1.0)]
+        made.rows = [row(0, 1.0), row(1, 2.0, config=OTHER)]
         assert made.is_done() is is_spent
+
+
+def test_no_time_is_kept_after_the_first_trial(
+    trials: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second candidate says more than a confirmation of the only one."""
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 90.0)
+    made = trials(900.0)
+    add_measured(made.selection, BASELINE, measurement(1.0))
+    made.rows = [row(0, 1.0)]
+    assert made.search_s() == pytest.approx(100.0) and not made.is_done()
+    made.rows.append(row(1, None, Outcome.OOM, config=OTHER))
+    assert made.is_done()
 
 
 @pytest.mark.parametrize(("judged", "refused", "is_spent"), [(11, 9, False), (12, 0, True)])

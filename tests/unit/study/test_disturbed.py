@@ -140,6 +140,18 @@ def test_a_machine_that_is_never_quiet_has_time_for_more_candidates(start: Start
     assert probes(replace(BEST, lora_rank=32), 7) == 2
 
 
+def test_the_search_repeats_no_probe_that_takes_much_of_its_budget(start: Start) -> None:
+    """A probe takes 3 s. Confirmations are repeated."""
+    session = start(disturbed_if(lambda request, earlier: True))
+    evaluator = replace(session.evaluator, repeat_s=2.9)
+    assert evaluator.evaluate(BASELINE, None, spare_s=0.0).result.disturbed == REASON
+    assert evaluator.evaluate(BASELINE, 0).reused and session.prober.num_probes == 1
+    assert evaluator.confirm(BASELINE, 2, 1).disturbed == REASON
+    assert session.prober.num_probes == 3
+    replace(evaluator, repeat_s=3.0).evaluate(BEST, 1)
+    assert session.prober.num_probes == 5
+
+
 @pytest.mark.parametrize("error", [Cancelled, EnvironmentProblem])
 def test_a_stop_before_the_repetition_keeps_the_first_result(
     start: Start, error: type[Exception]
