@@ -191,8 +191,8 @@ def train(
     # needs the head that is trained.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
-    train_rows = fill_batches(settings, train_rows)
-    trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
+    filled = fill_batches(settings, train_rows)
+    trainer = make_trainer(settings, options, model, loss, clock, filled, eval_rows, joined)
     trainer.add_callback(origin)
     is_outline = model_builder.is_outline(model)
     if settings.is_larger_than_gpu and (

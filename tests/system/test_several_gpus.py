@@ -104,9 +104,9 @@ def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together
     lines = [json.loads(line) for line in progress.read_text().splitlines()]
     assert process.returncode == 75 and "a checkpoint of step" in said, said
     steps = [line["step"] for line in lines]
-    # by one rank alone; a save after the last step adds a line
-    assert steps[:-1] == list(range(1, len(steps)))
-    assert steps[-1] in (len(steps), len(steps) - 1) and steps[-1] < lines[-1]["of"] == 250
+    # by one rank alone; a logged loss and a save after the last step add lines
+    assert steps == sorted(steps) and set(steps) == set(range(1, steps[-1] + 1))
+    assert len(steps) < 1.5 * steps[-1] + 3 and steps[-1] < lines[-1]["of"] == 250
     assert any((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))
 
 
