@@ -103,7 +103,7 @@ def test_several_gpus_are_planned_from_counts() -> None:
 
 def test_the_change_that_makes_several_gpus_fit_is_named() -> None:
     made = plan_spec(
-        make_spec(None, {"model": "gpt2", "gpu": "h100", "space": "full", "memory_gib": 3.0}), "2"
+        make_spec(None, {"model": "gpt2", "gpu": "h100", "space": "full", "memory_gib": 2.2}), "2"
     )
     assert not any(row.state == FITS for row in made.rows)
     assert made.change is not None and made.change.options == "--space lora"
