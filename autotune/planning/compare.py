@@ -10,10 +10,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
 
 from autotune.catalog import (
     DeviceSpec,
@@ -25,15 +23,10 @@ from autotune.catalog import (
     resolve_device,
     resolve_model,
 )
-from autotune.catalog.model_sizes import Sizes
 from autotune.catalog.own_devices import split_names
 from autotune.core.errors import UsageError
-from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
 from autotune.core.text import printable
-from autotune.core.train_config import TrainConfig
-from autotune.planning.counted_memory import count
-from autotune.planning.counted_plan import count_leanest
 from autotune.planning.device_estimate import (
     accuracy_text,
     conversions_accuracy,
@@ -43,23 +36,19 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import (
-    candidates,
-    key_without_micro_batch,
+    least_memory,
     plan_setup,
     planned_setup,
 )
-from autotune.prediction.estimate import Estimate, estimate, memory_of, memory_state
-from autotune.prediction.memory_formula import ERROR, MemoryBreakdown
+from autotune.prediction.estimate import Estimate, memory_state
+from autotune.prediction.memory_formula import ERROR
 from autotune.prediction.observed_speed import Observation
 from autotune.problem.run_cost import FITS
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.task import Task
 from autotune.report.values.comparison import Budget, ComparedCard, Comparison, Group, Owned
 
-# For these knobs, the value that needs the least memory depends on the other knobs.
-DEPENDENT = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
 QUIET_S = 2.0  # the shortest pause between two lines of progress
 
 
@@ -229,43 +218,6 @@ def compare_card(
     plan = plan_setup(setup, limit_gib, observations, counted=True)
     leanest = least_memory(open_reserve(setup).task, limit_gib) or plan.baseline
     return ComparedCard(device=setup.task.device, plan=plan, least=leanest)
-
-
-def least_memory(task: Task, limit_gib: float) -> Estimate | None:
-    """Return the configuration of the space that needs the least memory, or None if unknown.
-
-    If the memory formula covers no configuration of the space, each knob gets the value that needs
-    the least memory, and a dry probe computes the memory of this configuration on the meta device.
-    """
-    space = task.space
-    for name, value in space.leanest().items():
-        if name in KNOBS and name not in DEPENDENT:
-            space = space.pin(name, value)
-    configs = candidates(space) if Sizes.of(task.model) else ()
-
-    # If configurations differ only in the micro batch size, the configuration with the smallest
-    # size needs the least memory.
-    smallest: dict[tuple[Any, ...], TrainConfig] = {}
-    for config in configs:
-        key = key_without_micro_batch(task, config)
-        smallest[key] = min(smallest.get(key, config), config, key=lambda one: one.micro_batch_size)
-
-    needs = {
-        config: memory
-        for config in smallest.values()
-        if (memory := _memory(task, config)) is not None
-    }
-
-    if not needs:
-        return count_leanest(task, partial(estimate, task, limit_gib=limit_gib, count=count))
-    return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
-
-
-def _memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
-    """Return the memory that the formula predicts for a configuration with the longest rows."""
-    micro_steps = task.workload.run_shape(config).probe_micro_steps
-    longest = task.workload.longest_row_config(config)
-    return memory_of(task.model, longest, micro_steps, objective=task.workload.objective)
 
 
 def _least_by_bf16(

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from autotune.catalog import DeviceSpec
+from autotune.catalog.model_sizes import Sizes
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.objective import Objective
@@ -22,8 +23,14 @@ from autotune.planning.counted_memory import count
 from autotune.planning.counted_plan import count_grouped, count_leanest, largest_that_fits
 from autotune.planning.device_estimate import accuracy_text, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Say, ignore_message
-from autotune.prediction.estimate import Estimate, FittingChange, estimate, memory_state
-from autotune.prediction.memory_formula import unsupported
+from autotune.prediction.estimate import (
+    Estimate,
+    FittingChange,
+    estimate,
+    memory_of,
+    memory_state,
+)
+from autotune.prediction.memory_formula import MemoryBreakdown, unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
@@ -50,6 +57,8 @@ MAX_CONFIGS = 10_000  # the most configurations to estimate; this takes about tw
 # instead.
 MAX_STRIDE = 300
 BATCHES = (1, 2, 4, 8, 16, 32)
+# For these knobs, the value that needs the least memory depends on the other knobs.
+DEPENDENT = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
 # The knobs that determine the memory that stays in use between steps
 _LASTING = operator.attrgetter(
     "method", "precision", "quantization", "double_quant", "lora_rank", "lora_targets", "optimizer"
@@ -80,12 +89,14 @@ def plan(
     setup = planned_setup(spec, device, say)
     limit_gib = limit_of(spec, device)
     result = plan_setup(setup, limit_gib, observations, counted=counted)
-    change = None
+    change = least = None
     if result.best is None and result.reason not in LITTLE_KNOWN:
         change = _first_change(spec, result.leanest, device, limit_gib, observations, counted)
+        least = least_memory(open_reserve(setup).task, limit_gib)
     return replace(
         result,
         change=change,
+        least=least,
         what_fits=memory_tables(result),
         left_out=tuple(map(str, setup.removals)),
     )
@@ -284,6 +295,45 @@ def key_without_micro_batch(task: Task, config: TrainConfig) -> tuple[Any, ...]:
     # differs.
     accumulates = task.workload.accumulation(config) > 1
     return *_ALL_BUT_ROWS(config), accumulates
+
+
+def least_memory(task: Task, limit_gib: float) -> Estimate | None:
+    """Return the configuration of the space that needs the least memory, or None if unknown.
+
+    If the memory formula covers no configuration of the space, each knob gets the value that needs
+    the least memory, and a dry probe computes the memory of this configuration on the meta device.
+    """
+    space = task.space
+    for name, value in space.leanest().items():
+        if name in KNOBS and name not in DEPENDENT:
+            space = space.pin(name, value)
+    configs = candidates(space) if Sizes.of(task.model) else ()
+
+    # If configurations differ only in the micro batch size, the configuration with the smallest
+    # size needs the least memory.
+    smallest: dict[tuple[Any, ...], TrainConfig] = {}
+    for config in configs:
+        key = key_without_micro_batch(task, config)
+        smallest[key] = min(smallest.get(key, config), config, key=lambda one: one.micro_batch_size)
+
+    needs = {
+        config: memory
+        for config in smallest.values()
+        if (memory := _longest_memory(task, config)) is not None
+    }
+
+    if not needs:
+        return count_leanest(
+            task, functools.partial(estimate, task, limit_gib=limit_gib, count=count)
+        )
+    return estimate(task, min(needs, key=lambda config: needs[config].peak_reserved_gib), limit_gib)
+
+
+def _longest_memory(task: Task, config: TrainConfig) -> MemoryBreakdown | None:
+    """Return the memory that the formula predicts for a configuration with the longest rows."""
+    micro_steps = task.workload.run_shape(config).probe_micro_steps
+    longest = task.workload.longest_row_config(config)
+    return memory_of(task.model, longest, micro_steps, objective=task.workload.objective)
 
 
 def _baseline_plan(

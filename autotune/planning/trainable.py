@@ -17,10 +17,10 @@ from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
-from autotune.planning.compare import DEPENDENT, QUIET_S, compare_card
+from autotune.planning.compare import QUIET_S, compare_card
 from autotune.planning.device_estimate import accuracy_text, limit_of
 from autotune.planning.observations import Say, ignore_message
-from autotune.planning.plan import candidates, planned_setup
+from autotune.planning.plan import DEPENDENT, candidates, planned_setup
 from autotune.prediction.estimate import memory_of, memory_state
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts, is_measured_kind

@@ -174,10 +174,11 @@ def _plan_verdict(plan: Plan) -> str:
     need = fmt_gib(plan.shown.need_gib)
     if plan.reason in LITTLE_KNOWN:
         verdict, need = "fits", f"it needs {need}"
-    elif plan.least_unfit is not None:
-        verdict, need = "does not fit", f"it needs at least {need}"
-    else:
+    elif plan.shown is plan.baseline:
         verdict, need = "does not surely fit", f"the baseline needs {need}"
+    else:
+        verdict = "does not fit" if plan.shown.state == OOM else "does not surely fit"
+        need = f"it needs at least {need}"
     speed = ", at an unknown speed" if plan.reason in LITTLE_KNOWN else ""
     return f"{model} {verdict} {card}{speed}: {need} of {fmt_gib(plan.limit_gib)} (estimated)"
 

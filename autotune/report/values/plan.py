@@ -8,7 +8,7 @@ from autotune.core.notebook import ShownAsTable
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.estimate import Estimate, FittingChange
 from autotune.problem.constraints import NEEDS_CONSENT
-from autotune.problem.run_cost import FITS, OOM
+from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
 NO_SPEED = "no formula gives the speed of this training: `autotune run` measures it"
@@ -74,7 +74,8 @@ class Plan(ShownAsTable):
     estimated. `calibrated` says which of the numbers rest on a calibration, and when it was made.
     `what_fits` maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the
     values that are not in the search space, with reasons. `fitting` is the configuration with the
-    least memory of those that fit at an unknown speed.
+    least memory of those that fit at an unknown speed. If none surely fits, `least` is the
+    configuration with the least memory, also of those in the reserve.
     """
 
     JSON: ClassVar = keys(
@@ -105,24 +106,15 @@ class Plan(ShownAsTable):
     what_fits: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     fitting: Estimate | None = None
+    least: Estimate | None = None
 
     @property
     def shown(self) -> Estimate:
         """The estimate whose memory is the answer.
 
-        It is the best or a fitting configuration. If no configuration of a table can fit, it is the
-        one that needs the least memory, otherwise the baseline.
+        It is the best or a fitting configuration, otherwise the one that needs the least memory.
         """
-        least = self.best or self.fitting or self.least_unfit
-        return self.baseline if least is None else least
-
-    @property
-    def least_unfit(self) -> Estimate | None:
-        """The configuration of the tables with the least memory, or None if one of them may fit."""
-        chosen = [cell.chosen for cells in self.what_fits.values() for cell in cells]
-        if not chosen or any(one.state != OOM for one in (self.baseline, *chosen)):
-            return None
-        return min(chosen, key=lambda one: one.need_gib)
+        return self.best or self.fitting or self.least or self.baseline
 
     @property
     def consented(self) -> tuple[str, ...]:
@@ -135,12 +127,13 @@ class Plan(ShownAsTable):
         )
 
     def facts(self) -> dict[str, str]:
-        """Return the best configuration with its estimates or, if there is none, the baseline."""
+        """Return the best configuration with its estimates or, if there is none, `shown`."""
         subject = f"{self.task.model.name} on {self.task.device.label}"
         if self.best is not None:
             return {"plan": subject} | self.best.facts()
-        nothing = "no configuration is certain to fit; the baseline:"
-        return {"plan": subject, "best": nothing} | self.baseline.facts()
+        which = "the baseline" if self.shown is self.baseline else "the leanest"
+        nothing = f"no configuration is certain to fit; {which}:"
+        return {"plan": subject, "best": nothing} | self.shown.facts()
 
     @property
     def counted(self) -> bool:

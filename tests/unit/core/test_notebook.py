@@ -46,7 +46,7 @@ def test_estimates_print_themselves_as_a_short_table() -> None:
     assert len(shown) < 600 and shown.endswith(repr(found.best))
 
     nothing = repr(plan("llama-3.1-70b", gpu="t4"))
-    assert "no configuration is certain to fit; the baseline:" in nothing and len(nothing) < 600
+    assert "no configuration is certain to fit; the leanest:" in nothing and len(nothing) < 600
 
 
 def test_comparisons_print_a_line_for_each_choice() -> None:

@@ -35,7 +35,6 @@ from autotune.planning.compare import (
     Group,
     Owned,
     compare_card,
-    least_memory,
     smallest_holding,
 )
 from autotune.planning.device_estimate import (
@@ -49,6 +48,7 @@ from autotune.planning.plan import (
     ONLY_GROUPED,
     ONLY_LEANEST,
     Plan,
+    least_memory,
     plan_task,
     planned_setup,
 )

@@ -59,13 +59,15 @@ def test_a_plan_without_a_winner_has_one_need() -> None:
     """The verdict and the line on memory are about the same configuration."""
     for model, gpu, space, words in (
         ("llama-3.1-70b", "a10", None, "does not fit a10: it needs at least"),
-        ("llama-3.1-8b", "a10", "full", "does not surely fit a10: the baseline needs"),
+        ("llama-3.1-8b", "a10", "full", "does not fit a10: it needs at least"),
     ):
         made = autotune.plan(model, gpu=gpu, space=space)
         found = plan_answer(made)
         need = fmt_gib(made.shown.need_gib)
         assert made.best is None and f"{words} {need} of 20.1 GiB" in found.answer
         assert found.needs.startswith(f"{need} of 20.1 GiB")
+        assert made.least is not None and need in made.facts()["memory"]
+        assert made.shown is made.least and made.least.need_gib < made.baseline.need_gib
 
     fitting = replace(made.baseline, need_gib=12.0, memory=None)
     unknown = plan_answer(replace(made, reason=NO_SPEED, fitting=fitting))
