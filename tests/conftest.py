@@ -59,8 +59,17 @@ def _do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _tokens_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Examples that tests tokenise are not kept in the user's cache."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """Examples that tests tokenise are not kept in the user's cache.
+
+    The workers of one run share their dry counts.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        counts = tmp_path_factory.getbasetemp().parent / "counts"
+        counts.mkdir(exist_ok=True)
+        (cache / "autotune").mkdir()
+        (cache / "autotune" / "dry").symlink_to(counts)
 
 
 @pytest.fixture(scope="session", autouse=True)

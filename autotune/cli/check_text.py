@@ -10,16 +10,15 @@ from autotune.report.answers import check_answer, duration_lines, phases_text
 from autotune.report.values.check import FP32_BASE, VERDICTS, CheckedRun, CheckReport, Edits, Faster
 
 MORE = (
-    "All numbers are estimated. --details shows their accuracy, the run that was read, each single "
-    "change, and minor notes."
+    "All numbers are estimated. --details shows their accuracy, each single change, and minor "
+    "notes."
 )
 
 
 def lines(report: CheckReport, *, details: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the (label, text) of each line, the verdict first.
 
-    With `details`, the lines include the run that was read, the single changes, the minor notes,
-    and the accuracy.
+    With `details`, the lines include the single changes, the minor notes and the accuracy.
     """
     checked = report.checked
     run = checked.run
@@ -27,8 +26,7 @@ def lines(report: CheckReport, *, details: bool = False) -> Iterator[tuple[str, 
     if run.ignored:
         yield "", run.ignored
     yield "", answer.answer
-    if details:
-        yield "file", _run_text(report)
+    yield "file", _run_text(report)
     yield "memory", answer.needs
     if report.phases:
         yield "phases", phases_text(report.bounds_of_phases)

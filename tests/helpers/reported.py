@@ -43,7 +43,8 @@ class Command:
 
     def unmet(self) -> Iterator[str]:
         """Run the command in this process, and yield the faults of its output."""
-        code, out, errors = run_command(self.line)
+        details = " --details" if self.line.startswith("check ") else ""
+        code, out, errors = run_command(self.line + details)
         said = errors + out
         if code != self.code:
             yield f"{self.line}: exit code {code}, not {self.code}: {errors[-300:]}"

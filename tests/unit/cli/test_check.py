@@ -147,12 +147,12 @@ def test_the_verdict_is_the_first_line(
     assert lines[0] == verdict(answer(FACTORY))
     assert lines[0].startswith("fits: needs 1") and lines[0].endswith("%) to spare")
     labels = [line[:8].strip() for line in lines[1:-1]]
-    assert labels[:5] == ["memory", "speed", "run", "cost", "faster"]
-    assert set(labels[5:]) == {"note"}
-    for line in lines[2:5]:
+    assert labels[:6] == ["file", "memory", "speed", "run", "cost", "faster"]
+    assert set(labels[6:]) == {"note"}
+    for line in lines[3:6]:
         assert "estimated" in line and " to " in line
-    assert "the peak is in the backward pass" in lines[1]
-    assert "for 2,000 examples x 3 epoch(s), 750 steps" in lines[3]
+    assert "the peak is in the backward pass" in lines[2]
+    assert "for 2,000 examples x 3 epoch(s), 750 steps" in lines[4]
     assert lines[-1] == MORE
 
 
@@ -166,9 +166,9 @@ def test_the_first_screen_leaves_out_what_details_shows(
     assert first[-1] == MORE and details[-1].startswith("     how  Nothing was measured here.")
     assert set(first[:-1]) < set(details)
     more = [line for line in details if line not in first]
-    assert [line[:8].strip() for line in more] == ["file", "note", "note", "how"]
-    assert "Memory is estimated for a micro batch with a sequence of 4,096" in more[1]
-    assert "The cross-entropy, which is fused with the head, is counted" in more[2]
+    assert [line[:8].strip() for line in more] == ["note", "note", "how"]
+    assert "Memory is estimated for a micro batch with a sequence of 4,096" in more[0]
+    assert "The cross-entropy, which is fused with the head, is counted" in more[1]
     assert any("The length of the examples was not given" in line for line in first)
     assert {line[10:] for line in details if line[:8] == "    note"} == set(answer(text).notes)
 

@@ -129,7 +129,7 @@ def test_a_configuration_says_how_its_gpus_share() -> None:
     assert found == Parallelism(
         num_gpus=8, strategy="fsdp2_keep", sync_each_batch=True, offload=True
     )
-    assert (found.name, found.num_shards) == ("fsdp2_keep, offloaded", 8)
+    assert (found.name, found.num_shards) == ("fsdp2_keep, sync_each_batch, offloaded", 8)
     hosts = Parallelism(num_gpus=16, strategy="fsdp2", copies=2)
     assert (hosts.name, hosts.num_shards) == ("hsdp", 8)
     assert Parallelism.of(TrainConfig(sync_each_batch=True, offload=True)) == Parallelism()
