@@ -99,6 +99,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     )
     train_rows = make_rows(settings, trained)
     eval_rows = held_out or make_rows(settings, drawn)
+    check_number(len(train_rows))
     return train(
         settings, options, base, device, train_rows, eval_rows, trained, bool(held_out), origin
     )
@@ -131,6 +132,7 @@ def train_on_images(
         examples = random_image_examples(settings, base.config)
 
     number = len(examples) - options.held_out
+    check_number(number)
     counted = [examples[index][0] for index in range(min(number, COUNTED_ROWS))]
     train_rows = Subset(examples, range(number))
     eval_rows = Subset(examples, range(number, len(examples)))
@@ -155,6 +157,14 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
     if options.checkpoint and (difference := find_difference(options.checkpoint, facts)):
         sys.exit(f"train.py: error: {difference}")
     return Origin(facts)
+
+
+def check_number(number: int) -> None:
+    """End the process if there are no rows to train on."""
+    if number < 1:
+        sys.exit(
+            "train.py: error: no example is left to train on: give more examples, or hold out fewer"
+        )
 
 
 def train(

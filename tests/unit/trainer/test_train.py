@@ -105,6 +105,19 @@ def test_without_held_out_examples_there_is_no_loss(
     assert held["steps"] == 2
 
 
+def test_without_an_example_to_train_on_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only example has one token, so that it predicts nothing."""
+    monkeypatch.setattr(train, "random_examples", lambda *_: [torch.tensor([5])])
+    with pytest.raises(SystemExit, match="no example is left to train on: give more examples"):
+        run(settings(), tmp_path, capsys)
+    for number in (0, -3):
+        with pytest.raises(SystemExit, match="no example is left to train on"):
+            train.check_number(number)
+    train.check_number(1)
+
+
 def test_a_share_of_the_dataset_is_evaluated_during_the_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
