@@ -296,8 +296,8 @@ class ProbeRequest:
 
     @property
     def longest(self) -> MicroBatch:
-        """The kind of micro batch with the longest rows."""
-        return max(self.kinds, key=lambda kind: kind.length)
+        """The kind of micro batch with the longest rows, and among these with the most tokens."""
+        return max(self.kinds, key=lambda kind: (kind.length, sum(map(sum, kind.rows))))
 
     @property
     def shares_vllm(self) -> bool:

@@ -37,8 +37,9 @@ class Schedule:
 
     The lead warms up the device and creates the optimizer state. It trains on the shortest kind of
     micro batch. If the longest kind is frequent or is not timed, the lead ends with the longest
-    kind. A round has each timed kind at least once. The longest micro batch of a step comes last,
-    so that its peak includes the gradients of the other micro batches.
+    kind. In GRPO, TRL mixes the rows of a step, so that this step has the longest kind only. A
+    round has each timed kind at least once. The longest micro batch of a step comes last, so that
+    its peak includes the gradients of the other micro batches.
 
     `weights` has a weight for each micro batch of a round. The weights sum to 1, and the weighted
     mean over a round estimates the mean over the full run. `uneven` says whether the kinds of a
@@ -84,14 +85,15 @@ class Schedule:
         lengths = {kinds[index].length for index in timed}
         total = sum(kinds[index].share for index in timed)
 
-        if lengths == {kinds[longest].length}:
+        if longest in timed and lengths == {kinds[longest].length}:
             lead: tuple[Step, ...] = rounds[:1]
         else:
             shortest = min(timed, key=lambda index: kinds[index].length)
             others = (shortest,) * (each - 1)
             lead = ((*others, longest if kinds[longest].share > OFTEN * total else shortest),)
             if longest not in timed:
-                lead += ((*others, longest),)
+                alone = (longest,) * each
+                lead += (alone if request.objective.generates else (*others, longest),)
 
         evaluation = (longest, *(timed if len(lengths) > 1 else timed[:2]))
         count = Counter(slots)

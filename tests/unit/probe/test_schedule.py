@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from autotune.core.objective import Objective
 from autotune.core.probe_types import MicroBatch, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.probe import schedule as module
@@ -61,6 +62,11 @@ def test_a_longest_kind_that_is_not_timed_is_trained_on_once_with_optimizer_stat
     kinds = schedule((10, 0.5), (40, 0.25), (20, 0.25), (100, 0.0), micro_steps=micro_steps)
     assert kinds.lead == ((0,) * micro_steps, longest_at)
     assert {index for step in kinds.round for index in step} == {0, 1, 2} and kinds.num_kinds == 3
+
+
+def test_a_generation_of_the_longest_rows_has_no_others_because_trl_mixes_its_rows() -> None:
+    kinds = schedule((10, 1.0), (100, 0.0), objective=Objective.GRPO)
+    assert kinds.lead == ((0, 0), (1, 1))
 
 
 def test_what_the_lead_and_a_round_take_goes_by_their_tokens() -> None:
