@@ -21,7 +21,10 @@ from autotune.core.errors import Cancelled
 from autotune.core.nvml import visible
 from autotune.export.run import child
 
-ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
+# Torch writes "[rank0]: " before each line of an uncaught error if the process has a group.
+ERROR = re.compile(
+    r"(?m)^(?:\[rank\d+\]: )?((?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*)"
+)
 # The prefix of torchrun's last error message. The message says that a process failed, but not why.
 OF_LAUNCHER = "torch.distributed.elastic"
 START_S = 900.0  # seconds allowed for imports, weights and the first step

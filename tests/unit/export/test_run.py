@@ -114,6 +114,8 @@ def test_the_last_error_of_a_log_from_a_place_on(tmp_path: Path) -> None:
         == "some.Module.OutOfMemoryError: CUDA\ufffd"
     )
     assert last_error(log, log.stat().st_size) == ""
+    log.write_text("[rank0]: torch.OutOfMemoryError: CUDA\n[rank0]:[W1] a warning\n")
+    assert last_error(log) == "torch.OutOfMemoryError: CUDA"
     log.write_text("KeyError: 1\nan Error in the middle\nValueError: " + "x" * 400)
     assert last_error(log) == "ValueError: " + "x" * 288
 
