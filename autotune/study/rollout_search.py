@@ -25,7 +25,7 @@ from autotune.study.rollout_task import RolloutTask, mean_length
 
 FITS, TOO_LONG = "fits", "fits only shorter completions"
 ALTERNATIONS = 10  # generations and updates by which the best layout shows fragmentation
-GAIN = 0.01  # a larger micro batch is tried if the last one was faster by this share
+GAIN = 0.01  # a smaller micro batch is tried if the last one was faster by this share
 RECOMPUTED = ("none", "full")  # what TRL's trainer for GRPO can recompute
 
 
@@ -139,25 +139,29 @@ class RolloutSearch:
     def _layouts(
         self, config: TrainConfig, choices: Mapping[str, Sequence[Any]]
     ) -> Iterator[MeasuredLayout]:
-        """Yield layouts with growing micro batches, without and with recomputation.
+        """Yield layouts with shrinking micro batches, without and with recomputation.
 
-        A micro batch that does not fit, or that gains nothing, ends the growth.
+        Large micro batches are measured first, because they are usually the fastest, and because a
+        micro batch that does not fit ends soon. The first that gains nothing ends the search.
+        Recomputation costs time, so that it is tried only for micro batches that need it.
         """
-        sizes = sorted(choices.get("micro_batch_size", (config.micro_batch_size,)))
+        sizes = sorted(choices.get("micro_batch_size", (config.micro_batch_size,)), reverse=True)
+        sizes = [size for size in sizes if self.task.rows_per_update % size == 0]
         for recomputed in RECOMPUTED:
             if recomputed not in choices.get("checkpointing", (config.checkpointing,)):
                 continue
-            before = 0.0
+            best, fitting = 0.0, 0
             for size in sizes:
-                if self.task.rows_per_update % size:
-                    continue
                 tried = replace(config, micro_batch_size=size, checkpointing=recomputed)
                 found = self.compositions(self.train(tried))
                 yield from found
                 score = max(layout.score for layout in found)
-                if score < before * (1 + GAIN) or found[-1].state != FITS:
-                    break
-                before = score
+                if score:
+                    fitting = fitting or size
+                    if score < best * (1 + GAIN):
+                        break
+                    best = score
+            sizes = [size for size in sizes if size > fitting]
 
     def train(self, config: TrainConfig, *, sleeps: bool = True, rung: Rung = Rung.FULL) -> Trained:
         """Measure the training of a configuration.

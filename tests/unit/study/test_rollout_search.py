@@ -17,6 +17,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.rollout_types import COLOCATED, TRANSFORMERS, Engine, EngineMeasurement
 from autotune.core.train_config import TrainConfig
+from autotune.probe.schedule import Schedule
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.rollouts import Rollouts
 from autotune.study.rollout_search import (
@@ -224,6 +225,30 @@ def test_packed_rows_have_the_mean_length_of_a_generation() -> None:
     assert len({sum(row for (row,) in kind.rows) for kind in usual}) > 4
     assert sum(kind.share for kind in usual) == pytest.approx(1.0)
     assert (longest.rows, longest.share) == (((2304,),) * 4, 0.0)
+
+
+def test_the_longest_micro_batch_has_only_rows_of_the_largest_length() -> None:
+    """A usual micro batch may have one such row, but fewer tokens."""
+    config = TrainConfig(micro_batch_size=4, packing=True, packed_attention="varlen")
+    request = task(Lengths.of(range(100, 4000), "given")).training_request(config, sleeps=True)
+    *usual, longest = request.micro_batches
+    assert any(kind.length == longest.length for kind in usual)
+    assert request.longest == longest
+    assert Schedule.plan(request).lead[-1] == (len(usual), len(usual))
+
+
+def test_large_micro_batches_come_first_and_small_ones_have_no_recomputation() -> None:
+    card = Card(per_thousand={"none": 4.0, "full": 1.0})
+    tried = [
+        (layout.config.micro_batch_size, layout.config.checkpointing)
+        for layout in run(card)[:-1]
+        if not layout.sleeps
+    ]
+    without, recomputed = [16, 8, 4, 2], [16, 8]  # four rows fit without recomputation
+    assert tried == [
+        *((size, "none") for size in without),
+        *((size, "full") for size in recomputed),
+    ]
 
 
 def test_packed_rows_break_at_the_length_that_needs_the_whole_card() -> None:
