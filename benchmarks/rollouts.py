@@ -93,17 +93,24 @@ class Bench:
         )
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What the rows of this model and workload have in common."""
+        args = self.args
+        lengths = f"{'all' if args.constant else 'at most'} {args.longest}"
+        return {"method": self.method, "model": args.model, "completions": lengths}
+
+    @property
     def config(self) -> TrainConfig:
         """The training at which the search begins."""
         lora = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed"}
         full = {"method": "full", "lora_rank": None, "precision": "bf16_pure"}
-        knobs = (full if self.method == "full" else lora) | {"allocator": "fixed"}
+        knobs = (full if self.method == "full" else lora) | {"allocator": "expandable"}
         return TrainConfig(**(knobs | ({"precision": "fp32"} if self.on_cpu else PACKED)))
 
     @property
     def choices(self) -> dict[str, list[Any]]:
         """The values of the knobs that the search may change."""
-        sizes = [2, 4] if self.on_cpu else [2, 4, 8, 16, 32]
+        sizes = [2, 4] if self.on_cpu else self.args.micro_batches
         return {"micro_batch_size": sizes, "checkpointing": ["none", "full"]}
 
 
@@ -135,10 +142,11 @@ def run(args: argparse.Namespace) -> None:
         bench = Bench(args, method)
         for name in STAGES:
             late = time.monotonic() - began > args.seconds
-            if late or name not in args.stages or rows.has(stage=name, method=method, done=True):
+            facts = {"stage": name} | bench.facts
+            if late or name not in args.stages or rows.has(**facts, done=True):
                 continue
             try:
-                measure(rows, {"stage": name, "method": method, "model": args.model}, bench, folder)
+                measure(rows, facts, bench, folder)
             except Failed as error:
                 print(f"{name} of {method}: {error}", flush=True)
     finish(args, rows.fingerprint, rows.plain, COLUMNS)
@@ -179,7 +187,7 @@ def engine(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
 
 def training(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
     """Search for the fastest layout. Ten alternations of the best one show fragmentation."""
-    measured = one(rows, "engine", bench.method)
+    measured = one(rows, "engine", bench)
     found = from_data(ProbeResult, measured["result"]).engine
     assert found is not None
     logs = folder / "training"
@@ -229,7 +237,7 @@ def layout_row(layout: MeasuredLayout) -> dict[str, Any]:
 
 def trl(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
     """Run TRL with the best layout, and compare its phases with the composed step."""
-    best = one(rows, "training", bench.method)
+    best = one(rows, "training", bench)
     config = TrainConfig(**best["config"])
     engine = replace(bench.rollouts.engine, share=best["share"], sleeps=best["sleeps"])
     arguments = trl_arguments(config, bench.rollouts, engine)
@@ -260,13 +268,13 @@ def defaults(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]
         "per_device_train_batch_size": rows_each,
         "gradient_accumulation_steps": rollouts.sequences // rows_each,
     } | engine_arguments(replace(rollouts.engine, share=SHARE, sleeps=False, max_tokens=0))
-    done = measure_trl(bench, folder, arguments, longest_steps=(), steps=4)
+    done = measure_trl(bench, folder, arguments, longest_steps=(), steps=4, allocator="fixed")
     yield run_row(done) | {"layout": "TRL's defaults", "done": done.problem is None}
 
 
 def colocated(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
     """Run TRL on two GPUs that each generate and train half of the completions."""
-    training_row = one(rows, "training", bench.method)
+    training_row = one(rows, "training", bench)
     pair = training_row["two_gpus"]["colocated"]
     share, rollouts = training_row["share"], bench.rollouts
     engine = replace(rollouts.engine, share=share, sleeps=pair["sleeps"])
@@ -281,7 +289,7 @@ def apart(bench: Bench, rows: Rows, folder: Path) -> Iterator[dict[str, Any]]:
 
     The server takes no other lengths than the largest: this needs `--constant`.
     """
-    pair = one(rows, "training", bench.method)["two_gpus"]["apart"]
+    pair = one(rows, "training", bench)["two_gpus"]["apart"]
     if not bench.args.constant:
         raise Failed("the server generates only completions of the largest length: add --constant")
     arguments = trl_arguments(TrainConfig(**pair["config"]), bench.rollouts, Engine(kind=SERVER))
@@ -363,9 +371,10 @@ def run_row(done: RolloutRun) -> dict[str, Any]:
     }
 
 
-def one(rows: Rows, stage: str, method: str) -> dict[str, Any]:
+def one(rows: Rows, stage: str, bench: Bench) -> dict[str, Any]:
     """The last row of a stage. Raises Failed if the stage was not measured."""
-    found = [row for row in rows.all if row["stage"] == stage and row["method"] == method]
+    facts = {"stage": stage} | bench.facts
+    found = [row for row in rows.all if facts.items() <= row.items()]
     if not found or not found[-1].get("done"):
         raise Failed(f"the stage {stage} has no measurement")
     return found[-1]
@@ -378,16 +387,20 @@ def tail(log: Path, lines: int = 30) -> str:
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The largest errors, and the speed of the best layouts divided by the defaults' speed."""
-    runs = {row["method"]: row for row in rows if row["stage"] == "trl"}
-    others = {row["method"]: row for row in rows if row["stage"] == "defaults"}
+
+    def of_stage(stage: str) -> dict[tuple[str, ...], dict[str, Any]]:
+        names = ("model", "method", "completions")
+        return {tuple(row[name] for name in names): row for row in rows if row["stage"] == stage}
+
+    runs, others = of_stage("trl"), of_stage("defaults")
     phase_errors = [
         abs(error) for row in runs.values() for error in row.get("phase_errors", {}).values()
     ]
     step_errors = [abs(row["step_error"]) for row in runs.values() if row.get("step_error")]
     over = {
-        method: others[method]["step_s"] / row["step_s"]
-        for method, row in runs.items()
-        if method in others and row["step_s"] and others[method]["step_s"]
+        case: others[case]["step_s"] / row["step_s"]
+        for case, row in runs.items()
+        if case in others and row["step_s"] and others[case]["step_s"]
     }
     pairs = {row["stage"]: row["step_s"] for row in rows if row["stage"] in ("colocated", "apart")}
     predicted = [row["faster"] for row in rows if row.get("faster")]
@@ -427,6 +440,7 @@ MODES = {
             "--model": "qwen3-4b",
             "--methods": {"nargs": "*", "default": list(METHODS)},
             "--stages": {"nargs": "*", "default": ON_ONE_GPU},
+            "--micro-batches": {"nargs": "*", "type": int, "default": [2, 4, 8, 16, 32]},
             "--constant": {"default": False, "help": "every completion has the largest length"},
             "--longest": {"type": int, "default": LONGEST, "help": "tokens of a completion"},
             "--folder": {"type": Path, "help": "keep the model and the logs in this folder"},

@@ -58,7 +58,7 @@ OF_TRL: dict[str, Any] = {
     "group_by_length": False,
     "cuda_graphs": "none",
     "tiling": "none",
-    "allocator": "fixed",
+    "allocator": "expandable",
 }
 # Packed completions need vLLM: a model with varlen attention cannot generate.
 PACKED: dict[str, Any] = {"packing": True, "packed_attention": "varlen", "attention": "sdpa"}

@@ -37,7 +37,7 @@ def main() -> None:
     reader, send, device, scratch = open_channel()
     send(event="phase", phase=Phase.START)
     try:
-        # An engine that can sleep cannot use segments that grow; TRL's users have the default, too.
+        # vLLM keeps weights and cache in a pool of its own, whose segments never grow.
         os.environ.pop(ALLOCATOR_VARIABLE, None)
         meter = open_meter(device)
         meter.hold_memory("fixed")

@@ -43,7 +43,14 @@ class RunLog(PhaseLog):
     """The phases of TRL's trainer."""
 
     def begin_rollout(self, *, returns_memory: bool) -> None:
-        """Begin a generation. TRL itself returns memory for the engine."""
+        """Begin a generation.
+
+        With `returns_memory`, the allocator returns its unused memory first. TRL does so a moment
+        later, before it wakes the engine.
+        """
+        if returns_memory:
+            self.meter.synchronize()
+            self.meter.return_unused()
         self.enter(Phase.ROLLOUT)
 
     def end_step(self) -> None:
@@ -131,6 +138,7 @@ def main() -> None:
         peft_config=LoraConfig(**wanted["lora"]) if wanted["lora"] else None,
     )
     trainer.recorder = log
+    trainer.returns_memory = trainer.use_vllm and trainer.args.vllm_enable_sleep_mode
     if trainer.use_vllm:
         log_engine(trainer, log)
     ends = length_setter(trainer, wanted["mean_tokens"])

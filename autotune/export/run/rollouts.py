@@ -53,16 +53,19 @@ def write_model(
         limit_s=MODEL_S,
         should_stop=should_stop,
         script=module,
-        environment=_environment(),
+        environment=_environment("fixed"),
     )
     return made if isinstance(made, str) else None
 
 
-def _environment() -> dict[str, str]:
-    """The environment of a run: TRL's users have torch's usual allocator."""
+def _environment(allocator: str) -> dict[str, str]:
+    """The environment of a run with a kind of torch's allocator."""
     paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
-    allocator = {ALLOCATOR_VARIABLE: ALLOCATORS["fixed"]}
-    return ENGINE_VARIABLES | allocator | {"PYTHONPATH": os.pathsep.join(paths)}
+    variables = {
+        ALLOCATOR_VARIABLE: ALLOCATORS[allocator],
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    return ENGINE_VARIABLES | variables
 
 
 def run_trl(
@@ -75,6 +78,7 @@ def run_trl(
     longest_steps: tuple[int, ...] = LONGEST_STEPS,
     updates: int = 1,
     num_gpus: int = 1,
+    allocator: str = "expandable",
     limit_s: float = LIMIT_S,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> RolloutRun:
@@ -83,7 +87,8 @@ def run_trl(
     `arguments` go to GRPOConfig, and `lora` to PEFT's LoraConfig unless it is None. The mean
     length of completions is `mean_tokens`; in `longest_steps`, every completion has the largest.
     Each generation has `updates` optimizer steps. On several GPUs, each GPU trains its part of the
-    completions, and `arguments` are for one rank.
+    completions, and `arguments` are for one rank. `allocator` is the kind of torch's allocator: the
+    exported script's, or "fixed", which TRL's users have.
     """
     wanted = {
         "arguments": arguments | {"max_steps": steps, "logging_steps": 1},
@@ -106,7 +111,7 @@ def run_trl(
         should_stop=should_stop,
         script=script,
         num_gpus=num_gpus,
-        environment=_environment(),
+        environment=_environment(allocator),
     )
     if isinstance(done, str):
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
