@@ -142,7 +142,7 @@ def measure_study(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         gpu = "cpu" if device == "cpu" else "auto"
         command = [sys.executable, "-m", "autotune", "run", "--gpu", gpu, *task]
-        command += ["--study", "gate", "--out", "out", "--fresh", "--json"]
+        command += ["--study", "gate", "--out", "out", "--set", "fresh=true", "--json"]
         command += ["--storage", f"sqlite:///{folder}/autotune.db"]
         environment = os.environ | {
             name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
