@@ -23,9 +23,9 @@ def lines(report: CheckReport, *, details: bool = False) -> Iterator[tuple[str, 
     checked = report.checked
     run = checked.run
     answer = check_answer(report)
-    if run.ignored:
-        yield "", run.ignored
     yield "", answer.answer
+    if run.ignored:
+        yield "note", run.ignored
     yield "file", _run_text(report)
     yield "memory", answer.needs
     if report.phases:

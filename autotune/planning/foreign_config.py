@@ -36,6 +36,7 @@ from autotune.planning.foreign_arguments import (
 )
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
+from autotune.planning.foreign_python import PROGRAMS, read_program
 from autotune.planning.foreign_refusals import (
     refuse_at_start,
     refuse_other_deepspeed_values,
@@ -189,17 +190,20 @@ def _oft_as_lora(file: File) -> File:
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     """Return the run that a file of TRL, Axolotl, LLaMA-Factory or ms-swift describes.
 
-    The file is YAML, or a shell script with the training command of TRL or ms-swift. `objective`
-    names the objective of TRL's command, which the file does not contain. Raises
-    UsageError if the file describes no run, and in the cases of `parse`.
+    The file is YAML, a shell script with the training command of TRL or ms-swift, or a Python
+    program or a notebook with a trainer of TRL. `objective` names the objective of TRL's command,
+    which the file does not contain. Raises UsageError if the file describes no run, and in the
+    cases of `parse`.
     """
-    is_script = path.suffix in SCRIPTS
-    values = read_script(path) if is_script else _load(path)
-    ignored = ""
+    is_script, ignored = path.suffix in SCRIPTS, ""
+    if path.suffix in PROGRAMS:
+        values, ignored = read_program(path)
+    else:
+        values = read_script(path) if is_script else _load(path)
     if is_swift(values):
         tool = "trl"
         values, ignored = swift_as_trl(values)
-    elif is_script:
+    elif is_script or path.suffix in PROGRAMS:
         tool = "trl"
         refuse_variables(values)
     else:
@@ -209,10 +213,10 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         values["objective"] = _command_objective(objective)
 
     try:
-        ignored = ignored if SWIFT in values else _unknown_keys(values, tool)
+        unknown = "" if SWIFT in values else _unknown_keys(values, tool)
         values |= _accelerate_settings(path, values)
         values |= _deepspeed_settings(path, values.get("deepspeed"))
-        ignored = "; ".join(filter(None, (ignored, _unknown_fsdp_keys(values))))
+        ignored = "; ".join(filter(None, (ignored, unknown, _unknown_fsdp_keys(values))))
         return replace(parse(values, tool), ignored=ignored)
     except Refused as refusal:
         raise locate_refusal(path, refusal, ignored) from None
@@ -225,7 +229,7 @@ def locate_refusal(path: Path, refusal: Refused, ignored: str = "") -> UsageErro
     the refusal.
     """
     lines = read_user_text(path).splitlines()
-    of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
+    of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*[:=]")
     line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
     also = f" ({ignored})" if ignored else ""
     return UsageError(f"{path}{line}: {refusal}{also}", remedy=refusal.remedy)

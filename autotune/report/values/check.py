@@ -22,9 +22,9 @@ SWIFT = "ms-swift"  # a key of translated files, which no tool has
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 Edits = dict[str, Any]
 FP32_BASE = (
-    "Frozen weights that are not quantised stay in float32, TRL's default for dtype. "
-    "They take 2 bytes more per parameter than in bfloat16, and are slower; "
-    "`dtype: bfloat16` avoids that."
+    "Frozen weights that are not quantised are in float32, by TRL's default for dtype or by "
+    "prepare_model_for_kbit_training. They take 2 bytes more per parameter than in bfloat16, and "
+    "are slower; `dtype: bfloat16` without this call avoids that."
 )
 
 
@@ -72,7 +72,7 @@ class ForeignConfig:
     `rollouts` is None unless the run generates the completions that it is trained on. `uncounted`
     has the memory savings that no formula covers. `on_one_gpu` is the strategy of a run of
     DeepSpeed on one GPU, which the knob `sharding` cannot express. `ignored` is a sentence that
-    names the keys that the tool ignores because it does not know them, or "".
+    names the keys that the tool does not know or the estimate does not count, or "".
     """
 
     format: str

@@ -1221,10 +1221,10 @@ def test_a_run_that_trains_the_embeddings_has_a_verdict_if_it_fits(
     assert found.checked.estimate.need_gib > plain.checked.estimate.need_gib + 0.5
 
 
-def test_keys_that_the_tool_ignores_come_before_the_verdict(
+def test_keys_that_the_tool_ignores_come_right_after_the_verdict(
     answer: Callable[..., CheckReport],
 ) -> None:
     found = answer("base_model: Qwen/Qwen2.5-0.5B\nmicro_batch_size: 1\nadaptor: lora\n")
     first, second, *_ = (text for _, text in lines(found))
-    assert first.startswith("ignored by Axolotl 0.19: 'adaptor'; did you mean 'adapter'")
-    assert "needs" in second and found.notes[0] == first
+    assert second.startswith("ignored by Axolotl 0.19: 'adaptor'; did you mean 'adapter'")
+    assert "needs" in first and found.notes[0] == second

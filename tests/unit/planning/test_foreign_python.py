@@ -1,0 +1,214 @@
+"""Trainings that Python programs and notebooks describe."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import pytest
+
+from autotune.core.errors import UsageError
+from autotune.planning.foreign_config import read_file
+from autotune.report.values.check import ForeignConfig
+
+QLORA = """
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+NAME = "mistralai/Mistral-7B-v0.1"
+length: int = 2 * 1024
+
+def main():
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        NAME, quantization_config=four_bits, dtype=torch.bfloat16, device_map={"": 0}
+    )
+    model = prepare_model_for_kbit_training(model)
+    model.config.use_cache = False
+    lora = LoraConfig(r=64, lora_alpha=128, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(model, lora)
+    arguments = SFTConfig(
+        output_dir=f"out/{NAME}",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8 // 2,
+        max_length=length,
+        bf16=torch.cuda.is_bf16_supported(),
+        fp16=not torch.cuda.is_bf16_supported(),
+        learning_rate=-(-2e-4),
+    )
+    trainer = SFTTrainer(model, arguments, train_dataset=load(), processing_class=None)
+    trainer.train()
+
+if __name__ == "__main__":
+    main()
+"""
+QLORA_KEYS = {
+    "model_name_or_path": "mistralai/Mistral-7B-v0.1",
+    "dtype": "float32",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "use_bnb_nested_quant": True,
+    "use_peft": True,
+    "lora_r": 64,
+    "lora_alpha": 128,
+    "lora_dropout": 0.0,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_length": 2048,
+    "bf16": True,
+    "fp16": False,
+}
+GRPO = """
+trainer = trl.GRPOTrainer(
+    model="Qwen/Qwen3-4B",
+    reward_funcs=[reward],
+    args=trl.GRPOConfig(
+        num_generations=8, max_completion_length=512, use_vllm=True, vllm_mode="colocate",
+        per_device_train_batch_size=8, model_init_kwargs={"dtype": "bfloat16"},
+    ),
+    train_dataset=data,
+    peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"),
+)
+"""
+GRPO_KEYS = {
+    "model_name_or_path": "Qwen/Qwen3-4B",
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "per_device_train_batch_size": 8,
+    "dtype": "bfloat16",
+    "use_peft": True,
+    "lora_r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "lora_target_modules": "all-linear",
+}
+
+
+def program(folder: Path, text: str, name: str = "train.py") -> ForeignConfig:
+    file = folder / name
+    file.write_text(dedent(text))
+    return read_file(file)
+
+
+def of_keys(folder: Path, keys: dict[str, Any]) -> ForeignConfig:
+    file = folder / "train.yaml"
+    file.write_text(json.dumps(keys))
+    return read_file(file)
+
+
+def sft(arguments: str = "", *, before: str = "", after: str = "", model: str = "'a/b'") -> str:
+    """A program that trains with these arguments."""
+    return f"{before}\nconfig = SFTConfig({arguments})\n{after}\nSFTTrainer({model}, args=config)"
+
+
+@pytest.mark.parametrize(("text", "keys"), [(QLORA, QLORA_KEYS), (GRPO, GRPO_KEYS)])
+def test_a_program_describes_the_same_run_as_a_file_with_its_values(
+    tmp_path: Path, text: str, keys: dict[str, Any]
+) -> None:
+    ours, theirs = program(tmp_path, text), of_keys(tmp_path, keys)
+    assert replace(ours, values={}) == replace(theirs, values={})
+
+
+def test_a_notebook_is_read_without_its_commands(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["SFTTrainer(model='c/d')"]},
+        {"cell_type": "code", "source": ["!pip install trl\n", "%env A=1\n", "length = 64"]},
+        {"cell_type": "code", "source": sft("max_length=length").splitlines(keepends=True)},
+    ]
+    found = program(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
+    assert (found.model, found.config.seq_len) == ("a/b", 64)
+    with pytest.raises(UsageError, match="is not a notebook"):
+        program(tmp_path, "[]", "train.ipynb")
+
+
+def test_a_name_has_its_last_value_before_its_use(tmp_path: Path) -> None:
+    text = sft("max_length=length", before="length = 64\nlength = 2 * length", after="length = 8")
+    assert program(tmp_path, text).config.seq_len == 128
+
+
+def test_an_argument_of_a_function_hides_a_name_outside(tmp_path: Path) -> None:
+    inside = indent(sft("max_length=length"), "    ")
+    with pytest.raises(UsageError, match=r"train.py:3: max_length is computed"):
+        program(tmp_path, f"length = 64\ndef train(length=8):{inside}")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "length = 64\nif large():\n    length = 128",
+        "length = int(sys.argv[1])",
+        "length, other = sizes()",
+        "length = 64\nlength += 1",
+        "for length in (64, 128):\n    pass",
+        "try:\n    length = 64\nexcept KeyError:\n    length = 8",
+        "",
+    ],
+)
+def test_a_value_that_the_program_computes_is_refused_with_its_line(
+    tmp_path: Path, before: str
+) -> None:
+    with pytest.raises(UsageError, match=r"train.py:\d+: max_length is computed when"):
+        program(tmp_path, sft("max_length=length", before=before))
+    # Whatever decides neither memory nor time may be computed.
+    assert program(tmp_path, sft("output_dir=length, seed=length", before=before)).model == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (sft(after="config.max_length = 8"), "train.py:3: max_length is changed after"),
+        (sft("**more"), "gets arguments by"),
+        (sft() + "\nDPOTrainer('a/b')", "several trainers, in lines 4, 5"),
+        ("Trainer(model)", "calls no trainer of TRL"),
+        ("SFTTrainer(args=SFTConfig())", "the trainer gets no model"),
+        ("def broken(:", "train.py:1: not valid Python"),
+        (
+            sft(before="model, t = FastLanguageModel.from_pretrained('a/b')", model="model"),
+            "Unsloth",
+        ),
+        ("SFTTrainer('a/b', args=parser.parse())", "the arguments are made when"),
+        (sft(model="make_model()"), "the model is chosen when"),
+        (sft(model="AutoModel.from_pretrained(name)"), "the model is chosen when"),
+        (sft(model="'a/b', peft_config=PrefixTuningConfig()"), "not a LoraConfig"),
+        (sft(model="'a/b', peft_config=lora if small else None"), "not a LoraConfig"),
+        (sft(model="M.from_pretrained('a/b', quantization_config=Mxfp4Config())"), "not a BitsAnd"),
+        (sft("wrong_key=1"), "TRL 1.16 has no such key"),
+    ],
+)
+def test_what_is_not_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        program(tmp_path, text)
+
+
+def test_arguments_that_are_not_counted_are_named(tmp_path: Path) -> None:
+    model = "'a/b', data_collator=mine(), optimizers=None, eval_dataset=load()"
+    assert program(tmp_path, sft(model=model)).ignored == "not counted: data_collator"
+
+
+def test_a_model_on_several_gpus_and_its_recomputation_are_read(tmp_path: Path) -> None:
+    load = "AutoModelForCausalLM.from_pretrained('a/b', device_map={}).to('cuda')"
+    text = sft("gradient_checkpointing=False", model=load.format("'auto'"))
+    split = program(tmp_path, text)
+    whole = program(tmp_path, text.replace("'auto'", "{'': PartialState().process_index}"))
+    assert [one.config.checkpointing for one in (split, whole)] == ["none", "none"]
+    assert set(split.notes) - set(whole.notes)
+    recomputed = program(tmp_path, text + "\nmodel.gradient_checkpointing_enable()")
+    assert recomputed.config.checkpointing == "full"
+
+
+def test_a_copy_of_the_model_that_trl_makes_itself_is_counted(tmp_path: Path) -> None:
+    text = "DPOTrainer('a/b', ref_model=ref, args=DPOConfig(){})"
+    assert program(tmp_path, text.format("")).ignored == ""
+    adapted = program(tmp_path, text.format(", peft_config=LoraConfig()"))
+    assert adapted.ignored == "not counted: ref_model"
