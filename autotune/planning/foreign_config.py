@@ -36,7 +36,7 @@ from autotune.planning.foreign_arguments import (
 )
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
-from autotune.planning.foreign_python import PROGRAMS, read_program
+from autotune.planning.foreign_python import NOTEBOOK, PROGRAMS, read_program
 from autotune.planning.foreign_refusals import (
     refuse_at_start,
     refuse_other_deepspeed_values,
@@ -228,7 +228,7 @@ def locate_refusal(path: Path, refusal: Refused, ignored: str = "") -> UsageErro
     The error also has the sentence about ignored keys, because an ignored key can be the reason for
     the refusal.
     """
-    lines = read_user_text(path).splitlines()
+    lines = [] if path.suffix == NOTEBOOK else read_user_text(path).splitlines()
     of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*[:=]")
     line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
     also = f" ({ignored})" if ignored else ""

@@ -5,9 +5,12 @@ assignment may be skipped, such as one in an `if`, the value is unknown.
 """
 
 import ast
+import bisect
+import itertools
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +20,8 @@ from autotune.core.errors import UsageError
 from autotune.core.files import read_user_text
 from autotune.planning.foreign_file import table
 
-PROGRAMS = (".py", ".ipynb")
+NOTEBOOK = ".ipynb"
+PROGRAMS = (".py", NOTEBOOK)
 OBJECTIVES = {  # the objective of each trainer
     "SFTTrainer": "sft",
     "DPOTrainer": "dpo",
@@ -33,6 +37,10 @@ UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 SPLITS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps over several GPUs
 # Functions that ask whether the GPU has bf16, which all GPUs since 2020 have
 _HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
+MAX_NOTEBOOK = 2**26  # bytes; a notebook also holds its pictures
+_COMMAND = re.compile(
+    r"(?m)^([ \t]*)[%!].*(?:\\\n.*)*"
+)  # a command of IPython, with its next lines
 _QUANTIZATION = "BitsAndBytesConfig"
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -49,57 +57,56 @@ def read_program(path: Path) -> tuple[dict[str, Any], str]:
     Raises UsageError if the program does not call exactly one trainer of TRL, or if it computes a
     value that memory or speed depends on.
     """
-    text = _code(path)
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UsageError(f"{path}{line}: not valid Python: {error}", remedy="correct it") from None
-    program = _Program(path, tree)
+    program = _Program(path, _cells(path) if path.suffix == NOTEBOOK else [read_user_text(path)])
     training = _Training(program)
-    trainer = _trainer(program)
-    training.read_trainer(trainer)
+    training.read_trainer(_trainer(program))
     unread = sorted(set(training.unread))
     return training.values, f"not counted: {', '.join(unread)}" if unread else ""
 
 
-def _code(path: Path) -> str:
-    """Return the Python code of a program, or of the cells of a notebook."""
-    text = read_user_text(path)
-    if path.suffix != ".ipynb":
-        return text
+def _cells(path: Path) -> list[str]:
+    """Return the Python code of each cell of a notebook; "" for a cell with other text."""
+    text = read_user_text(path, MAX_NOTEBOOK)
     try:
         cells = json.loads(text)["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UsageError(f"{path} is not a notebook", remedy="pass a valid file") from None
-    # IPython's own commands are not Python.
-    return "\n".join(
-        "pass" if line.startswith(("%", "!")) else line
-        for source in sources
-        for line in source.splitlines()
-    )
+    return list(map(_code, sources))
+
+
+def _code(source: str) -> str:
+    """Return a cell without IPython's own commands, or "" if it then is not Python."""
+    if source.startswith("%%") and not source.startswith(("%%capture", "%%time")):
+        return ""
+    code = _COMMAND.sub(r"\1pass", source)
+    return code if _parsed(code) else ""
+
+
+def _parsed(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _trainer(program: "_Program") -> ast.Call:
     """Return the program's call of a trainer."""
-    path = program.path
     owners = (call.func.value for call in program.calls if isinstance(call.func, ast.Attribute))
     if any(_name(owner) in UNSLOTH for owner in owners):
         raise UsageError(
-            f"{path} loads the model with Unsloth, which is not supported",
+            f"{program.path} loads the model with Unsloth, which is not supported",
             remedy="describe the training to `autotune plan`, for example with --space qlora",
         )
     calls = [call for call in program.calls if _name(call.func) in OBJECTIVES]
     if len(calls) == 1:
         return calls[0]
     if calls:
-        lines = ", ".join(str(call.lineno) for call in calls)
-        raise UsageError(
-            f"{path} calls several trainers, in lines {lines}", remedy="pass a program with one"
+        raise program.error(
+            calls[1], "another trainer is called", "pass a program with a single trainer"
         )
     raise UsageError(
-        f"{path} calls no trainer of TRL ({', '.join(OBJECTIVES)})",
+        f"{program.path} calls no trainer of TRL ({', '.join(OBJECTIVES)})",
         remedy="pass the program, the script or the YAML file that starts the training",
     )
 
@@ -122,10 +129,16 @@ class _Assignment:
 
 
 class _Program:
-    """The calls and the assignments of a program."""
+    """The calls and the assignments of a program, or of the cells of a notebook."""
 
-    def __init__(self, path: Path, tree: ast.Module) -> None:
+    def __init__(self, path: Path, cells: list[str]) -> None:
         self.path = path
+        lengths = (cell.count("\n") + 1 for cell in cells)
+        self._begins = list(itertools.accumulate(lengths, initial=1))
+        self._is_notebook = path.suffix == NOTEBOOK
+        tree = _parsed("\n".join(cells))
+        if tree is None:
+            raise UsageError(f"{path} is not valid Python", remedy="correct the program")
         self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         # The attributes that the program assigns
         self.changed = [
@@ -133,7 +146,61 @@ class _Program:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         ]
-        self._assignments = list(_assignments(tree.body, (0, math.inf), certain=True))
+        self._assignments: list[_Assignment] = []
+        self._collect(tree.body, (0, math.inf), certain=True)
+
+    def place(self, line: int) -> str:
+        """Return where a line is: in a file, or in a cell of a notebook."""
+        if not self._is_notebook:
+            return f"{self.path}:{line}"
+        cell = bisect.bisect(self._begins, line)
+        return f"{self.path}, code cell {cell}, line {line - self._begins[cell - 1] + 1}"
+
+    def error(
+        self, node: ast.expr, what: str, remedy: str = "write the value itself"
+    ) -> UsageError:
+        """Return an error about an expression, with its line."""
+        return UsageError(f"{self.place(node.lineno)}: {what}", remedy=remedy)
+
+    def _collect(self, body: list[ast.stmt], scope: tuple[int, float], *, certain: bool) -> None:
+        """Collect the assignments of statements. Those that may be skipped have no known value."""
+        for statement in body:
+            line = statement.end_lineno or statement.lineno
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside = (statement.lineno, line)
+                for argument in ast.walk(statement.args):
+                    if isinstance(argument, ast.arg):
+                        hidden = _Assignment(argument.arg, None, statement.lineno - 1, inside)
+                        self._assignments.append(hidden)
+                self._collect(statement.body, inside, certain=True)
+                continue
+            for block, runs in self._blocks(statement):
+                self._collect(block, scope, certain=certain and runs)
+            for name, value in _assigned(statement):
+                known = value if certain else None
+                self._assignments.append(_Assignment(name, known, line, scope))
+
+    def _blocks(self, statement: ast.stmt) -> Iterator[tuple[list[ast.stmt], bool]]:
+        """Yield the blocks in a statement, each with whether it surely runs once."""
+        if isinstance(statement, ast.If):
+            truth = self._truth(statement.test)
+            if truth is not False:
+                yield statement.body, truth is True
+            if truth is not True:
+                yield statement.orelse, truth is False
+        elif isinstance(statement, ast.With):
+            yield statement.body, True
+        else:
+            yield _inner(statement), False
+
+    def _truth(self, test: ast.expr) -> bool | None:
+        """Return whether a condition holds, or None if that is unknown."""
+        if "__name__" in ast.dump(test):  # the usual condition of a program's main part
+            return True
+        try:
+            return bool(self.value(test))
+        except LookupError:
+            return None
 
     def resolve(self, node: ast.expr | None) -> ast.expr | None:
         """Return the expression behind a name, or None if it is unknown."""
@@ -150,12 +217,6 @@ class _Program:
         ]
         last = max(found, key=lambda one: (one.scope[0], one.line), default=None)
         return None if last is None else last.value
-
-    def error(
-        self, node: ast.expr, what: str, remedy: str = "write the value itself"
-    ) -> UsageError:
-        """Return an error about an expression, with its line."""
-        return UsageError(f"{self.path}:{node.lineno}: {what}", remedy=remedy)
 
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression. Raises LookupError if it is unknown."""
@@ -194,52 +255,36 @@ def _known(node: ast.expr | None) -> ast.expr:
     return node
 
 
-def _assignments(
-    body: list[ast.stmt], scope: tuple[int, float], *, certain: bool
-) -> Iterator[_Assignment]:
-    """Yield the assignments of statements. Those that may be skipped have no known value."""
-    for statement in body:
-        line = statement.end_lineno or statement.lineno
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                inside = (statement.lineno, line)
-                for argument in ast.walk(statement.args):
-                    if isinstance(argument, ast.arg):
-                        yield _Assignment(argument.arg, None, statement.lineno - 1, inside)
-                yield from _assignments(statement.body, inside, certain=True)
-                continue
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                yield _Assignment(name, value if certain else None, line, scope)
-                continue
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                yield _Assignment(name, value if certain else None, line, scope)
-                continue
-            case ast.If() | ast.For() | ast.While() | ast.Try() | ast.With() | ast.ClassDef():
-                always = isinstance(statement, ast.With) or _is_main(statement)
-                for name_of_body in ("body", "orelse", "handlers", "finalbody"):
-                    inner = getattr(statement, name_of_body, [])
-                    parts = [
-                        part
-                        for one in inner
-                        for part in (one.body if isinstance(one, ast.ExceptHandler) else [one])
-                    ]
-                    yield from _assignments(parts, scope, certain=certain and always)
-        # What else the statement itself assigns, such as the names of a tuple
-        for node in _own_nodes(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield _Assignment(node.id, None, line, scope)
+def _inner(statement: ast.stmt) -> list[ast.stmt]:
+    """Return the statements in a statement, such as a loop."""
+    return [
+        node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases")
+        for block in getattr(statement, part, [])
+        for node in (
+            block.body if isinstance(block, ast.ExceptHandler | ast.match_case) else [block]
+        )
+    ]
 
 
-def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the nodes of a statement without those of the statements in it."""
+def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the names that a statement itself assigns, with their values if they are known."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            yield name, value
+            return
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            yield name, value
+            return
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+            if len(names) == len(values) and all(isinstance(one, ast.Name) for one in names):
+                yield from zip(map(_name, names), values, strict=True)
+                return
     for node in ast.iter_child_nodes(statement):
-        if not isinstance(node, ast.stmt | ast.ExceptHandler):
-            yield from ast.walk(node)
-
-
-def _is_main(statement: ast.stmt) -> bool:
-    """Return whether a statement is `if __name__ == "__main__":`."""
-    return isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test)
+        if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id, None
 
 
 @dataclass(slots=True)
@@ -266,6 +311,7 @@ class _Training:
         self._read_arguments(given.pop("args", None))
         self._read_model(given.pop("model"))
         self._read_adapters(given.pop("peft_config", None))
+        self._read_quantization(given.pop("quantization_config", None))
         if "use_peft" not in self.values:
             given.pop("ref_model", None)  # TRL makes the same copy without it
         self._read_keys(given, self._keys("trainer"))
@@ -277,7 +323,8 @@ class _Training:
         for node in self.program.changed:
             made = self.program.resolve(node.value)
             kinds = (*CONFIGS, "LoraConfig", _QUANTIZATION)
-            if isinstance(made, ast.Call) and _name(made.func) in kinds:
+            matters = node.attr not in table("program")["without_effect"]
+            if matters and isinstance(made, ast.Call) and _name(made.func) in kinds:
                 raise self.program.error(
                     node,
                     f"{node.attr} is changed after the call of {_name(made.func)}",

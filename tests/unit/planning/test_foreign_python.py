@@ -132,6 +132,25 @@ def test_a_notebook_is_read_without_its_commands(tmp_path: Path) -> None:
         program(tmp_path, "[]", "train.ipynb")
 
 
+def test_an_error_in_a_notebook_names_the_cell(tmp_path: Path) -> None:
+    sources = [
+        "%%bash\nif",
+        "%%capture\n!a \\\n b\nc = 1",
+        "not Python",
+        sft("max_length=length()"),
+    ]
+    cells = [{"cell_type": "code", "source": [source]} for source in sources]
+    with pytest.raises(UsageError, match=r"ipynb, code cell 4, line 2: max_length is computed"):
+        program(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
+
+
+def test_a_condition_with_a_known_value_decides(tmp_path: Path) -> None:
+    before = "small, length = True, 8\nif small:\n    length = 64\nelse:\n    length = 128"
+    assert program(tmp_path, sft("max_length=length", before=before)).config.seq_len == 64
+    without = before.replace("if small", "if not small")
+    assert program(tmp_path, sft("max_length=length", before=without)).config.seq_len == 128
+
+
 def test_a_name_has_its_last_value_before_its_use(tmp_path: Path) -> None:
     text = sft("max_length=length", before="length = 64\nlength = 2 * length", after="length = 8")
     assert program(tmp_path, text).config.seq_len == 128
@@ -167,12 +186,15 @@ def test_a_value_that_the_program_computes_is_refused_with_its_line(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (sft(after="config.max_length = 8"), "train.py:3: max_length is changed after"),
+        (
+            sft(after="config.output_dir = run()\nconfig.max_length = 8"),
+            "train.py:4: max_length is changed after",
+        ),
         (sft("**more"), "gets arguments by"),
-        (sft() + "\nDPOTrainer('a/b')", "several trainers, in lines 4, 5"),
+        (sft() + "\nDPOTrainer('a/b')", "train.py:5: another trainer is called"),
         ("Trainer(model)", "calls no trainer of TRL"),
         ("SFTTrainer(args=SFTConfig())", "the trainer gets no model"),
-        ("def broken(:", "train.py:1: not valid Python"),
+        ("def broken(:", "train.py is not valid Python"),
         (
             sft(before="model, t = FastLanguageModel.from_pretrained('a/b')", model="model"),
             "Unsloth",
@@ -205,6 +227,12 @@ def test_a_model_on_several_gpus_and_its_recomputation_are_read(tmp_path: Path) 
     assert set(split.notes) - set(whole.notes)
     recomputed = program(tmp_path, text + "\nmodel.gradient_checkpointing_enable()")
     assert recomputed.config.checkpointing == "full"
+
+
+def test_a_trainer_that_quantises_the_model_itself_is_read(tmp_path: Path) -> None:
+    eight_bits = "BitsAndBytesConfig(load_in_8bit=True)"
+    model = f"'a/b', quantization_config={eight_bits}, peft_config=LoraConfig()"
+    assert program(tmp_path, sft(model=model)).config.quantization == "int8"
 
 
 def test_a_copy_of_the_model_that_trl_makes_itself_is_counted(tmp_path: Path) -> None:
