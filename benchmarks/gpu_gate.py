@@ -189,6 +189,7 @@ def summarize_gate(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "passes": not lost and num_passed > 0,
         "num_passed": num_passed,
         "lost": [f"{one['name']}: {one['verdict']}" for one in lost],
+        "not_compared": [one["name"] for one in compared if one["verdict"] == "not compared"],
         "compared": compared,
     }
 

@@ -47,6 +47,7 @@ def test_a_loss_above_the_limit_does_not_pass(gate: Any, rows: Any, verdict: str
     summary = gate.summarize_gate(found + other)
     assert summary["passes"] is (verdict in ("passes", "not compared"))
     assert summary["lost"] == ([] if summary["passes"] else [f"{rows[0]}: {verdict}"])
+    assert summary["not_compared"] == ([rows[0]] if verdict == "not compared" else [])
 
 
 def test_nothing_measured_does_not_pass(gate: Any) -> None:
