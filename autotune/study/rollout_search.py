@@ -21,7 +21,7 @@ from autotune.prediction.rollout_step import (
     compose_apart,
     compose_halves,
 )
-from autotune.study.rollout_task import RolloutTask, mean_length
+from autotune.study.rollout_task import RolloutTask
 
 FITS, TOO_LONG = "fits", "fits only shorter completions"
 ALTERNATIONS = 10  # generations and updates by which the best layout shows fragmentation
@@ -90,6 +90,7 @@ class Trained:
     """
 
     config: TrainConfig
+    request: ProbeRequest
     result: ProbeResult
     ran_out_in: Phase | None = None
 
@@ -150,18 +151,28 @@ class RolloutSearch:
         for recomputed in RECOMPUTED:
             if recomputed not in choices.get("checkpointing", (config.checkpointing,)):
                 continue
-            best, fitting = 0.0, 0
+            best, fitting = 0.0, None
+            failed: list[Trained] = []
             for size in sizes:
                 tried = replace(config, micro_batch_size=size, checkpointing=recomputed)
-                found = self.compositions(self.train(tried))
+                trained = self.train(tried)
+                if trained.result.outcome is Outcome.OOM:
+                    failed.append(trained)
+                    continue
+                found = self.compositions(trained)
                 yield from found
                 score = max(layout.score for layout in found)
                 if score:
-                    fitting = fitting or size
+                    fitting = fitting or trained
                     if score < best * (1 + GAIN):
                         break
                     best = score
-            sizes = [size for size in sizes if size > fitting]
+            if failed and fitting is None:
+                failed[-1] = self.train_usual(failed[-1])
+            for trained in failed:
+                yield from self.compositions(trained, fitting)
+            if fitting is not None:
+                sizes = [size for size in sizes if size > fitting.config.micro_batch_size]
 
     def train(self, config: TrainConfig, *, sleeps: bool = True, rung: Rung = Rung.FULL) -> Trained:
         """Measure the training of a configuration.
@@ -177,41 +188,63 @@ class RolloutSearch:
         if rung is Rung.CONFIRM:
             micros = ALTERNATIONS * request.micro_steps
             request = replace(request, rung=rung, min_timed_micros=micros)
-        log = self.logs / f"training-{len(self.trained):04d}.log"
-        result = self.trainer.probe(request, log)
-        trained = Trained(config=config, result=result)
-        timed = tuple(kind for kind in request.micro_batches if kind.share)
-        if result.outcome is Outcome.OOM and timed != request.micro_batches:
-            # Perhaps only the longest completions do not fit.
-            shorter = replace(request, micro_batches=timed)
-            usual = self.trainer.probe(shorter, log)
-            trained = Trained(config=config, result=usual, ran_out_in=result.phase)
+        trained = Trained(config=config, request=request, result=self._probe(request))
         self.trained.append(trained)
         return trained
 
-    def compositions(self, trained: Trained) -> list[MeasuredLayout]:
-        """The layouts with this training: the engine stays awake, or sleeps if it can."""
-        ways = (False, True) if self.engine.asleep_gib else (False,)
-        return [self.layout(trained, sleeps=sleeps) for sleeps in ways]
+    def _probe(self, request: ProbeRequest) -> ProbeResult:
+        return self.trainer.probe(request, self.logs / f"training-{len(self.trained):04d}.log")
 
-    def layout(self, trained: Trained, *, sleeps: bool) -> MeasuredLayout:
+    def train_usual(self, trained: Trained) -> Trained:
+        """Measure a training that ran out of memory again, with usual completions only."""
+        timed = tuple(kind for kind in trained.request.micro_batches if kind.share)
+        if timed == trained.request.micro_batches:
+            return trained
+        self.say(f"training with usual completions: {trained.config.label()}")
+        request = replace(trained.request, micro_batches=timed)
+        usual = replace(
+            trained,
+            request=request,
+            result=self._probe(request),
+            ran_out_in=trained.result.phase,
+        )
+        self.trained.append(usual)
+        return usual
+
+    def compositions(
+        self, trained: Trained, fitting: Trained | None = None
+    ) -> list[MeasuredLayout]:
+        """The layouts with this training: the engine stays awake, or sleeps if it can.
+
+        `fitting` is a training with fewer rows, which tells at which length a training that ran out
+        of memory breaks.
+        """
+        ways = (False, True) if self.engine.asleep_gib else (False,)
+        return [self.layout(trained, sleeps=sleeps, fitting=fitting) for sleeps in ways]
+
+    def layout(
+        self, trained: Trained, *, sleeps: bool, fitting: Trained | None = None
+    ) -> MeasuredLayout:
         """Compose a layout with this training."""
         result = trained.result
         layout = MeasuredLayout(
             config=trained.config, share=self.share, sleeps=sleeps, state=result.outcome
         )
         if result.outcome is not Outcome.OK or result.measurement is None:
-            return replace(layout, phase=result.phase, reason=result.reason)
+            layout = replace(layout, phase=result.phase, reason=result.reason)
+            if result.outcome is not Outcome.OOM or fitting is None:
+                return layout
+            breaks_at = breaking_length(
+                self.task,
+                self._step(fitting, sleeps=sleeps),
+                fitting,
+                rows=trained.config.micro_batch_size,
+            )
+            if self.task.rollouts.prompt_tokens + breaks_at < self.task.mean_length:
+                return layout
+            return replace(layout, state=TOO_LONG, breaks_at=breaks_at)
 
-        task = self.task
-        step = compose(
-            result.measurement,
-            self.engine,
-            sleeps=sleeps,
-            prompts=task.num_prompts,
-            accumulation=task.accumulation(trained.config),
-            updates=task.updates * task.iterations,
-        )
+        task, step = self.task, self._step(trained, sleeps=sleeps)
         between_gib = result.measurement.between_gib
         layout = replace(layout, step=step, between_gib=between_gib)
         phase, peak_gib = step.peak
@@ -222,6 +255,19 @@ class RolloutSearch:
         if not 0 < breaks_at <= task.rollouts.completion_tokens:
             return replace(layout, state=Outcome.OOM)
         return replace(layout, state=TOO_LONG, breaks_at=breaks_at)
+
+    def _step(self, trained: Trained, *, sleeps: bool) -> RolloutStep:
+        """The step with a training that was measured."""
+        task, measurement = self.task, trained.result.measurement
+        assert measurement is not None
+        return compose(
+            measurement,
+            self.engine,
+            sleeps=sleeps,
+            prompts=task.num_prompts,
+            accumulation=task.accumulation(trained.config),
+            updates=task.updates * task.iterations,
+        )
 
     def confirm(self, best: MeasuredLayout) -> MeasuredLayout:
         """Measure the training of the best layout again, with its own sleep, ten times."""
@@ -301,10 +347,13 @@ def two_gpus(search: RolloutSearch, link_gb_s: float | None = None) -> TwoGpus:
     return TwoGpus(colocated=fastest(colocated), apart=fastest(apart))
 
 
-def breaking_length(task: RolloutTask, step: RolloutStep, trained: Trained) -> int:
+def breaking_length(
+    task: RolloutTask, step: RolloutStep, trained: Trained, rows: int | None = None
+) -> int:
     """The length of completions from which the layout runs out of memory; 0 if there is none.
 
-    Above the memory of weights and optimizer, the memory of an update grows with the length.
+    Above the memory of weights and optimizer, the memory of an update grows with the length and
+    with the rows of a micro batch. `rows` is another number of rows than the training's.
     """
     measured = trained.result.measurement
     assert measured is not None
@@ -313,8 +362,10 @@ def breaking_length(task: RolloutTask, step: RolloutStep, trained: Trained) -> i
     in_update = measured.phase_reserved_gib.get(phase, measured.peak_reserved_gib)
     row_length = measured.row_length or task.rollouts.longest
     if trained.ran_out_in is not None and trained.config.packing:
-        row_length = mean_length(task.generation(task.rollouts.engine))
+        row_length = task.mean_length
     per_token = (in_update - state_gib) / row_length
+    if rows is not None:
+        per_token *= rows / trained.config.micro_batch_size
     if per_token <= 0:
         return 0
     room_gib = task.limit_gib - (peak_gib - in_update) - state_gib

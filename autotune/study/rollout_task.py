@@ -67,6 +67,11 @@ class RolloutTask:
         return self.rollouts.sequences // self.updates
 
     @property
+    def mean_length(self) -> int:
+        """The mean tokens of a prompt with its completion."""
+        return mean_length(self.generation(self.rollouts.engine))
+
+    @property
     def num_prompts(self) -> int:
         """The prompts of a generation."""
         return self.rollouts.sequences // self.rollouts.num_generations

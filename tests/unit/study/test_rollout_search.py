@@ -85,7 +85,9 @@ class Card:
         rows = config.micro_batch_size
         micro_s = 0.2 + rows * (0.30 if config.checkpointing == "none" else 0.40)
         return replace(
-            result, outcome=Outcome.OK, measurement=measured(micro_s, update_gib, kinds[0].length)
+            result,
+            outcome=Outcome.OK,
+            measurement=measured(micro_s, update_gib, request.longest.length),
         )
 
 
@@ -239,16 +241,25 @@ def test_the_longest_micro_batch_has_only_rows_of_the_largest_length() -> None:
 
 def test_large_micro_batches_come_first_and_small_ones_have_no_recomputation() -> None:
     card = Card(per_thousand={"none": 4.0, "full": 1.0})
-    tried = [
-        (layout.config.micro_batch_size, layout.config.checkpointing)
-        for layout in run(card)[:-1]
-        if not layout.sleeps
-    ]
+    run(card)
+    tried = [(one.config.micro_batch_size, one.config.checkpointing) for one in card.seen[:-1]]
     without, recomputed = [16, 8, 4, 2], [16, 8]  # four rows fit without recomputation
     assert tried == [
         *((size, "none") for size in without),
         *((size, "full") for size in recomputed),
     ]
+
+
+def test_a_smaller_micro_batch_tells_where_a_larger_one_breaks() -> None:
+    """Sixteen rows fit with 856 tokens, and 2,304 are possible. No probe measures this."""
+    card = Card(per_thousand={"none": 4.0, "full": 90.0})
+    layouts = run(card, completions=Lengths.constant(600))
+    sixteen = [one for one in layouts if one.config.micro_batch_size == 16]
+    awake, asleep = (one for one in sixteen if one.config.checkpointing == "none")
+    assert (awake.state, asleep.state) == (Outcome.OOM, TOO_LONG)
+    assert asleep.breaks_at is not None
+    assert 1 + 1 + 9 + 4 * 16 * (256 + asleep.breaks_at) / 1000 == pytest.approx(76.0, abs=0.1)
+    assert len([one for one in card.seen if one.config == asleep.config]) == 1
 
 
 def test_packed_rows_break_at_the_length_that_needs_the_whole_card() -> None:
