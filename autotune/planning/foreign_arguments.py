@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import UsageError
-from autotune.core.files import load_data, load_yaml, read_user_text
+from autotune.core.files import is_file, load_data, load_yaml, read_user_text
 from autotune.planning.foreign_file import quote
+from autotune.planning.foreign_python import read_program
 from autotune.report.values.check import SWIFT
 
 SCRIPTS = (".sh", ".bash")
@@ -21,10 +22,14 @@ _COMMAND = re.compile(
     r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto|reward)\b)"
 )
 _ACCEPTED = "`swift rlhf`, `trl sft`, `trl dpo`, `trl kto`, `trl reward` or `trl grpo`"
+# A Python program that a command starts
+_PROGRAM = re.compile(r"\b(?:python3?|torchrun|accelerate|deepspeed)\b[^#;&|]*?\s([\w./-]+\.py)\b")
 _MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
 # accelerate counts the processes of all hosts, and the other tools those of each host.
 _PROCESSES = re.compile(r"--num[-_]processes[=\s]\s*['\"]?(\d{1,6}\b|\$[^\s'\"]+)")
-_PROCESSES_OF_HOST = re.compile(r"(?:NPROC_PER_NODE=|--nproc[-_]per[-_]node[=\s]\s*)(\d{1,6})\b")
+_PROCESSES_OF_HOST = re.compile(
+    r"(?:NPROC_PER_NODE=|--(?:nproc[-_]per[-_]node|num[-_]gpus)[=\s]\s*)(\d{1,6})\b"
+)
 _HOSTS = re.compile(r"(?:NNODES=|--nnodes[=\s]\s*)(\d{1,6})\b")
 _ACCELERATE = re.compile(r"--config[-_]file[=\s]\s*['\"]?([^\s'\"]+)")
 # What accelerate shares and offloads, as arguments of its command instead of keys of its file
@@ -36,10 +41,12 @@ _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a co
 SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
 
 
-def read_script(path: Path) -> dict[str, Any]:
-    """Return the arguments of the training command in a shell script, as keys with values.
+def read_script(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the training that a shell script starts, as keys with values.
 
-    Raises UsageError if the script has no such command.
+    The script has a command of TRL or ms-swift, or it starts a Python program beside it. The second
+    value is a sentence about arguments of the program that are not counted. Raises UsageError if
+    the script starts no training.
     """
     text = read_user_text(path).replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
@@ -52,28 +59,41 @@ def read_script(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
         values = _arguments(words)
-        before = line[: command.start()]
-        if "accelerate" in before and (sharing := _SHARING.search(before)):
-            raise UsageError(
-                f"{path}: accelerate's argument --{sharing[1]} is not read",
-                remedy="put how the GPUs share the work into accelerate's file (--config_file)",
-            )
-        number = _processes(before)
-        if number is not None:
-            values.setdefault("num_processes", number)
-        if (settings := _ACCELERATE.search(before)) and "fsdp" not in values:
-            values.setdefault("accelerate_config", settings[1])
-        return values | ({"objective": command[1]} if command[1] else {})
+        _add_launcher(values, line[: command.start()], path)
+        return values | ({"objective": command[1]} if command[1] else {}), ""
 
     if any(map(_MEGATRON.search, lines)):
         raise UsageError(
             f"{path}: Megatron splits the model in its own way, which is not supported",
             remedy=f"pass a script of {_ACCEPTED}",
         )
+    for line in lines:
+        started = _PROGRAM.search(line)
+        if started and is_file(program := path.parent / started[1]):
+            values, ignored = read_program(program)
+            _add_launcher(values, line[: started.start(1)], path)
+            return values, ignored
     raise UsageError(
-        f"{path} has no command {_ACCEPTED}",
+        f"{path} has no command {_ACCEPTED}, and starts no Python program beside it",
         remedy="pass the script that starts the training, or the YAML file that it reads",
     )
+
+
+def _add_launcher(values: dict[str, Any], launcher: str, path: Path) -> None:
+    """Add what the words before the training command say about several GPUs.
+
+    Raises UsageError for an argument of accelerate that decides how they share the work.
+    """
+    if "accelerate" in launcher and (sharing := _SHARING.search(launcher)):
+        raise UsageError(
+            f"{path}: accelerate's argument --{sharing[1]} is not read",
+            remedy="put how the GPUs share the work into accelerate's file (--config_file)",
+        )
+    number = _processes(launcher)
+    if number is not None:
+        values.setdefault("num_processes", number)
+    if (settings := _ACCELERATE.search(launcher)) and "fsdp" not in values:
+        values.setdefault("accelerate_config", settings[1])
 
 
 def _processes(launcher: str) -> int | str | None:

@@ -190,20 +190,22 @@ def _oft_as_lora(file: File) -> File:
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     """Return the run that a file of TRL, Axolotl, LLaMA-Factory or ms-swift describes.
 
-    The file is YAML, a shell script with the training command of TRL or ms-swift, or a Python
-    program or a notebook with a trainer of TRL. `objective` names the objective of TRL's command,
-    which the file does not contain. Raises UsageError if the file describes no run, and in the
-    cases of `parse`.
+    The file is YAML, a Python program or a notebook with a trainer of TRL, or a shell script that
+    starts a program or has the training command of TRL or ms-swift. `objective` names the objective
+    of TRL's command, which the file does not contain. Raises UsageError if the file describes no
+    run, and in the cases of `parse`.
     """
-    is_script, ignored = path.suffix in SCRIPTS, ""
+    is_command, ignored = path.suffix in (*SCRIPTS, *PROGRAMS), ""
     if path.suffix in PROGRAMS:
         values, ignored = read_program(path)
+    elif path.suffix in SCRIPTS:
+        values, ignored = read_script(path)
     else:
-        values = read_script(path) if is_script else _load(path)
+        values = _load(path)
     if is_swift(values):
         tool = "trl"
         values, ignored = swift_as_trl(values)
-    elif is_script or path.suffix in PROGRAMS:
+    elif is_command:
         tool = "trl"
         refuse_variables(values)
     else:

@@ -20,8 +20,8 @@ def check_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The YAML of TRL, Axolotl or LLaMA-Factory, a script with the command `trl` or "
-            "`swift rlhf`, or a Python program or a notebook with a trainer of TRL.",
+            help="The YAML of TRL, Axolotl or LLaMA-Factory, a Python program or a notebook with a "
+            "trainer of TRL, or a script that starts one or has the command `trl` or `swift rlhf`.",
         ),
     ],
     gpu: Gpu = None,

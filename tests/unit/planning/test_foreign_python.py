@@ -240,3 +240,29 @@ def test_a_copy_of_the_model_that_trl_makes_itself_is_counted(tmp_path: Path) ->
     assert program(tmp_path, text.format("")).ignored == ""
     adapted = program(tmp_path, text.format(", peft_config=LoraConfig()"))
     assert adapted.ignored == "not counted: ref_model"
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus"),
+    [
+        ("torchrun --nproc-per-node=4 train.py --unused 1", 4),
+        ("deepspeed --num_gpus 2 train.py", 2),
+        ("CUDA_VISIBLE_DEVICES=0 python train.py", None),
+        ("accelerate launch --config_file \\\n  fsdp.yaml train.py", 8),
+    ],
+)
+def test_a_shell_script_that_starts_a_program_is_read(
+    tmp_path: Path, command: str, gpus: int | None
+) -> None:
+    settings = "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+    (tmp_path / "fsdp.yaml").write_text(settings)
+    alone = program(tmp_path, GRPO)
+    started = program(tmp_path, f"export A=1\n# python other.py\n{command}\n", "run.sh")
+    assert (started.model, started.num_gpus) == (alone.model, gpus)
+    assert ("fsdp" in started.values) is (gpus == 8)
+
+
+def test_a_shell_script_without_a_training_is_refused(tmp_path: Path) -> None:
+    for command in ("python absent.py", "echo train.py"):
+        with pytest.raises(UsageError, match="starts no Python program beside it"):
+            program(tmp_path, command, "run.sh")
