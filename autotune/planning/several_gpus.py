@@ -117,6 +117,7 @@ def plan_spec(
         _check_expert_parallel(setup.task.model, spec.expert_parallel, totals, sharding_pins)
     for knob, value in sharding_pins.items():
         setup.task.space.pin(knob, value)  # only checks the value: the space is for one GPU
+    _check_sharding_pins(sharding_pins, counts, hosts)
     plan_setup = partial(
         plan_gpus,
         limit_gib=limit_of(spec, device),
@@ -167,6 +168,45 @@ def _check_expert_parallel(
             " experts'",
             remedy=f"leave out {' and '.join(sharding_pins)}",
         )
+
+
+def _check_sharding_pins(
+    pins: Mapping[str, Any], counts: Sequence[int], hosts: Sequence[int]
+) -> None:
+    """Raise UsageError for a pin of sharding that no plan can follow.
+
+    One GPU among several numbers of GPUs is planned without these pins, for comparison.
+    """
+    active = _active_pins(pins)
+    strategy = active.get("sharding")
+    copies = active.get("copies", 1)
+
+    need, change = None, "--gpus"
+    for knob, value in active.items():
+        if [*counts, *hosts] == [1, 1]:
+            need = "several GPUs"
+        elif knob != "sharding" and strategy not in (None, *FSDP2):
+            need, change = f"sharding {' or '.join(FSDP2)}, not {strategy}", "sharding"
+        elif knob == "copies" and not any(
+            _holds_copies(number, host, copies) for number in counts for host in hosts
+        ):
+            need = f"GPUs of one host in {copies} equal groups of two or more"
+        if need:
+            raise UsageError(
+                f"{knob} {str(value).lower()} has no effect: it needs {need}",
+                remedy=f"leave --set {knob} out, or change {change}",
+            )
+
+
+def _active_pins(pins: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pins of sharding whose values differ from those of one GPU."""
+    one_gpu = TrainConfig()
+    return {knob: value for knob, value in pins.items() if value != getattr(one_gpu, knob)}
+
+
+def _holds_copies(number: int, hosts: int, copies: int) -> bool:
+    """Return whether `number` GPUs on each host can hold this number of copies of the model."""
+    return hosts == 1 and number > copies and number % copies == 0
 
 
 def _first_change(
@@ -307,7 +347,7 @@ def _parallelisms(
     strategy_pin = sharding_pins.get("sharding")
     shard_pins = {knob: value for knob, value in sharding_pins.items() if knob != "sharding"}
     copies = shard_pins.pop("copies", 1)
-    if hosts == 1 and number > copies and number % copies == 0:
+    if _holds_copies(number, hosts, copies):
         shard_pins["copies"] = copies
 
     strategies: Sequence[str] = STRATEGIES[1:]
@@ -315,6 +355,8 @@ def _parallelisms(
         strategies = STRATEGIES[:1]
     elif strategy_pin:
         strategies = [strategy_pin]
+    elif _active_pins(shard_pins):
+        strategies = FSDP2  # the other strategies would ignore these pins
     for strategy in strategies:
         yield Parallelism(
             num_gpus=total, strategy=strategy, **(shard_pins if strategy in FSDP2 else {})

@@ -307,7 +307,6 @@ def plan_several(
     from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
-    gpus = query["gpus"]
     within = query["within"]
     with notes_last() as say:
         result = plan_spec(spec, **query, observations=known_observations(evidence, say), say=say)
@@ -319,13 +318,19 @@ def plan_several(
             print_gpu_plan(result, details=details)
 
     task = result.task
+    numbers = " or ".join(map(str, sorted({row.num_gpus for row in result.rows})))
+    if all(row.estimate is None for row in result.rows):
+        raise NothingFits(
+            f"no plan for {numbers} x {task.device.name} is possible: {result.rows[0].problem}",
+            remedy="change the number of GPUs, or the setting that this error names",
+        )
     if not any(row.state == FITS for row in result.rows):
         ways = ways_to_fit(task.space.config(task.space.leanest()))
         if result.change:
             ways = f"give {result.change.options}, or take a larger GPU or a smaller model"
         raise NothingFits(
             "no configuration of the search space is certain to fit "
-            f"{gpus or spec.gpu} x {task.device.name}",
+            f"{numbers} x {task.device.name}",
             remedy=f"plan for more GPUs, {ways}",
         )
 

@@ -323,9 +323,10 @@ def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -
         "llama-3.1-8b", gpu="h100", gpus=8, space="full", pins={"sync_each_batch": True}
     )
     assert isinstance(both, GpuPlan)
-    assert {row.parallelism.strategy: row.parallelism.sync_each_batch for row in both.rows} == {
-        name: name in FSDP2 for name in STRATEGIES if name != "none"
-    }
+    # The other strategies would ignore the pin.
+    assert {row.parallelism.strategy: row.parallelism.sync_each_batch for row in both.rows} == (
+        dict.fromkeys(FSDP2, True)
+    )
     copied = autotune.plan(
         "llama-3.1-8b", gpu="h100", gpus=[2, 8], space="full", pins={"copies": 4}
     )
@@ -335,11 +336,34 @@ def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -
         for row in copied.rows
         if row.parallelism.strategy in FSDP2
     }
-    # two GPUs cannot hold four copies; hsdp does not surely fit, so it is also planned with shards
+    # two GPUs cannot hold four copies; hsdp does not surely fit, so it is also planned leaner
     assert names == {
         *((2, "fsdp2"), (2, "fsdp2_keep")),
-        *((8, "hsdp"), (8, "hsdp_keep"), (8, "hsdp, sync_each_batch")),
+        *((8, "hsdp"), (8, "hsdp_keep"), (8, "hsdp, sync_each_batch"), (8, "hsdp, offloaded")),
     }
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pins", "need", "change"),
+    [
+        (
+            8,
+            {"sharding": "zero3", "offload": True},
+            "offload true .* fsdp2_keep, not zero3",
+            "shar",
+        ),
+        (8, {"sharding": "ddp", "copies": 2}, "copies 2 .* fsdp2_keep, not ddp", "sharding"),
+        (1, {"offload": True}, "offload true has no effect: it needs several GPUs", "--gpus"),
+        (1, {"sharding": "zero2"}, "sharding zero2 has no effect: it needs several", "--gpus"),
+        ([1, 2], {"copies": 2}, "copies 2 .* GPUs of one host in 2 equal groups", "--gpus"),
+    ],
+)
+def test_a_pin_of_sharding_that_no_plan_can_follow_is_an_error(
+    gpus: Any, pins: dict[str, Any], need: str, change: str
+) -> None:
+    with pytest.raises(UsageError, match=need) as raised:
+        autotune.plan("llama-3.1-8b", gpu="h100", gpus=gpus, pins=pins)
+    assert f"or change {change}" in str(raised.value.remedy)
 
 
 GRAPHS = """version: 1
@@ -479,6 +503,16 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
             ("--gpu", "a10", "--gpus", "2", "--space", "full", "--set", "sharding=ddp"),
             4,
             "no configuration of the search space is certain to fit 2 x a10",
+        ),
+        (
+            ("--gpu", "2xa10", "--space", "full", "--set", "sharding=ddp"),
+            4,
+            "no configuration of the search space is certain to fit 2 x a10",
+        ),
+        (
+            ("--gpu", "8xh100", "--global-batch", "4"),
+            4,
+            "no plan for 8 x h100-sxm is possible: micro batch 1 on each of 8 devices does not",
         ),
     ],
     ids=str,
