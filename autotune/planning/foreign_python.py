@@ -312,6 +312,8 @@ class _Training:
         self._read_model(given.pop("model"))
         self._read_adapters(given.pop("peft_config", None))
         self._read_quantization(given.pop("quantization_config", None))
+        if "formatting_func" not in given:
+            self._read_dataset(given.get("train_dataset"))
         if "use_peft" not in self.values:
             given.pop("ref_model", None)  # TRL makes the same copy without it
         self._read_keys(given, self._keys("trainer"))
@@ -385,6 +387,20 @@ class _Training:
                 "load it with from_pretrained and its name, or give the name to the trainer",
             )
         self.values["model_name_or_path"] = name
+
+    def _read_dataset(self, node: ast.expr | None) -> None:
+        """Read the dataset that the program loads, unless it changes the examples afterwards."""
+        loaded = self.program.resolve(node)
+        if isinstance(loaded, ast.Subscript):  # the choice of a split
+            loaded = self.program.resolve(loaded.value)
+        if isinstance(loaded, ast.Call) and _name(loaded.func) == "load_dataset" and loaded.args:
+            try:
+                dataset = {"path": self.program.value(loaded.args[0])}
+                files = self._keywords(loaded).get("data_files")
+                dataset |= {"data_files": self.program.value(files)} if files else {}
+            except (LookupError, UsageError):
+                return
+            self.values["datasets"] = [dataset]
 
     def _read_adapters(self, node: ast.expr | None) -> None:
         """Read PEFT's configuration."""

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.core.errors import UsageError
 from autotune.planning.foreign_config import read_file
+from autotune.planning.foreign_dataset import local_dataset
 from autotune.report.values.check import ForeignConfig
 
 QLORA = """
@@ -233,6 +234,28 @@ def test_a_trainer_that_quantises_the_model_itself_is_read(tmp_path: Path) -> No
     eight_bits = "BitsAndBytesConfig(load_in_8bit=True)"
     model = f"'a/b', quantization_config={eight_bits}, peft_config=LoraConfig()"
     assert program(tmp_path, sft(model=model)).config.quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "is_read"),
+    [
+        ("data", True),
+        ("data['train']", True),
+        ("data.map(change)", False),
+        ("data, formatting_func=change", False),
+        ("load_dataset(name, data_files=choose())", False),
+        ("[]", False),
+    ],
+)
+def test_the_file_of_examples_is_read_unless_the_program_changes_them(
+    tmp_path: Path, dataset: str, is_read: bool
+) -> None:
+    examples = tmp_path / "train.jsonl"
+    examples.write_text('{"text": "one"}\n')
+    before = "data = load_dataset('json', data_files={'train': 'train.jsonl'})"
+    text = sft(before=before, model=f"'a/b', train_dataset={dataset}")
+    found = local_dataset(tmp_path / "train.py", program(tmp_path, text))
+    assert found == (examples if is_read else None)
 
 
 def test_a_copy_of_the_model_that_trl_makes_itself_is_counted(tmp_path: Path) -> None:
