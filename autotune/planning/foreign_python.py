@@ -1,7 +1,8 @@
 """Reads a training with a trainer of TRL from a Python program or a notebook, as keys of TRL.
 
 The program is not executed. A name has the value of its last assignment before its use. If an
-assignment may be skipped, such as one in an `if`, the value is unknown.
+assignment may be skipped, such as one in an `if`, the value is unknown. A call of a function of the
+program has the value that its only `return` gives, at the end of the function.
 """
 
 import ast
@@ -11,6 +12,7 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,10 @@ UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 SPLITS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps over several GPUs
 # Functions that ask whether the GPU has bf16, which all GPUs since 2020 have
 _HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
+_UNKNOWN = (LookupError, TypeError, ArithmeticError, RecursionError)  # why a value is unknown
+_CHANGES = ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert")
+_MODULE = (0, math.inf)  # the lines of the module itself
+_STEPS = 100  # the most names and calls between an expression and its value
 MAX_NOTEBOOK = 2**26  # bytes; a notebook also holds its pictures
 _COMMAND = re.compile(
     r"(?m)^([ \t]*)[%!].*(?:\\\n.*)*"
@@ -118,6 +124,10 @@ def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Conditions = tuple[tuple[ast.expr, bool], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Assignment:
     """An assignment to a name in the lines `scope`. The value is None if it is unknown."""
@@ -126,6 +136,7 @@ class _Assignment:
     value: ast.expr | None
     line: int  # the last line of the statement
     scope: tuple[int, float]
+    conditions: _Conditions = ()  # the tests around it, each with the result that leads to it
 
 
 class _Program:
@@ -146,8 +157,16 @@ class _Program:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         ]
+        # Dictionaries and lists that the program changes
+        self._altered = {name for node in ast.walk(tree) if (name := _altered(node))}
+        self._functions: dict[str, list[_Function]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, _Function):
+                self._functions.setdefault(node.name, []).append(node)
+        self._uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         self._assignments: list[_Assignment] = []
-        self._collect(tree.body, (0, math.inf), certain=True)
+        self._found: dict[ast.expr, ast.expr | None] = {}
+        self._collect(tree.body, _MODULE, certain=True)
 
     def place(self, line: int) -> str:
         """Return where a line is: in a file, or in a cell of a notebook."""
@@ -162,36 +181,69 @@ class _Program:
         """Return an error about an expression, with its line."""
         return UsageError(f"{self.place(node.lineno)}: {what}", remedy=remedy)
 
-    def _collect(self, body: list[ast.stmt], scope: tuple[int, float], *, certain: bool) -> None:
+    def _collect(
+        self,
+        body: list[ast.stmt],
+        scope: tuple[int, float],
+        conditions: _Conditions = (),
+        *,
+        certain: bool,
+    ) -> None:
         """Collect the assignments of statements. Those that may be skipped have no known value."""
         for statement in body:
             line = statement.end_lineno or statement.lineno
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(statement, _Function):
                 inside = (statement.lineno, line)
+                given = self._given(statement)
                 for argument in ast.walk(statement.args):
                     if isinstance(argument, ast.arg):
-                        hidden = _Assignment(argument.arg, None, statement.lineno - 1, inside)
-                        self._assignments.append(hidden)
+                        value = given.get(argument.arg)
+                        first = _Assignment(argument.arg, value, statement.lineno - 1, inside)
+                        self._assignments.append(first)
                 self._collect(statement.body, inside, certain=True)
                 continue
-            for block, runs in self._blocks(statement):
-                self._collect(block, scope, certain=certain and runs)
-            for name, value in _assigned(statement):
-                known = value if certain else None
-                self._assignments.append(_Assignment(name, known, line, scope))
+            if isinstance(statement, ast.If):
+                test = statement.test
+                for block, result in ((statement.body, True), (statement.orelse, False)):
+                    self._collect(block, scope, (*conditions, (test, result)), certain=certain)
+            elif isinstance(statement, ast.With):
+                self._collect(statement.body, scope, conditions, certain=certain)
+            elif isinstance(statement, ast.Global):
+                for name in statement.names:
+                    self._assignments.append(_Assignment(name, None, line, _MODULE))
+            else:
+                self._collect(_inner(statement), scope, conditions, certain=False)
+            for name, assigned in _assigned(statement):
+                known = assigned if certain else None
+                self._assignments.append(_Assignment(name, known, line, scope, conditions))
 
-    def _blocks(self, statement: ast.stmt) -> Iterator[tuple[list[ast.stmt], bool]]:
-        """Yield the blocks in a statement, each with whether it surely runs once."""
-        if isinstance(statement, ast.If):
-            truth = self._truth(statement.test)
-            if truth is not False:
-                yield statement.body, truth is True
-            if truth is not True:
-                yield statement.orelse, truth is False
-        elif isinstance(statement, ast.With):
-            yield statement.body, True
-        else:
-            yield _inner(statement), False
+    def _given(self, function: _Function) -> dict[str, ast.expr]:
+        """Return the known arguments of a function, if the program calls it once and only there."""
+        calls = [call for call in self.calls if _is(call.func, function.name)]
+        if len(calls) != 1 or not self._is_only(function) or self._uses[function.name] != 1:
+            return {}
+        call = calls[0]
+        inside = function.lineno <= call.lineno <= (function.end_lineno or 0)
+        starred = any(isinstance(one, ast.Starred) for one in call.args)
+        starred |= any(keyword.arg is None for keyword in call.keywords)
+        if inside or starred or function.decorator_list:
+            return {}
+
+        arguments = function.args
+        names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+        defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            defaults |= {} if default is None else {one.arg: default}
+        given: dict[str, ast.expr] = {
+            name: value for name, value in defaults.items() if isinstance(value, ast.Constant)
+        }
+        given |= dict(zip(names, call.args, strict=False))
+        return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+    def _is_only(self, function: _Function) -> bool:
+        """Return whether a function's name has no other value."""
+        others = any(one.name == function.name for one in self._assignments)
+        return len(self._functions[function.name]) == 1 and not others
 
     def _truth(self, test: ast.expr) -> bool | None:
         """Return whether a condition holds, or None if that is unknown."""
@@ -199,24 +251,85 @@ class _Program:
             return True
         try:
             return bool(self.value(test))
-        except LookupError:
+        except _UNKNOWN:
             return None
 
     def resolve(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression behind a name, or None if it is unknown."""
-        while isinstance(node, ast.Name):
-            node = self._assigned(node)
+        """Return the expression behind a name or a call, or None if it is unknown."""
+        for _ in range(_STEPS):
+            if not isinstance(node, ast.Name | ast.Call | ast.Subscript):
+                return node
+            if node not in self._found:
+                self._found[node] = None  # a value that depends on itself is unknown
+                self._found[node] = self._behind(node)
+            before, node = node, self._found[node]
+            if before is node:
+                return node
+        return None
+
+    def _behind(self, node: ast.Name | ast.Call | ast.Subscript) -> ast.expr | None:
+        match node:
+            case ast.Name():
+                return self._assigned(node)
+            case ast.Call(func=ast.Name(id=name)) if name in self._functions:
+                return self._returned(self._functions[name][0])
+            case ast.Subscript(value=of, slice=key):
+                whole = self.resolve(of)
+                literal = isinstance(whole, ast.Tuple | ast.List | ast.Dict)
+                return self._part(whole, key) if literal else node
         return node
 
+    def _returned(self, function: _Function) -> ast.expr | None:
+        """Return the expression that a function returns at its end, or None if it is unknown."""
+        inside = [node for statement in function.body for node in ast.walk(statement)]
+        ends = (ast.Return, ast.Yield, ast.YieldFrom, _Function, ast.Lambda)
+        found = [node for node in inside if isinstance(node, ends)]
+        last = function.body[-1]
+        plain = isinstance(function, ast.FunctionDef) and not function.decorator_list
+        if not plain or found != [last] or not self._is_only(function):
+            return None
+        return last.value if isinstance(last, ast.Return) else None
+
+    def _part(self, whole: ast.expr | None, key: ast.expr) -> ast.expr | None:
+        """Return an element of a tuple, a list or a dictionary, or None if it is unknown."""
+        try:
+            wanted = self.value(key)
+            match whole:
+                case ast.Tuple(elts=items) | ast.List(elts=items) if isinstance(wanted, int):
+                    starred = any(isinstance(item, ast.Starred) for item in items)
+                    return None if starred else items[wanted]
+                case ast.Dict(keys=keys, values=values):
+                    names = [self.value(_known(one)) for one in keys]
+                    part: ast.expr = dict(zip(names, values, strict=True))[wanted]
+                    return part
+        except _UNKNOWN:
+            pass
+        return None
+
     def _assigned(self, name: ast.Name) -> ast.expr | None:
+        """Return the value of a name where it is used, or None if it is unknown."""
+        if name.id in self._altered:
+            return None
         line = name.lineno
-        found = [
+        visible = [
             one
             for one in self._assignments
-            if one.name == name.id and one.scope[0] <= line <= one.scope[1] and one.line < line
+            if one.name == name.id and one.scope[0] <= line <= one.scope[1]
         ]
-        last = max(found, key=lambda one: (one.scope[0], one.line), default=None)
-        return None if last is None else last.value
+        begin = max((one.scope[0] for one in visible), default=0)
+        visible = [one for one in visible if one.scope[0] == begin]
+        before = [one for one in visible if one.line < line]
+        functions = itertools.chain.from_iterable(self._functions.values())
+        if any(begin < one.lineno <= line <= (one.end_lineno or 0) for one in functions):
+            # A function may run after later lines of the module, so it may see their values.
+            before = visible if len(visible) == 1 or len(before) == len(visible) else []
+
+        for one in sorted(before, key=lambda one: one.line, reverse=True):
+            truths = [(self._truth(test), result) for test, result in one.conditions]
+            if any(truth is not None and truth != result for truth, result in truths):
+                continue  # this line is skipped
+            return one.value if all(truth == result for truth, result in truths) else None
+        return None
 
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression. Raises LookupError if it is unknown."""
@@ -249,6 +362,20 @@ class _Program:
         return value
 
 
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _altered(node: ast.AST) -> str:
+    """Return the name of the dictionary or list that an expression changes, or ""."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+            return name
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=change)):
+            return name if change in _CHANGES else ""
+    return ""
+
+
 def _known(node: ast.expr | None) -> ast.expr:
     if node is None:  # the key of `**others` in a dictionary
         raise LookupError
@@ -279,6 +406,12 @@ def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
         case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
             if len(names) == len(values) and all(isinstance(one, ast.Name) for one in names):
                 yield from zip(map(_name, names), values, strict=True)
+                return
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call() as value):
+            if all(isinstance(one, ast.Name) for one in names):
+                for index, one in enumerate(names):
+                    key = ast.Constant(index)
+                    yield _name(one), ast.Subscript(value, key, ast.Load(), lineno=value.lineno)
                 return
     for node in ast.iter_child_nodes(statement):
         if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
@@ -398,7 +531,7 @@ class _Training:
                 dataset = {"path": self.program.value(loaded.args[0])}
                 files = self._keywords(loaded).get("data_files")
                 dataset |= {"data_files": self.program.value(files)} if files else {}
-            except (LookupError, UsageError):
+            except (*_UNKNOWN, UsageError):
                 return
             self.values["datasets"] = [dataset]
 
@@ -440,7 +573,7 @@ class _Training:
                 continue
             try:
                 self.values[keys[name]] = self.program.value(node)
-            except (LookupError, TypeError, ArithmeticError, RecursionError):
+            except _UNKNOWN:
                 raise self.program.error(
                     node, f"{name} is computed when the program runs, so its value is unknown"
                 ) from None
@@ -459,7 +592,7 @@ class _Training:
         """Return a value as text, or "" if there is none or if it is unknown."""
         try:
             found = None if node is None else self.program.value(node)
-        except LookupError:
+        except _UNKNOWN:
             return ""
         return "" if found is None else str(found)
 

@@ -163,6 +163,74 @@ def test_an_argument_of_a_function_hides_a_name_outside(tmp_path: Path) -> None:
         program(tmp_path, f"length = 64\ndef train(length=8):{inside}")
 
 
+FUNCTIONS = """
+SIZES = {"length": 256, "rank": 4}
+
+def load(name, length, four_bits=True):
+    if four_bits:
+        quantization = BitsAndBytesConfig(load_in_4bit=True)
+    else:
+        quantization = None
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantization)
+    return prepare(model), AutoTokenizer.from_pretrained(name)
+
+def prepare(base):
+    base = prepare_model_for_kbit_training(base)
+    return base
+
+def adapters():
+    return LoraConfig(r=SIZES["rank"])
+
+def arguments(length):
+    return SFTConfig(max_length=length)
+
+def main():
+    model, tokenizer = load(NAME, SIZES["length"])
+    SFTTrainer(model, args=arguments(SIZES["length"]), peft_config=adapters())
+
+NAME = "a/b"
+main()
+"""
+
+
+def test_functions_of_the_program_are_followed(tmp_path: Path) -> None:
+    found = program(tmp_path, FUNCTIONS)
+    config = found.config
+    assert (found.model, config.seq_len, config.lora_rank) == ("a/b", 256, 4)
+    assert (config.quantization, config.checkpointing) == ("nf4", "full")
+    whole = program(tmp_path, FUNCTIONS.replace('"])\n    SFT', '"], False)\n    SFT'))
+    assert whole.config.quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("main()\n", "main()\nload('c/d', 1)\n"),  # a second call with other arguments
+        ("NAME = ", "NAME = 'c/d'\nNAME = "),
+        ("NAME = ", "def choose():\n    global NAME\n    NAME = 'c/d'\n\nNAME = "),
+        ("    return prepare(model),", "    if length:\n        return 1, 2\n    return model,"),
+        ("load(NAME, SIZES", "load(*NAME, SIZES"),
+        ("    return base", "    return prepare(base)[base]"),
+        ("def load(", "@job\ndef load("),
+        ("def prepare(", "@cached\ndef prepare("),
+    ],
+)
+def test_a_function_that_may_give_another_model_is_refused(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    assert FUNCTIONS.count(old) == 1 or old == "main()\n"
+    text = new.join(FUNCTIONS.rsplit(old, 1))
+    with pytest.raises(UsageError, match="the model is chosen when"):
+        program(tmp_path, text)
+
+
+def test_a_dictionary_that_the_program_changes_is_unknown(tmp_path: Path) -> None:
+    for change in ("sizes['length'] = 8", "sizes.update(length=8)", "del sizes['length']"):
+        before = f"sizes = {{'length': 64}}\n{change}"
+        with pytest.raises(UsageError, match="max_length is computed"):
+            program(tmp_path, sft("max_length=sizes['length']", before=before))
+
+
 @pytest.mark.parametrize(
     "before",
     [
