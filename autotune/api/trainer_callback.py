@@ -42,6 +42,7 @@ ARGUMENTS = {
     Objective.DPO: "DPOConfig",
     Objective.KTO: "KTOConfig",
     Objective.REWARD: "RewardConfig",
+    Objective.GRPO: "GRPOConfig",
 }
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 SHARED_KEYS = (
@@ -50,6 +51,13 @@ SHARED_KEYS = (
     *("dataloader_num_workers", "max_length", "packing", "packing_strategy", "padding_free"),
     *("activation_offloading", "pad_to_multiple_of", "loss_type", "eval_strategy"),
     *("per_device_eval_batch_size", "train_sampling_strategy", "deepspeed", "fsdp"),
+)
+# The arguments of GRPOConfig that decide the memory. generation_batch_size follows from the others.
+ROLLOUT_KEYS = (
+    *("num_generations", "max_completion_length", "steps_per_generation", "num_iterations", "beta"),
+    *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode"),
+    *("vllm_max_model_length", "vllm_tensor_parallel_size"),
+    "vllm_importance_sampling_correction",
 )
 
 
@@ -296,15 +304,17 @@ def objective_of(args: Any, model: Any) -> str:
     if kind.__module__.startswith("trl.") or not type(base).__name__.endswith(LANGUAGE_MODELS):
         raise UsageError(
             f"{kind.__name__} with a {type(base).__name__} is not supported",
-            remedy="use a Trainer of a causal language model, or TRL's trainer for SFT, DPO, KTO "
-            "or rewards",
+            remedy="use a Trainer of a causal language model, or TRL's trainer for SFT, DPO, KTO, "
+            "GRPO or rewards",
         )
     return str(Objective.SFT)
 
 
 def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
     """Return a Trainer's run as the values of a TRL file. `name` names the model's shape."""
-    values = {key: _plain(getattr(args, key, None)) for key in SHARED_KEYS}
+    generates = type(args).__name__ == ARGUMENTS[Objective.GRPO]
+    keys = SHARED_KEYS + ROLLOUT_KEYS * generates
+    values = {key: _plain(getattr(args, key, None)) for key in keys}
     base = getattr(model, "get_base_model", lambda: model)()
     frozen = next((one for one in base.parameters() if not one.requires_grad), None)
     dtype = (next(base.parameters()) if frozen is None else frozen).dtype

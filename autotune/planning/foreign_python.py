@@ -111,9 +111,13 @@ def _trainer(program: "_Program") -> ast.Call:
         raise program.error(
             calls[1], "another trainer is called", "pass a program with a single trainer"
         )
+    plain = any(_name(call.func) in ("Trainer", "Seq2SeqTrainer") for call in program.calls)
     raise UsageError(
         f"{program.path} calls no trainer of TRL ({', '.join(OBJECTIVES)})",
-        remedy="pass the program, the script or the YAML file that starts the training",
+        remedy="add callbacks=[PreflightCallback()] from autotune to the Trainer, which checks the "
+        "run before its first step"
+        if plain
+        else "pass the program, the script or the YAML file that starts the training",
     )
 
 

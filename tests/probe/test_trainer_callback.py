@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import DPOConfig, SFTConfig, SFTTrainer
+from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from typer.testing import CliRunner
 
 from autotune.api import trainer_callback
@@ -21,6 +21,7 @@ from autotune.api.trainer_callback import PreflightCallback, catalogued, objecti
 from autotune.catalog import list_models, resolve_model
 from autotune.cli.app import app
 from autotune.core.errors import UsageError
+from autotune.planning.foreign_config import read_file
 from autotune.planning.observations import read_submission
 from tests.helpers.factories import FINGERPRINT
 from tests.helpers.tokenizers import byte_level
@@ -140,6 +141,28 @@ def test_in_trl_the_run_is_checked_before_step_1_and_measured_on_the_cpu(tmp_pat
     assert shown.startswith("cpu  a model of shape ")
 
 
+def test_the_rollouts_of_grpo_are_checked_before_step_1(tmp_path: Path) -> None:
+    said: list[str] = []
+    tokenizer = byte_level()
+    tokenizer.pad_token = tokenizer.eos_token
+    rollouts = {"num_generations": 4, "max_completion_length": 8, "max_steps": 2, "beta": 0.1}
+    rollouts |= {"activation_checkpointing": False}
+    GRPOTrainer(
+        model=tiny(vocab_size=len(tokenizer) + 8),
+        reward_funcs=lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids],
+        args=GRPOConfig(**arguments(tmp_path, **rollouts)),
+        train_dataset=Dataset.from_list([{"prompt": "a question"}] * 8),
+        processing_class=tokenizer,
+        peft_config=LORA,
+        callbacks=[PreflightCallback("a10", say=said.append)],
+    ).train()
+    assert said[0].startswith("autotune: fits: needs ") and " on a10" in said[0]
+    run = read_file(tmp_path / "autotune-run.yaml", "grpo")
+    assert run.rollouts is not None
+    assert (run.rollouts.num_generations, run.rollouts.completion_tokens) == (4, 8)
+    assert run.rollouts.has_reference and run.rollouts.sequences == 4
+
+
 def seen(act: Any) -> Any:
     """A callback that acts at the end of each step."""
     from transformers import TrainerCallback
@@ -246,7 +269,7 @@ def test_a_model_is_known_by_its_sizes_whatever_its_name(tmp_path: Path) -> None
     )
 
 
-class GRPOConfig(TrainingArguments):
+class GKDConfig(TrainingArguments):
     """Stands for the arguments of a trainer that autotune does not know."""
 
 
@@ -259,9 +282,9 @@ def test_the_objective_follows_from_the_arguments_and_the_model(tmp_path: Path) 
     assert objective_of(SFTConfig(**new), model) == "sft"
     assert objective_of(DPOConfig(**new), model) == "dpo"
 
-    unknown = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
-    type(unknown).__module__ = "trl.trainer.grpo_config"
-    with pytest.raises(UsageError, match="GRPOConfig with a LlamaForCausalLM"):
+    unknown = GKDConfig(output_dir=str(tmp_path), use_cpu=True)
+    type(unknown).__module__ = "trl.trainer.gkd_config"
+    with pytest.raises(UsageError, match="GKDConfig with a LlamaForCausalLM"):
         objective_of(unknown, model)
     with pytest.raises(UsageError, match="with a Linear"):
         objective_of(usual, torch.nn.Linear(2, 2))

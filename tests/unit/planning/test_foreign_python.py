@@ -282,6 +282,13 @@ def test_what_is_not_read_is_refused(tmp_path: Path, text: str, words: str) -> N
         program(tmp_path, text)
 
 
+def test_a_program_with_another_trainer_gets_the_callback_as_advice(tmp_path: Path) -> None:
+    for text, advice in [("Trainer(model)", "PreflightCallback"), ("print()", "pass the program")]:
+        with pytest.raises(UsageError) as raised:
+            program(tmp_path, text)
+        assert advice in (raised.value.remedy or "")
+
+
 def test_arguments_that_are_not_counted_are_named(tmp_path: Path) -> None:
     model = "'a/b', data_collator=mine(), optimizers=None, eval_dataset=load()"
     assert program(tmp_path, sft(model=model)).ignored == "not counted: data_collator"
