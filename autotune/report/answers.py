@@ -260,7 +260,14 @@ def _verified(study: RolloutStudy) -> str:
         return "their sum is not measured (--verify)"
     if found.problem is not None or found.step_error is None:
         return f"TRL's run failed after {found.steps} steps: {found.problem}"
-    return f"TRL's run took {found.step_s:.1f} s for each step, {found.steps} steps"
+    assert study.best is not None and study.best.step is not None
+    took = describe.compared(found.predicted_step_s, found.step_s, "slower", "faster")
+    peak_gib = max(found.phase_gib.values())
+    memory = describe.compared(study.best.step.peak[1], peak_gib, "higher", "lower")
+    return (
+        f"TRL's run took {found.step_s:.1f} s for each of {found.steps} steps, {took}, and "
+        f"{fmt_gib(peak_gib)}, {memory}"
+    )
 
 
 def _two_gpus_text(study: RolloutStudy) -> str:

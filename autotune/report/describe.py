@@ -496,10 +496,10 @@ def verdict(result: Verification) -> str:
         reason = failed_verification(result)
         return f"The run {'succeeded' if result.holds else 'failed'}: {reason or speed}"
 
-    slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
+    slower = compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
     text = f"{speed} ({slower})"
     if result.reserved_gib is not None:
-        larger = _compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
+        larger = compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
         text += f", {fmt_gib(result.reserved_gib)} ({larger})"
     holds = "holds" if result.holds and not result.better else "does not hold"
     return f"The prediction {holds}: {text}"
@@ -516,13 +516,13 @@ def verification(result: Verification) -> list[str]:
             f"{run}, sequences of {result.config.seq_len:,} tokens among short ones: succeeded"
         ]
     else:
-        slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
+        slower = compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
         speed = f"{fmt_count(result.tokens_per_s)} measured in {run} ({slower})"
         lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {speed}"]
 
     peak = "this device does not report its peak memory"
     if result.reserved_gib is not None:
-        larger = _compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
+        larger = compared(result.promised_gib, result.reserved_gib, "larger", "smaller")
         peak = f"{fmt_gib(result.reserved_gib)} reserved ({larger})"
     lines.append(f"{fmt_gib(result.promised_gib)} predicted, {peak}")
 
@@ -553,12 +553,12 @@ def failed_verification(result: Verification) -> str | None:
     if result.memory_growth_gib is not None:
         return _memory_growth(result)
     if result.worse == ("slower",) and result.seconds_per_step >= LARGE * result.promised_step_s:
-        slower = _compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
+        slower = compared(result.promised_step_s, result.seconds_per_step, "slower", "faster")
         return f"the run is {slower}"
     return f"the run is {' and '.join(result.worse)} than predicted by over {result.tolerance:.0%}"
 
 
-def _compared(predicted: float, measured: float | None, more: str, less: str) -> str:
+def compared(predicted: float, measured: float | None, more: str, less: str) -> str:
     """Compare two numbers as '3.2% slower than predicted', or as '5.2 times slower than predicted'.
 
     The text has a factor instead of a percentage if the factor is at least LARGE. `more` is the

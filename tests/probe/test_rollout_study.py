@@ -1,6 +1,7 @@
 """`autotune run --objective grpo` on a CPU: real phases, the answer, the files and the storage."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def test_the_fastest_layout_is_measured_stored_and_exported(tmp_path: Path) -> N
     assert (verified["problem"], verified["steps"], verified["out_of_memory"]) == (None, 8, False)
     assert verified["step_s"] > 0
     assert verified["phase_errors"].keys() == {"rollout", "update"}  # on a CPU, nothing is scored
+
+    compared = (
+        r"TRL&#39;s run took [\d.]+ s for each of 8 steps, .* predicted, and [\d.]+ GiB, .* pre"
+    )
+    assert re.search(compared, shown)
 
     wanted = json.loads((tmp_path / "out" / "export" / "grpo_arguments.json").read_text())
     assert wanted["arguments"]["num_generations"] == 4
