@@ -233,7 +233,9 @@ def compare_winners(first: Recipe, second: Recipe) -> tuple[CompareRow, ...]:
     In the rows, `winner` holds the second study's winner, and `baseline` the first study's winner.
     """
     low, high = speed_ratio(first, second)
-    return _compare((second, second.winner), (first, first.winner), differs=not low <= 1.0 <= high)
+    steady = Evidence.DISTURBED not in (first.winner.evidence, second.winner.evidence)
+    differs = steady and not low <= 1.0 <= high
+    return _compare((second, second.winner), (first, first.winner), differs=differs)
 
 
 def speed_ratio(first: Recipe, second: Recipe) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from autotune.catalog import NO_PRICE
-from autotune.core.probe_types import weakest
+from autotune.core.probe_types import Evidence, weakest
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
 from autotune.report.html import glossary, page, script_json, stats
@@ -86,6 +86,12 @@ def _facts(recipe: Recipe) -> dict[str, str]:
 
 def headline(first: Recipe, second: Recipe) -> str:
     """Name the study with the faster winner, and say how much faster this winner is."""
+    for recipe in (first, second):
+        if recipe.winner.evidence is Evidence.DISTURBED:
+            return (
+                "The machine was too unsteady to compare speeds: every measurement of the winner "
+                f"of {recipe.study} was disturbed"
+            )
     low, high = infos.speed_ratio(first, second)
     if low <= 1.0 <= high:
         return "No measurable difference in speed"

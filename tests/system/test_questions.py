@@ -34,7 +34,7 @@ SAYS = {  # what a reader looks for in the answer
     "Which card should I buy?": "is the GPU to buy for at most $2,000",
     "Which node of my study is apart?": "apart from the others in memory",
     "Where does the time of a micro batch go?": "Most of the time goes to: ",
-    "Which of two studies is better?": "against-another.html",
+    "Which of two studies is better?": "The comparison has the weaker evidence of the two winners:",
 }
 # pages that are written beside a study
 BESIDE = {"explain": "profile.html", "report": "against-another.html"}

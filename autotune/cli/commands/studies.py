@@ -374,8 +374,12 @@ def report(
     other = None if against is None else load_study(against, storage)
     file = result.report(out, against=other)
     if not json_:
-        answer = describe.headline(result.summary)
-        print_text(versus.headline(result.recipe, other.recipe) if other else answer)
+        if other is None:
+            print_text(describe.headline(result.summary))
+        else:
+            print_text(versus.headline(result.recipe, other.recipe))
+            for sentence in versus.sentences(result.recipe, other.recipe):
+                print_text(sentence)
     _print_files(result.summary.study, [file], as_json=json_)
 
 

@@ -65,6 +65,19 @@ def test_the_headline_names_the_faster_one_where_they_differ(
     assert f"<h1>{headline}</h1>" in versus.render(first, second)
 
 
+def test_disturbed_speeds_are_not_compared() -> None:
+    first, second = slower(2.0)
+    winner = replace(recipe_of(second).winner, evidence=Evidence.DISTURBED)
+    pair = recipe_of(first), replace(recipe_of(second), winner=winner)
+    for one in (pair, pair[::-1]):
+        assert versus.headline(*one) == (
+            "The machine was too unsteady to compare speeds: every measurement of the winner of "
+            "other was disturbed"
+        )
+        rows = {row.name: row for row in compare_winners(*one)}
+        assert rows["useful tokens/s"].ratio is None
+
+
 def test_speeds_of_two_devices_differ_by_what_a_projection_may_be_off() -> None:
     first, second = slower(1.3)
     winner = recipe_of(second).winner
