@@ -105,8 +105,8 @@ def _print_table(name: str, cells: Sequence[Cell], limit_gib: float) -> None:
         return
 
     print_text(
-        f"{name}: GiB by sequence length and micro batch size (c: fits only if every layer is "
-        "recomputed, ?: too close to tell)"
+        f"{name}: GiB by sequence length and micro batch size, not compiled and without chunked "
+        "loss (c: fits only if every layer is recomputed, ?: too close to tell)"
     )
     lengths = dict.fromkeys(cell.seq_len for cell in cells)
     print_table(

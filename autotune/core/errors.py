@@ -13,7 +13,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint such as "; did you mean 'a10' or 'a100'?", empty if no name is similar."""
     import difflib
 
-    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)))  # at most three names
+    bare = {one.lstrip("-"): one for one in known}  # the dashes of options make all alike
+    near = difflib.get_close_matches(str(name).lower().lstrip("-"), sorted(bare))  # at most three
+    close = [bare[one] for one in near]
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

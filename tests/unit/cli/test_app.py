@@ -129,6 +129,10 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("plan", "--modle", "x"),
         ("plan has no option '--modle'; did you mean '--model'",),
     ),
+    "an option of another command": (
+        ("compare", "--gpu", "a10"),
+        ("no option '--gpu'; did you mean '--gpus'?",),
+    ),
     "an option that became a setting": (
         (*RUN, "--seed", "3"),
         (
