@@ -17,8 +17,10 @@ _IS_OOM = re.compile("|".join(map(re.escape, _WORDS)), re.IGNORECASE)
 _HOST = ("DefaultCPUAllocator", "std::bad_alloc")
 # A CUDA context and the libraries of one process take less than this outside torch's allocator.
 USUAL_OUTSIDE_GIB = 1.5
+_LESS = "activation checkpointing, or half the micro batch size if it is on already"
 _COMMANDS = (
-    "`autotune check FILE --gpu GPU` for the file of TRL, Axolotl or LLaMA-Factory, or "
+    "`autotune check FILE --gpu GPU` for a program with TRL or a file of TRL, Axolotl or "
+    "LLaMA-Factory, or "
     "`autotune plan --model MODEL --gpu GPU`"
 )
 
@@ -27,9 +29,10 @@ _COMMANDS = (
 class OomMessage:
     """The sizes in a message, in GiB, and the cause that follows from them; None is unknown.
 
-    `free_blocks_gib` is memory that torch's allocator holds in free blocks. `outside_gib` is the
-    memory of other programs. If the message does not give the memory of the process, it includes
-    the CUDA context and the libraries of the process.
+    `free_blocks_gib` is memory that torch's allocator holds in free blocks. `free_gib` is memory
+    that no program holds, unless torch may not take it all. `outside_gib` is the memory of other
+    programs. If the message does not give the memory of the process, it includes the CUDA context
+    and the libraries of the process.
     """
 
     JSON: ClassVar = fields_plus("cause", "first_change")
@@ -39,6 +42,7 @@ class OomMessage:
     requested_gib: float | None
     allocated_gib: float | None
     free_blocks_gib: float | None
+    free_gib: float | None
     outside_gib: float | None
 
     @property
@@ -63,8 +67,11 @@ class OomMessage:
             and needed + USUAL_OUTSIDE_GIB < self.capacity_gib
         ):
             return "other programs"
-        if self.free_blocks_gib is not None and self.free_blocks_gib >= (self.requested_gib or 0.0):
-            return "fragmentation"
+        # Segments that can grow join free blocks with each other and with free memory.
+        if self.free_blocks_gib:
+            unused = self.free_blocks_gib + (self.free_gib or 0.0)
+            if unused >= (self.requested_gib or 0.0):
+                return "fragmentation"
         return "too large"
 
     @property
@@ -79,7 +86,7 @@ class OomMessage:
             )
         if self.cause == "fragmentation":
             return "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        return "activation checkpointing, or half the micro batch size if it is on already"
+        return _LESS
 
     def answer(self) -> tuple[str, ...]:
         """Return the answer in sentences; the first one has the cause and the first change."""
@@ -94,6 +101,8 @@ class OomMessage:
                 "The message does not say which setting takes the memory. These commands do, and "
                 f"name the changes that suffice: {_COMMANDS}."
             )
+        if self.cause == "fragmentation":
+            sentences.append(f"If this is not enough: {_LESS}.")
         return tuple(sentences)
 
     def _headline(self) -> str:
@@ -109,9 +118,12 @@ class OomMessage:
         if self.cause == "fragmentation":
             return (
                 f"The GPU's memory is fragmented: torch holds {fmt_gib(self.free_blocks_gib)} in "
-                f"free blocks, but no block has room{size}"
+                f"free blocks{self._also_free()}, but no block has room{size}"
             )
         return f"The {gpu} has no room{size}"
+
+    def _also_free(self) -> str:
+        return f", and {fmt_gib(self.free_gib)} is free" if self.free_gib else ""
 
 
 def read_message(text: str) -> OomMessage | None:
@@ -145,5 +157,6 @@ def read_message(text: str) -> OomMessage | None:
         requested_gib=requested_gib(words),
         allocated_gib=allocated,
         free_blocks_gib=free_blocks,
+        free_gib=None if " allowed" in words else free,  # the limit of the process
         outside_gib=outside,
     )

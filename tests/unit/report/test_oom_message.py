@@ -61,6 +61,23 @@ def test_the_answer_gives_the_least_that_the_training_needs() -> None:
     )
 
 
+def test_free_memory_counts_if_no_block_is_large_enough() -> None:
+    text = NEW.replace("512.00 MiB", "1.06 GiB")
+    limited = read_message(text.replace("in use.", "in use. 22.60 GiB allowed;"))
+    assert limited is not None and limited.cause == "too large"
+    message = read_message(text)
+    assert message is not None and message.cause == "fragmentation"
+    assert message.answer() == (
+        "The GPU's memory is fragmented: torch holds 1.06 GiB in free blocks, and 1.06 GiB is "
+        "free, but no block has room for 2.00 GiB more. First change: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        "The tensors took 21.5 GiB, and the next one needed 2.00 GiB. The training needs at least "
+        "the sum.",
+        "If this is not enough: activation checkpointing, or half the micro batch size if it is "
+        "on already.",
+    )
+
+
 @pytest.mark.parametrize("text", ["", "demo-3m-cpu", "RuntimeError: shapes do not match"])
 def test_other_texts_are_no_message(text: str) -> None:
     assert read_message(text) is None
