@@ -291,6 +291,7 @@ def _keys_of_tables() -> Iterator[str]:
     """Yield the keys in planning/foreign_keys.yaml that a supported run of any tool may have."""
     for name in ("noted", "objective_keys"):
         yield from chain.from_iterable(table(name).values())
+    yield from table("program")["implied"]
     for name in (
         *("parallel", "split", "data_parallel", "resized", "other_references"),
         "older_rollouts",

@@ -35,7 +35,23 @@ CONFIGS = (
     *("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig"),
     "TrainingArguments",
 )
-UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
+UNSLOTH = ("FastLanguageModel", "FastModel")
+# Unsloth's defaults
+_UNSLOTH_LENGTH = 2048
+_UNSLOTH_BASE = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "use_bnb_nested_quant": True,
+}
+_UNSLOTH_LORA = {
+    "lora_r": 16,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "lora_target_modules": [
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ],
+}
 SPLITS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps over several GPUs
 # Functions that ask whether the GPU has bf16, which all GPUs since 2020 have
 _HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
@@ -98,12 +114,6 @@ def _parsed(code: str) -> ast.Module | None:
 
 def _trainer(program: "_Program") -> ast.Call:
     """Return the program's call of a trainer."""
-    owners = (call.func.value for call in program.calls if isinstance(call.func, ast.Attribute))
-    if any(_name(owner) in UNSLOTH for owner in owners):
-        raise UsageError(
-            f"{program.path} loads the model with Unsloth, which is not supported",
-            remedy="describe the training to `autotune plan`, for example with --space qlora",
-        )
     calls = [call for call in program.calls if _name(call.func) in OBJECTIVES]
     if len(calls) == 1:
         return calls[0]
@@ -482,19 +492,29 @@ class _Training:
                 "pass the script or the YAML file that has them",
             )
         given = self._keywords(call)
+        if _name(call.func) == "TrainingArguments":  # TRL keeps the defaults of transformers
+            self.values |= {"gradient_checkpointing": False, "bf16": False}
         self._read_keys(given, {name: name for name in given})
 
     def _read_model(self, node: ast.expr) -> None:
         """Read the trainer's `model`: a name, or the call that loads or changes the model."""
         model = self.program.resolve(node)
+        if isinstance(model, ast.Subscript):  # a model that was loaded together with its tokenizer
+            model = self.program.resolve(model.value)
         if not isinstance(model, ast.Call):
             self._read_name(node, node)
+            return
+        owner = model.func.value if isinstance(model.func, ast.Attribute) else None
+        if owner is not None and _name(owner) in UNSLOTH:
+            self._read_unsloth(model)
             return
         given, first = self._keywords(model), next(iter(model.args), None)
         match _name(model.func), first:
             case "from_pretrained", _:
                 # transformers itself takes the checkpoint's dtype, and TRL takes float32.
-                self.values["dtype"] = "auto"
+                self.values |= {"dtype": "auto"}
+                if not {"dtype", "torch_dtype"} & given.keys():
+                    self.values["no dtype"] = True
                 self._read_name(given.pop("pretrained_model_name_or_path", first), model)
                 self._read_quantization(given.pop("quantization_config", None))
                 if (split := self._text(given.pop("device_map", None))) in SPLITS:
@@ -513,6 +533,26 @@ class _Training:
                 self._read_model(model.func.value)
             case _:
                 self._read_name(None, model)
+
+    def _read_unsloth(self, call: ast.Call) -> None:
+        """Read a call of Unsloth that loads a model, or that adds adapters."""
+        given, first = self._keywords(call), next(iter(call.args), None)
+        if _name(call.func) == "from_pretrained":
+            self._read_name(given.pop("model_name", first), call)
+            whole = self._text(given.pop("full_finetuning", None)) == "True"
+            self.values |= {"Unsloth": True, "dtype": "auto"} | ({} if whole else _UNSLOTH_BASE)
+            self.values["max_seq_length"] = _UNSLOTH_LENGTH
+            self._read_keys(given, self._keys("model") | {"max_seq_length": "max_seq_length"})
+        elif _name(call.func) == "get_peft_model" and first is not None:
+            self._read_model(first)
+            recomputes = self._text(given.pop("use_gradient_checkpointing", None)) != "False"
+            self.values |= _UNSLOTH_LORA | {
+                "use_peft": True,
+                "gradient_checkpointing": recomputes,
+            }
+            self._read_keys(given, self._keys("adapters"))
+        else:
+            self._read_name(None, call)
 
     def _read_name(self, node: ast.expr | None, place: ast.expr) -> None:
         """Read the name of a model. `place` is where an error points to."""

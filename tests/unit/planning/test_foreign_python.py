@@ -264,10 +264,6 @@ def test_a_value_that_the_program_computes_is_refused_with_its_line(
         ("Trainer(model)", "calls no trainer of TRL"),
         ("SFTTrainer(args=SFTConfig())", "the trainer gets no model"),
         ("def broken(:", "train.py is not valid Python"),
-        (
-            sft(before="model, t = FastLanguageModel.from_pretrained('a/b')", model="model"),
-            "Unsloth",
-        ),
         ("SFTTrainer('a/b', args=parser.parse())", "the arguments are made when"),
         (sft(model="make_model()"), "the model is chosen when"),
         (sft(model="AutoModel.from_pretrained(name)"), "the model is chosen when"),
@@ -331,6 +327,51 @@ def test_the_file_of_examples_is_read_unless_the_program_changes_them(
     text = sft(before=before, model=f"'a/b', train_dataset={dataset}")
     found = local_dataset(tmp_path / "train.py", program(tmp_path, text))
     assert found == (examples if is_read else None)
+
+
+UNSLOTH = """
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/Meta-Llama-3.1-8B", {load})
+model = FastLanguageModel.get_peft_model(model, r=32, random_state=1, {adapters})
+SFTTrainer(model, args=SFTConfig({arguments}))
+"""
+
+
+def test_unsloths_calls_are_read_with_its_defaults(tmp_path: Path) -> None:
+    found = program(tmp_path, UNSLOTH.format(load="dtype=None", adapters="", arguments=""))
+    config = found.config
+    assert (config.quantization, config.double_quant, found.model) == (
+        "nf4",
+        True,
+        "unsloth/Meta-Llama-3.1-8B",
+    )
+    assert (config.lora_rank, config.seq_len) == (32, 2048)
+    assert config.checkpointing == "full" and config.lora_targets.count("_proj") == 7
+    assert "Unsloth is not counted: the run needs less memory than estimated." in found.notes
+    other = program(
+        tmp_path,
+        UNSLOTH.format(
+            load="load_in_4bit=False, max_seq_length=512",
+            adapters="use_gradient_checkpointing=False",
+            arguments="max_length=256",
+        ),
+    ).config
+    assert (other.quantization, other.checkpointing, other.seq_len) == ("none", "none", 256)
+
+
+def test_the_arguments_of_transformers_keep_its_defaults(tmp_path: Path) -> None:
+    usual = program(tmp_path, sft()).config
+    plain = program(tmp_path, sft().replace("SFTConfig", "TrainingArguments")).config
+    assert (usual.checkpointing, usual.precision) == ("full", "bf16_mixed")
+    assert (plain.checkpointing, plain.precision) == ("none", "fp32")
+
+
+def test_a_model_without_a_dtype_says_which_is_assumed(tmp_path: Path) -> None:
+    load = "M.from_pretrained('a/b'{})"
+    notes = [
+        " ".join(program(tmp_path, sft(model=load.format(dtype))).notes)
+        for dtype in ("", ", torch_dtype='auto'")
+    ]
+    assert ["gives no dtype" in note for note in notes] == [True, False]
 
 
 def test_a_copy_of_the_model_that_trl_makes_itself_is_counted(tmp_path: Path) -> None:
