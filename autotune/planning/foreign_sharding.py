@@ -90,7 +90,8 @@ def shard_run(run: ForeignConfig, model: ModelSpec, gpus: int | None) -> Foreign
     run = replace(run, num_gpus=gpus or run.num_gpus)
     notes = load_data("autotune.planning", "foreign_keys")["notes"]
     file_strategy = strategy_of(run.values)
-    strategy = file_strategy or ("ddp" if gpus else None)
+    replicates = gpus or (run.num_gpus and notes["sharded"] not in run.notes)
+    strategy = file_strategy or ("ddp" if replicates else None)
 
     if run.objective not in SHARDED and number > 1:
         note = notes["one_gpu"].format(objective=run.objective)

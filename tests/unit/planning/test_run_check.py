@@ -438,19 +438,18 @@ def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path
 
 def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     one, four = answer(FACTORY), answer(changed(FACTORY, num_processes=4))
-    assert one.checked.bounds == four.checked.bounds
+    given = answer(FACTORY, gpus=4)
+    assert four.checked == replace(given.checked, run=four.checked.run)
+    assert four.checked.bounds.reported.communication > 0 and four.checked.bounds.reported.nccl > 0
     a, b = one.checked.estimate, four.checked.estimate
     assert a.cost is not None and b.cost is not None and a.cost.full_run_usd is not None
-    assert b.tokens_per_s == pytest.approx(a.tokens_per_s) and b.samples_per_s == pytest.approx(
-        a.samples_per_s
-    )
-    assert b.cost.full_run_hours == pytest.approx(a.cost.full_run_hours / 4, rel=0.01)
-    assert b.cost.full_run_usd == pytest.approx(a.cost.full_run_usd, rel=0.01)
+    assert 0.7 < (b.tokens_per_s or 0) / (a.tokens_per_s or 1) < 1  # some waiting for the link
     assert a.cost.kwh == pytest.approx(0.15 * a.cost.full_run_hours)  # 150 W
-    assert b.cost.kwh == pytest.approx(a.cost.kwh, rel=0.01)
     out = printed(four)
     assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
-    assert "data parallel GPUs: each GPU holds the whole model, and sharding is not modelled" in out
+    assert "each of 4 GPUs of one host: the whole model on each GPU (DDP)." in out
+    many = printed(answer(changed(FACTORY, num_processes=9)))
+    assert "data parallel GPUs: each GPU holds the whole model, and sharding is not" in many
     text = changed(FACTORY, deepspeed="ds_z3_config.json")
     alone, shared = answer(text), answer(changed(text, num_processes=4))
     assert alone.checked.bounds == one.checked.bounds
@@ -545,7 +544,7 @@ def test_sequences_beyond_the_context(answer: Callable[..., CheckReport]) -> Non
 def test_the_gradients_that_several_gpus_hold_twice(answer: Callable[..., CheckReport]) -> None:
     """Qwen3-4B has 4.02e9 parameters; LoRA of rank 8 adds 16.5 million, in four bytes each."""
     for text, more in ((FACTORY_FULL, "15.0 GiB"), (FACTORY, "0.06 GiB")):
-        notes = answer(changed(text, num_processes=2), "h200-sxm").notes
+        notes = answer(changed(text, num_processes=9), "h200-sxm").notes
         assert (
             "The estimate leaves out the communication between the GPUs, and the second copy of the"
             " gradients that torch holds for it"
@@ -1027,6 +1026,7 @@ def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     without.
     """
     data = json_data(answer(changed(FACTORY, num_processes=2, max_steps=100), price=3.0))
+    alone = json_data(answer(changed(FACTORY, max_steps=100)))
     assert {
         name: data[name]
         for name in ("format", "model", "device", "own_card", "num_gpus", "epochs", "max_steps")
@@ -1048,8 +1048,10 @@ def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     assert took["num_steps"] == 100 and took["usd"] == pytest.approx(took["hours"] * 2 * 3.0)
     assert took["interval_hours"][0] < took["hours"] < took["interval_hours"][1]
     assert data["bounds_gib"] == [data["peak_reserved_gib"]] * 2 and data["accumulation"] == 8
-    assert data["config"]["lora_rank"] == 8 and data["faster"]["config"]["lora_rank"] == 8
-    assert set(data["faster"]) == {"config", "times", "command"} and data["faster"]["times"] >= 1.05
+    assert data["config"]["lora_rank"] == 8 and data["faster"] is None
+    faster = alone["faster"]  # only a run on one GPU is compared with the fastest configuration
+    assert set(faster) == {"config", "times", "command"} and faster["times"] >= 1.05
+    assert faster["config"]["lora_rank"] == 8
     assert json.dumps(data) and isinstance(data["notes"], list)
 
     data = json_data(answer(changed(TRL_7B, use_dora=True), "t4"))
