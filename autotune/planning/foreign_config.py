@@ -208,6 +208,7 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     elif is_command:
         tool = "trl"
         refuse_variables(values)
+        values = _with_config_file(path, values)
     else:
         tool = _tool_of(path, values)
         values.pop("objective", None)  # no tool has this key; only a command says it
@@ -334,6 +335,23 @@ def _accelerate_settings(path: Path, values: Mapping[str, Any]) -> dict[str, Any
     return {key: value for key, value in found.items() if key not in own} | {
         "accelerate_config": None
     }
+
+
+def _with_config_file(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of TRL's command with those of the file that its --config names.
+
+    An argument of the command replaces the file's value. Raises UsageError if the file is absent.
+    """
+    if "objective" not in values or "config" not in values:
+        return values
+    name = str(values["config"])
+    settings = _read_named_file(path, name)
+    if settings is None:
+        raise UsageError(
+            f"{path}: there is no file {quote(name)} (--config)",
+            remedy="check the path, which starts at the script or at the current directory",
+        )
+    return settings | {key: value for key, value in values.items() if key != "config"}
 
 
 def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:

@@ -405,3 +405,17 @@ def test_a_shell_script_without_a_training_is_refused(tmp_path: Path) -> None:
     for command in ("python absent.py", "echo train.py"):
         with pytest.raises(UsageError, match="starts no Python program beside it"):
             program(tmp_path, command, "run.sh")
+
+
+def test_the_file_that_trls_command_names_is_read(tmp_path: Path) -> None:
+    """An argument of the command wins over the file, as in TRL."""
+    text = "model_name_or_path: Qwen/Qwen3-4B\nper_device_train_batch_size: 4\nmax_length: 512\n"
+    (tmp_path / "run.yaml").write_text(text)
+    command = "accelerate launch --num_processes 2 -m trl sft --config run.yaml --max_length 256"
+    run = program(tmp_path, command, "run.sh")
+    assert (run.model, run.num_gpus) == ("Qwen/Qwen3-4B", 2)
+    assert (run.config.micro_batch_size, run.config.seq_len) == (4, 256)
+    with pytest.raises(UsageError, match=r"run\.sh: there is no file 'absent\.yaml' \(--config\)"):
+        program(tmp_path, "trl sft --config absent.yaml", "run.sh")
+    with pytest.raises(UsageError, match="config: the script is not executed"):
+        program(tmp_path, "trl sft --config $FILE", "run.sh")
