@@ -36,7 +36,7 @@ from autotune.planning.foreign_arguments import (
 )
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
-from autotune.planning.foreign_python import NOTEBOOK, PROGRAMS, read_program
+from autotune.planning.foreign_python import PROGRAMS, read_program
 from autotune.planning.foreign_refusals import (
     refuse_at_start,
     refuse_other_deepspeed_values,
@@ -44,6 +44,7 @@ from autotune.planning.foreign_refusals import (
     without_dropout,
 )
 from autotune.planning.foreign_rollouts import older_key, rollouts_of, with_rollout_keys
+from autotune.planning.program_values import NOTEBOOK
 from autotune.report.values.check import FP32_BASE, SWIFT, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
 

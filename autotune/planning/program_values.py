@@ -1,0 +1,371 @@
+"""Finds the values in a Python program or a notebook, without running it.
+
+A name has the value of its last assignment before its use. If an assignment may be skipped, such as
+one in an `if` with an unknown condition, the value is unknown. A call of a function of the program
+has the value that its only `return` gives, at the end of the function.
+"""
+
+import ast
+import bisect
+import itertools
+import json
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import UsageError
+from autotune.core.files import read_user_text
+
+NOTEBOOK = ".ipynb"
+# Functions that ask whether the GPU has bf16, which all GPUs since 2020 have
+_HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
+UNKNOWN = (LookupError, TypeError, ArithmeticError, RecursionError)  # why a value is unknown
+_CHANGES = ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert")
+_MODULE = (0, math.inf)  # the lines of the module itself
+_STEPS = 100  # the most names and calls between an expression and its value
+MAX_NOTEBOOK = 2**26  # bytes; a notebook also holds its pictures
+# A command of IPython, with the lines that continue it
+_COMMAND = re.compile(r"(?m)^([ \t]*)[%!].*(?:\\\n.*)*")
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def name_of(node: ast.expr) -> str:
+    """Return the last part of a dotted name, or "" for another expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Conditions = tuple[tuple[ast.expr, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """An assignment to a name in the lines `scope`. The value is None if it is unknown."""
+
+    name: str
+    value: ast.expr | None
+    line: int  # the last line of the statement
+    scope: tuple[int, float]
+    conditions: _Conditions = ()  # the tests around it, each with the result that leads to it
+
+
+class Program:
+    """The calls and the assignments of a program, or of the cells of a notebook."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises UsageError unless it is a Python program or a notebook."""
+        self.path = path
+        cells = _cells(path) if path.suffix == NOTEBOOK else [read_user_text(path)]
+        lengths = (cell.count("\n") + 1 for cell in cells)
+        self._begins = list(itertools.accumulate(lengths, initial=1))
+        self._is_notebook = path.suffix == NOTEBOOK
+        tree = _parsed("\n".join(cells))
+        if tree is None:
+            raise UsageError(f"{path} is not valid Python", remedy="correct the program")
+        self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        # The attributes that the program assigns
+        self.changed = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        ]
+        # Dictionaries and lists that the program changes
+        self._altered = {name for node in ast.walk(tree) if (name := _altered(node))}
+        self._functions: dict[str, list[_Function]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, _Function):
+                self._functions.setdefault(node.name, []).append(node)
+        self._uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+        self._assignments: list[_Assignment] = []
+        self._found: dict[ast.expr, ast.expr | None] = {}
+        self._collect(tree.body, _MODULE, certain=True)
+
+    def place(self, line: int) -> str:
+        """Return where a line is: in a file, or in a cell of a notebook."""
+        if not self._is_notebook:
+            return f"{self.path}:{line}"
+        cell = bisect.bisect(self._begins, line)
+        return f"{self.path}, code cell {cell}, line {line - self._begins[cell - 1] + 1}"
+
+    def error(
+        self, node: ast.expr, what: str, remedy: str = "write the value itself"
+    ) -> UsageError:
+        """Return an error about an expression, with its line."""
+        return UsageError(f"{self.place(node.lineno)}: {what}", remedy=remedy)
+
+    def _collect(
+        self,
+        body: list[ast.stmt],
+        scope: tuple[int, float],
+        conditions: _Conditions = (),
+        *,
+        certain: bool,
+    ) -> None:
+        """Collect the assignments of statements. Those that may be skipped have no known value."""
+        for statement in body:
+            line = statement.end_lineno or statement.lineno
+            if isinstance(statement, _Function):
+                inside = (statement.lineno, line)
+                given = self._given(statement)
+                for argument in ast.walk(statement.args):
+                    if isinstance(argument, ast.arg):
+                        value = given.get(argument.arg)
+                        first = _Assignment(argument.arg, value, statement.lineno - 1, inside)
+                        self._assignments.append(first)
+                self._collect(statement.body, inside, certain=True)
+                continue
+            if isinstance(statement, ast.If):
+                test = statement.test
+                for block, result in ((statement.body, True), (statement.orelse, False)):
+                    self._collect(block, scope, (*conditions, (test, result)), certain=certain)
+            elif isinstance(statement, ast.With):
+                self._collect(statement.body, scope, conditions, certain=certain)
+            elif isinstance(statement, ast.Global):
+                for name in statement.names:
+                    self._assignments.append(_Assignment(name, None, line, _MODULE))
+            else:
+                self._collect(_inner(statement), scope, conditions, certain=False)
+            for name, assigned in _assigned(statement):
+                known = assigned if certain else None
+                self._assignments.append(_Assignment(name, known, line, scope, conditions))
+
+    def _given(self, function: _Function) -> dict[str, ast.expr]:
+        """Return the known arguments of a function, if the program calls it once and only there."""
+        calls = [call for call in self.calls if _is(call.func, function.name)]
+        if len(calls) != 1 or not self._is_only(function) or self._uses[function.name] != 1:
+            return {}
+        call = calls[0]
+        inside = function.lineno <= call.lineno <= (function.end_lineno or 0)
+        starred = any(isinstance(one, ast.Starred) for one in call.args)
+        starred |= any(keyword.arg is None for keyword in call.keywords)
+        if inside or starred or function.decorator_list:
+            return {}
+
+        arguments = function.args
+        names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+        defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            defaults |= {} if default is None else {one.arg: default}
+        given: dict[str, ast.expr] = {
+            name: value for name, value in defaults.items() if isinstance(value, ast.Constant)
+        }
+        given |= dict(zip(names, call.args, strict=False))
+        return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+
+    def _is_only(self, function: _Function) -> bool:
+        """Return whether a function's name has no other value."""
+        others = any(one.name == function.name for one in self._assignments)
+        return len(self._functions[function.name]) == 1 and not others
+
+    def _truth(self, test: ast.expr) -> bool | None:
+        """Return whether a condition holds, or None if that is unknown."""
+        if "__name__" in ast.dump(test):  # the usual condition of a program's main part
+            return True
+        try:
+            return bool(self.value(test))
+        except UNKNOWN:
+            return None
+
+    def resolve(self, node: ast.expr | None) -> ast.expr | None:
+        """Return the expression behind a name or a call, or None if it is unknown."""
+        for _ in range(_STEPS):
+            if not isinstance(node, ast.Name | ast.Call | ast.Subscript):
+                return node
+            if node not in self._found:
+                self._found[node] = None  # a value that depends on itself is unknown
+                self._found[node] = self._behind(node)
+            before, node = node, self._found[node]
+            if before is node:
+                return node
+        return None
+
+    def _behind(self, node: ast.Name | ast.Call | ast.Subscript) -> ast.expr | None:
+        match node:
+            case ast.Name():
+                return self._assigned(node)
+            case ast.Call(func=ast.Name(id=name)) if name in self._functions:
+                return self._returned(self._functions[name][0])
+            case ast.Subscript(value=of, slice=key):
+                whole = self.resolve(of)
+                literal = isinstance(whole, ast.Tuple | ast.List | ast.Dict)
+                return self._part(whole, key) if literal else node
+        return node
+
+    def _returned(self, function: _Function) -> ast.expr | None:
+        """Return the expression that a function returns at its end, or None if it is unknown."""
+        inside = [node for statement in function.body for node in ast.walk(statement)]
+        ends = (ast.Return, ast.Yield, ast.YieldFrom, _Function, ast.Lambda)
+        found = [node for node in inside if isinstance(node, ends)]
+        last = function.body[-1]
+        plain = isinstance(function, ast.FunctionDef) and not function.decorator_list
+        if not plain or found != [last] or not self._is_only(function):
+            return None
+        return last.value if isinstance(last, ast.Return) else None
+
+    def _part(self, whole: ast.expr | None, key: ast.expr) -> ast.expr | None:
+        """Return an element of a tuple, a list or a dictionary, or None if it is unknown."""
+        try:
+            wanted = self.value(key)
+            match whole:
+                case ast.Tuple(elts=items) | ast.List(elts=items) if isinstance(wanted, int):
+                    starred = any(isinstance(item, ast.Starred) for item in items)
+                    return None if starred else items[wanted]
+                case ast.Dict(keys=keys, values=values):
+                    names = [self.value(_known(one)) for one in keys]
+                    part: ast.expr = dict(zip(names, values, strict=True))[wanted]
+                    return part
+        except UNKNOWN:
+            pass
+        return None
+
+    def _assigned(self, name: ast.Name) -> ast.expr | None:
+        """Return the value of a name where it is used, or None if it is unknown."""
+        if name.id in self._altered:
+            return None
+        line = name.lineno
+        visible = [
+            one
+            for one in self._assignments
+            if one.name == name.id and one.scope[0] <= line <= one.scope[1]
+        ]
+        begin = max((one.scope[0] for one in visible), default=0)
+        visible = [one for one in visible if one.scope[0] == begin]
+        before = [one for one in visible if one.line < line]
+        functions = itertools.chain.from_iterable(self._functions.values())
+        if any(begin < one.lineno <= line <= (one.end_lineno or 0) for one in functions):
+            # A function may run after later lines of the module, so it may see their values.
+            before = visible if len(visible) == 1 or len(before) == len(visible) else []
+
+        for one in sorted(before, key=lambda one: one.line, reverse=True):
+            truths = [(self._truth(test), result) for test, result in one.conditions]
+            if any(truth is not None and truth != result for truth, result in truths):
+                continue  # this line is skipped
+            return one.value if all(truth == result for truth, result in truths) else None
+        return None
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the value of an expression. Raises LookupError if it is unknown."""
+        found = self.resolve(node)
+        match found:
+            case ast.Constant(value=value):
+                return value
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+                return [self.value(item) for item in items]
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                return {self.value(_known(key)): self.value(value) for key, value in pairs}
+            case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
+                return dtype
+            case ast.Call(func=asked) if name_of(asked) in _HAS_BF16:
+                return True
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return not self.value(operand)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._number(operand)
+            case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
+                parts = self._number(left), self._number(right)
+                return _OPERATORS[type(operation)](*parts)
+        raise LookupError
+
+    def _number(self, node: ast.expr) -> int | float:
+        value = self.value(node)
+        if not isinstance(value, int | float):
+            raise LookupError
+        return value
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _altered(node: ast.AST) -> str:
+    """Return the name of the dictionary or list that an expression changes, or ""."""
+    match node:
+        case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()):
+            return name
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=change)):
+            return name if change in _CHANGES else ""
+    return ""
+
+
+def _known(node: ast.expr | None) -> ast.expr:
+    if node is None:  # the key of `**others` in a dictionary
+        raise LookupError
+    return node
+
+
+def _inner(statement: ast.stmt) -> list[ast.stmt]:
+    """Return the statements in a statement, such as a loop."""
+    return [
+        node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases")
+        for block in getattr(statement, part, [])
+        for node in (
+            block.body if isinstance(block, ast.ExceptHandler | ast.match_case) else [block]
+        )
+    ]
+
+
+def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield the names that a statement itself assigns, with their values if they are known."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            yield name, value
+            return
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            yield name, value
+            return
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+            if len(names) == len(values) and all(isinstance(one, ast.Name) for one in names):
+                yield from zip(map(name_of, names), values, strict=True)
+                return
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call() as value):
+            if all(isinstance(one, ast.Name) for one in names):
+                for index, one in enumerate(names):
+                    key = ast.Constant(index)
+                    yield name_of(one), ast.Subscript(value, key, ast.Load(), lineno=value.lineno)
+                return
+    for node in ast.iter_child_nodes(statement):
+        if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id, None
+
+
+def _cells(path: Path) -> list[str]:
+    """Return the Python code of each cell of a notebook; "" for a cell with other text."""
+    text = read_user_text(path, MAX_NOTEBOOK)
+    try:
+        cells = json.loads(text)["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UsageError(f"{path} is not a notebook", remedy="pass a valid file") from None
+    return list(map(_code, sources))
+
+
+def _code(source: str) -> str:
+    """Return a cell without IPython's own commands, or "" if it then is not Python."""
+    if source.startswith("%%") and not source.startswith(("%%capture", "%%time")):
+        return ""
+    code = _COMMAND.sub(r"\1pass", source)
+    return code if _parsed(code) else ""
+
+
+def _parsed(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
