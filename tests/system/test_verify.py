@@ -236,7 +236,7 @@ def test_winners_that_cannot_run_on_this_machine_are_refused(
     with pytest.raises(error, match=message) as caught:
         command.require_measured_here(recipe(winner=winner, **made))
     # What was extrapolated was so here, for want of time.
-    assert ("larger --budget" in str(caught.value.remedy)) is (
+    assert (" --budget 10m` continues the study" in str(caught.value.remedy)) is (
         winner.evidence is Evidence.EXTRAPOLATED
     )
 

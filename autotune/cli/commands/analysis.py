@@ -22,6 +22,7 @@ from autotune.core.errors import (
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Outcome
 from autotune.core.process import StopToken
+from autotune.core.text import study_command
 from autotune.study.storage.location import make_writable
 
 if TYPE_CHECKING:
@@ -325,11 +326,11 @@ def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
     from autotune.study.session import require_device
 
     if recipe.winner.evidence is not Evidence.MEASURED:
+        resume = f"`{study_command('resume', recipe.study)} --budget 10m`"
         remedies = {
-            Evidence.EXTRAPOLATED: "continue the study with a larger --budget, so that the whole "
-            "model is measured",
-            Evidence.DISTURBED: "stop the other work on this machine, and continue the study with "
-            "a larger --budget",
+            Evidence.EXTRAPOLATED: f"{resume} continues the study, to measure the whole model",
+            Evidence.DISTURBED: f"stop the other work on this machine; then {resume} continues the "
+            "study",
         }
         remedy = remedies.get(
             recipe.winner.evidence, f"run the study on {recipe.device.name} itself"

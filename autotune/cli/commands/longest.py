@@ -177,7 +177,10 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
 def _cells(row: "LongestRow") -> dict[str, str]:
     """Return the cells of a row of the table, by column."""
     if row.tokens is None:
-        return dict.fromkeys(COLUMNS, DASH) | {"method": row.method}
+        cells = dict.fromkeys(COLUMNS, DASH) | {"method": row.method}
+        if row.limited_by:
+            cells |= {"longest sequence": "none fits", "limited by": row.limited_by}
+        return cells
     is_range = row.step_s_low != row.step_s_high
 
     step = (

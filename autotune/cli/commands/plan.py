@@ -1,5 +1,6 @@
 """`autotune plan`: estimate, without the card, whether a training fits, its speed and its cost."""
 
+import shlex
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,7 +138,8 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False, details: boo
             ways = f"give {result.change.options}, or take a larger GPU or a smaller model"
         raise NothingFits(
             f"no configuration of the search space is certain to fit {device.name}",
-            remedy=f"{ways}; `autotune compare` finds a GPU for it",
+            remedy=f"{ways}; `autotune compare --model {shlex.quote(str(spec.model))}`, with your "
+            "other options, finds a GPU",
         )
 
 

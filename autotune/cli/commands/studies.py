@@ -326,11 +326,14 @@ def oom(
 
 
 def _print_files(study: str, paths: Iterable[Path], *, as_json: bool) -> None:
-    """Print the paths of the files, one per line."""
+    """Print the paths of the files, one per line; the copy of the trainer is one folder."""
     if as_json:
         print_answer_json(Files(study=study, files=tuple(map(str, paths))))
         return
-    for path in paths:
+
+    from autotune.export.rollouts import RUNTIME
+
+    for path in dict.fromkeys(one.parent if one.parent.name == RUNTIME else one for one in paths):
         print(path)
 
 

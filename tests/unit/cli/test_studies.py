@@ -240,3 +240,17 @@ def test_where_a_study_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert (
             from_stored_directory("/no/such/machine/out", url, "one") == tmp_path / "runs" / "one"
         )
+
+
+def test_the_copy_of_the_trainer_is_printed_as_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = tmp_path / "export"
+    files = [export / "train.py", export / "runtime" / "a.py", export / "runtime" / "b.py"]
+    studies._print_files("one", files, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        str(export / "train.py"),
+        str(export / "runtime"),
+    ]
+    studies._print_files("one", files, as_json=True)
+    assert json.loads(capsys.readouterr().out)["files"] == list(map(str, files))

@@ -408,3 +408,12 @@ def test_each_count_of_a_prediction_is_announced_and_can_be_stopped(
     announced = [text for text in said if text.startswith("qlora: counting a sequence of ")]
     assert f"qlora: counting a sequence of {counted[0]:,} tokens without the GPU" == announced[0]
     assert len(announced) >= 3 and checks == [stop]
+
+
+def test_the_table_tells_a_method_that_never_fits_from_one_without_a_prediction() -> None:
+    from autotune.cli.commands.longest import _cells
+
+    large = LongestRow(method="full", config={}, limited_by="gpu memory", problem="too large")
+    cells = _cells(large)
+    assert (cells["longest sequence"], cells["limited by"]) == ("none fits", "gpu memory")
+    assert _cells(replace(large, limited_by=None))["longest sequence"] == "–"

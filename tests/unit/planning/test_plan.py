@@ -684,6 +684,7 @@ def test_the_first_change_that_makes_a_model_fit_is_named(
         return
 
     assert f"give {change}, or take a larger GPU" in str(caught.value.remedy)
+    assert "`autotune compare --model mistral-7b`" in str(caught.value.remedy)
     (need,) = re.findall(rf"   change  {change} makes it fit in ([\d.]+) GiB\n", printed)
     words = change.split()
     options = dict(zip(words[::2], words[1::2], strict=True))
