@@ -96,14 +96,18 @@ def is_file(path: Path) -> bool:
 
 
 def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a user's file. Raises UsageError unless it is a regular UTF-8 file."""
+    """Return the text of a user's file, without the byte order mark of editors on Windows.
+
+    Raises UsageError unless it is a regular UTF-8 file.
+    """
+    remedy = "check the path"
     try:
-        return read_regular(path, max_bytes).decode()
+        return read_regular(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError:
-        reason = "it is not UTF-8 text"
+        reason, remedy = "it is not UTF-8 text", "save it as UTF-8, or check the path"
     except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
         reason = getattr(error, "strerror", None) or str(error)
-    raise UsageError(f"cannot read {path}: {reason}", remedy="check the path")
+    raise UsageError(f"cannot read {path}: {reason}", remedy=remedy)
 
 
 def refuse_special_files(directory: Path) -> None:

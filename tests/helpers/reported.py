@@ -434,7 +434,7 @@ CHECKS = (
             ),
             Command(
                 line="check axolotl.yaml --gpu rtx-4090",
-                begins=r"ignored by Axolotl [\d.]+: 'sequence_lenn'; did you mean 'sequence_len'",
+                has=(r"ignored by Axolotl [\d.]+: 'sequence_lenn'; did you mean 'sequence_len'",),
             ),
         ),
     ),

@@ -177,6 +177,15 @@ def test_no_object_is_ever_made(tmp_path, tag):
         load_yaml(f"{tag} [a]")
 
 
+def test_a_file_from_windows_is_read_without_its_byte_order_mark(tmp_path):
+    (tmp_path / "file").write_bytes(b"\xef\xbb\xbfname: a\r\n")
+    assert read_user_text(tmp_path / "file") == "name: a\r\n"
+    (tmp_path / "file").write_bytes("name: a\n".encode("utf-16"))
+    with pytest.raises(UsageError, match="it is not UTF-8 text") as raised:
+        read_user_text(tmp_path / "file")
+    assert raised.value.remedy == "save it as UTF-8, or check the path"
+
+
 def test_an_alias_bomb_is_refused_unread(tmp_path):
     message = "FILE: not valid YAML: more than 10,000 values after its aliases are expanded"
     assert MAX_VALUES == 10_000
