@@ -97,7 +97,8 @@ def _faster_text(report: CheckReport, faster: Faster) -> str:
         f"{name} {value} instead of {before}" for name, value, before in pairs if value != before
     ]
     if FP32_BASE in runnable.run.notes:
-        changes.append("the base in bfloat16")
+        part = "the base" if new.quantization == "none" else "the unquantised weights of the base"
+        changes.append(f"{part} in bfloat16")
 
     usd = runnable.estimate.cost.full_run_usd if runnable.estimate.cost else None
     cost = f", {fmt_usd(usd / faster.times)} instead of {fmt_usd(usd)}" if usd else ""

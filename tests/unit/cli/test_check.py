@@ -156,6 +156,12 @@ def test_the_verdict_is_the_first_line(
     assert lines[-1] == MORE
 
 
+def test_a_4_bit_base_is_not_proposed_in_bfloat16(printed: Callable[..., str]) -> None:
+    """TRL loads the weights that are not in 4 bits in float32, unless dtype says otherwise."""
+    text = printed(changed(TRL_7B, load_in_4bit=True, gradient_checkpointing=True))
+    assert ", the unquantised weights of the base in bfloat16; to measure it: " in text
+
+
 def test_the_first_screen_leaves_out_what_details_shows(
     printed: Callable[..., str], answer: Callable[..., CheckReport]
 ) -> None:
