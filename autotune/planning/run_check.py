@@ -35,15 +35,10 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_arguments import trl_as_swift
-from autotune.planning.foreign_config import (
-    FUSED_LOSS,
-    adapt_to_model,
-    locate_refusal,
-    parse,
-    read_file,
-)
+from autotune.planning.foreign_config import adapt_to_model, locate_refusal, parse, read_file
 from autotune.planning.foreign_dataset import local_dataset
 from autotune.planning.foreign_file import Refused
+from autotune.planning.foreign_knobs import FUSED_LOSS
 from autotune.planning.foreign_sharding import shard_run
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
