@@ -1,7 +1,7 @@
 """Maps each knob and run setting to the keys of TRL, Axolotl and LLaMA-Factory.
 
 The table is `keys.yaml`. The exporters write their files from this table, and
-`planning.foreign_config` reads other people's files with it. A new knob needs a row with the keys
+`planning.foreign_knobs` reads other people's files with it. A new knob needs a row with the keys
 of the tools that can express it. The comment at the top of a tool's file lists the knobs that the
 tool cannot express. For each of these knobs, the comment repeats the reason from the table, or says
 that the tool has no key for it.
