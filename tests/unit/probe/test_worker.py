@@ -46,14 +46,14 @@ from tests.helpers.factories import FINGERPRINT, PROFILE, measurement, result
 def test_a_config_of_impossible_size_does_not_take_the_memory_of_the_machine(
     size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "DESCRIBED_GIB", 0.0625)
+    monkeypatch.setattr(worker, "DESCRIBED_GIB", 0.015625)
     small = resolve_model("demo-3m").config
     limits, sent = resource.getrlimit(resource.RLIMIT_DATA), list[dict[str, Any]]()
     worker._describe(small | {size: 2**31 - 1}, lambda **message: sent.append(message))
     assert sent == [
         {
             "event": "broken",
-            "reason": "building the model takes more than 0.0625 GiB, even without weights",
+            "reason": "building the model takes more than 0.015625 GiB, even without weights",
         }
     ]
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
