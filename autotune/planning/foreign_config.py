@@ -411,13 +411,11 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
     if len(present[first]) > len(present[second]):
         return first
-    marks = present if present[first] else all_marks
+    # Three keys of each tool suffice to show what is missing.
+    marks = present if present[first] else {tool: keys[:3] for tool, keys in all_marks.items()}
     keys = "; ".join(f"{', '.join(names)} of {tool}" for tool, names in marks.items() if names)
-    raise UsageError(
-        f"{path}: cannot tell which tool it is for: it has "
-        f"{'both' if present[first] else 'none of'} {keys}",
-        remedy=_TRAINING,
-    )
+    has = "it has both" if present[first] else "it has no key of a training, such as"
+    raise UsageError(f"{path}: cannot tell which tool it is for: {has} {keys}", remedy=_TRAINING)
 
 
 def _other_tool(values: dict[str, Any]) -> str:

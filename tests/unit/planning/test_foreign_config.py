@@ -893,8 +893,9 @@ def test_what_is_refused(tool, line, failure):
          " needed, not False"),
         ("", "FILE has no keys with values"),
         ("- base_model\n", "FILE has no keys with values"),
-        ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has none of"
-         " dataset_name, use_peft"),
+        ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has no key of a"
+         " training, such as dataset_name, use_peft, max_length of trl; base_model,"
+         " micro_batch_size, sequence_len of axolotl; stage, "),
         ("cutoff_len: 2048\nbase_model: m\n",
          "FILE: cannot tell which tool it is for: it has both base_model of axolotl; cutoff_len of"
          " llamafactory"),
