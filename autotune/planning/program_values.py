@@ -85,7 +85,10 @@ class Program:
         # Dictionaries and lists that the program changes
         self._altered = {name for node in ast.walk(tree) if (name := _altered(node))}
         self._functions: dict[str, list[_Function]] = {}
+        self._classes: dict[str, list[ast.ClassDef]] = {}
         for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                self._classes.setdefault(node.name, []).append(node)
             if isinstance(node, _Function):
                 self._functions.setdefault(node.name, []).append(node)
         self._uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -182,7 +185,7 @@ class Program:
     def resolve(self, node: ast.expr | None) -> ast.expr | None:
         """Return the expression behind a name or a call, or None if it is unknown."""
         for _ in range(_STEPS):
-            if not isinstance(node, ast.Name | ast.Call | ast.Subscript):
+            if not isinstance(node, ast.Name | ast.Call | ast.Subscript | ast.Attribute):
                 return node
             if node not in self._found:
                 self._found[node] = None  # a value that depends on itself is unknown
@@ -192,7 +195,7 @@ class Program:
                 return node
         return None
 
-    def _behind(self, node: ast.Name | ast.Call | ast.Subscript) -> ast.expr | None:
+    def _behind(self, node: ast.Name | ast.Call | ast.Subscript | ast.Attribute) -> ast.expr | None:
         match node:
             case ast.Name():
                 return self._assigned(node)
@@ -202,6 +205,8 @@ class Program:
                 whole = self.resolve(of)
                 literal = isinstance(whole, ast.Tuple | ast.List | ast.Dict)
                 return self._part(whole, key) if literal else node
+            case ast.Attribute(value=owner, attr=name):
+                return self._field(owner, name) or node
         return node
 
     def _returned(self, function: _Function) -> ast.expr | None:
@@ -214,6 +219,32 @@ class Program:
         if not plain or found != [last] or not self._is_only(function):
             return None
         return last.value if isinstance(last, ast.Return) else None
+
+    def _field(self, owner: ast.expr, name: str) -> ast.expr | None:
+        """Return an attribute that a class of the program, or the call that makes it, sets once."""
+        is_class = isinstance(owner, ast.Name) and owner.id in self._classes
+        made = owner if is_class else self.resolve(owner)
+        given: dict[str | None, ast.expr] = {}
+        if isinstance(made, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in made.keywords}
+            if made.args or None in given:
+                return None
+            made = made.func
+        found = self._classes.get(made.id, []) if isinstance(made, ast.Name) else []
+        if len(found) != 1 or any(one.attr == name for one in self.changed):
+            return None
+        decorators = map(ast.unparse, found[0].decorator_list)
+        usual = all("dataclass" in decorator for decorator in decorators)
+        assigned = any(one.name == found[0].name for one in self._assignments)
+        if found[0].bases or found[0].keywords or not usual or assigned:
+            return None
+        values = [
+            value
+            for statement in found[0].body
+            for field, value in _assigned(statement)
+            if field == name
+        ]
+        return given.get(name, values[0]) if len(values) == 1 else None
 
     def _part(self, whole: ast.expr | None, key: ast.expr) -> ast.expr | None:
         """Return an element of a tuple, a list or a dictionary, or None if it is unknown."""

@@ -224,6 +224,28 @@ def test_a_function_that_may_give_another_model_is_refused(
         program(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("made", "length"),
+    [
+        ("settings = Settings()", 64),
+        ("settings = Settings()\nSettings = Other", None),
+        ("settings = Settings(length=2 * 64)", 128),
+        ("settings = Settings(8)", None),
+        ("settings = Settings(**more)", None),
+        ("settings = Settings()\nsettings.length = 8", None),
+        ("settings = Other()", None),
+    ],
+)
+def test_the_settings_in_a_class_are_read(tmp_path: Path, made: str, length: int | None) -> None:
+    classes = "@dataclass\nclass Settings:\n    length: int = 64\nclass Other(Settings):\n    pass"
+    text = sft("max_length=settings.length", before=f"{classes}\n{made}")
+    if length is None:
+        with pytest.raises(UsageError, match="max_length is computed"):
+            program(tmp_path, text)
+    else:
+        assert program(tmp_path, text).config.seq_len == length
+
+
 def test_a_dictionary_that_the_program_changes_is_unknown(tmp_path: Path) -> None:
     for change in ("sizes['length'] = 8", "sizes.update(length=8)", "del sizes['length']"):
         before = f"sizes = {{'length': 64}}\n{change}"
