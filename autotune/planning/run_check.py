@@ -162,7 +162,7 @@ def check(
         fixes = tuple((_in_keys_of_swift(fixed), saved) for fixed, saved in fixes)
     smallest = None if checked.state == FITS else _smallest_card(context, checked, spec.headroom)
     runnable = fix if checked.state == OOM else checked
-    padded = tuple(_padding_notes(context, run))
+    padded = tuple(_padding_notes(context, run)) if run.rollouts is None else ()
     return CheckReport(
         file=file,
         model=model,
@@ -508,7 +508,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     yield from _gpu_notes(checked)
     yield from _length_notes(context, checked)
     longest = context.longest_row_config(run).seq_len
-    if longest < config.seq_len:
+    if longest < config.seq_len and run.rollouts is None:  # a completion follows each prompt
         lengths = context.workload.lengths
         by_bytes = "" if lengths.exact else ", even with one token for each byte"
         evaluated = " The evaluation is assumed to have no longer ones." if run.evaluation else ""

@@ -386,3 +386,11 @@ def test_the_json_has_the_phases(tmp_path: Path) -> None:
     data = json.loads(json.dumps(json_data(checked(tmp_path, "h100"))))
     assert set(data["phases"]) == {"rollout", "log_probabilities", "backward"}
     assert data["phases"]["rollout"][0] < data["phases"]["rollout"][1]
+
+
+def test_short_prompts_do_not_shorten_the_sequences_of_the_estimate(tmp_path: Path) -> None:
+    """No prompt is longer than some 570 tokens, but a completion follows each."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 2 + 2?"}\n' * 8)
+    report = checked(tmp_path, "h100", {"dataset": str(tmp_path / "prompts.jsonl")})
+    assert 1024 < report.checked.run.config.seq_len < 1536
+    assert not any(note.startswith("Memory is estimated for") for note in report.notes)
