@@ -78,6 +78,8 @@ class Display(AbstractContextManager["Display"]):
         self._events = events
         self._started = time.monotonic()
         self._best: TrialRecord | None = None
+        # The last measurement of each configuration: a confirmation replaces the first one.
+        self._measured = dict[TrainConfig, TrialRecord]()
         self._task: Task | None = None
         self._step = "starting"
         # For each configuration, the outcome in its last printed line
@@ -204,9 +206,12 @@ class Display(AbstractContextManager["Display"]):
         return self._task.score(row.config, speed) if self._task and speed else speed
 
     def _compare(self, row: TrialRecord) -> None:
-        better = self._best is None or self._score(row) > self._score(self._best)
-        if row.outcome is Outcome.OK and row.tokens_per_second is not None and better:
-            self._best = row
+        if row.outcome is not Outcome.OK or row.tokens_per_second is None:
+            return
+        known = self._measured.get(row.config)
+        if known is None or known.tokens_per_second != row.tokens_per_second:
+            self._measured[row.config] = row
+        self._best = max(self._measured.values(), key=self._score)
 
     def trying(self, number: int, config: TrainConfig) -> None:
         """Show in the status which trial is being probed; `trial` later prints its result."""

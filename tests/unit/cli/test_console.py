@@ -129,13 +129,17 @@ def test_a_resumed_study_is_compared_with_the_best_so_far(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     trials = summary().trials
-    fastest = replace(trials[0], number=4, tokens_per_second=9_000.0)
+    larger = replace(trials[0].config, micro_batch_size=4)
+    fastest = replace(trials[0], number=4, tokens_per_second=9_000.0, config=larger)
     with Display(budget_s=600.0) as one:
         one.resumed([trials[0], fastest, replace(trials[2], tokens_per_second=99_000.0)])
         one.trial(replace(trials[0], number=9, tokens_per_second=8_500.0))
         assert one._status_line().endswith("best 9,000 tokens/s, searching")
+        # The confirmation was slower, so that another configuration is the best.
+        one.trial(replace(fastest, number=10, tokens_per_second=8_000.0))
+        assert one._status_line().endswith("best 8,500 tokens/s, searching")
     said = capsys.readouterr().err
-    assert "the best so far: trial 4, 9,000 tokens/s, lora r16 1x512" in said
+    assert "the best so far: trial 4, 9,000 tokens/s, lora r16 4x512" in said
     assert re.search(r"(?m)^    9    8,500 +\S+  ok ", said)
     with Display(budget_s=600.0) as one:
         one.resumed([])
