@@ -1,5 +1,6 @@
 """Conversions of units, and texts of values with units. An unknown value (None) becomes a dash."""
 
+from decimal import Decimal
 from typing import Any
 
 MIB = 2**20
@@ -35,7 +36,7 @@ def fmt_usd(value: float | None) -> str:
     if value > 0.995:
         return f"${value:,.2f}"
     text = f"{value:.3g}"
-    return f"${value:.2f}" if float(text) == round(value, 2) else f"${text}"
+    return f"${value:.2f}" if float(text) == round(value, 2) else f"${Decimal(text):f}"
 
 
 def fmt_seconds(value: float | None) -> str:

@@ -42,6 +42,7 @@ _UNSLOTH_LORA = {
     ],
 }
 SPLITS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps over several GPUs
+PARTS = ("shuffle", "select", "take", "shard", "train_test_split")  # methods of a dataset
 _QUANTIZATION = "BitsAndBytesConfig"
 
 
@@ -75,6 +76,16 @@ def _trainer(program: Program) -> ast.Call:
         if plain
         else "pass the program, the script or the YAML file that starts the training",
     )
+
+
+def _whole(node: ast.expr | None) -> ast.expr | None:
+    """Return the dataset of which an expression is a part or another order, or None."""
+    match node:
+        case ast.Subscript(value=whole):
+            return whole
+        case ast.Call(func=ast.Attribute(value=whole, attr=method)) if method in PARTS:
+            return whole
+    return None
 
 
 @dataclass(slots=True)
@@ -213,8 +224,8 @@ class _Training:
     def _read_dataset(self, node: ast.expr | None) -> None:
         """Read the dataset that the program loads, unless it changes the examples afterwards."""
         loaded = self.program.resolve(node)
-        if isinstance(loaded, ast.Subscript):  # the choice of a split
-            loaded = self.program.resolve(loaded.value)
+        while (whole := _whole(loaded)) is not None:
+            loaded = self.program.resolve(whole)
         if isinstance(loaded, ast.Call) and name_of(loaded.func) == "load_dataset" and loaded.args:
             try:
                 dataset = {"path": self.program.value(loaded.args[0])}

@@ -334,6 +334,8 @@ def test_a_trainer_that_quantises_the_model_itself_is_read(tmp_path: Path) -> No
     [
         ("data", True),
         ("data['train']", True),
+        ("data['train'].shuffle(seed=1).train_test_split(0.1)['train']", True),
+        ("data.filter(short).shuffle()", False),
         ("data.map(change)", False),
         ("data, formatting_func=change", False),
         ("load_dataset(name, data_files=choose())", False),
