@@ -177,7 +177,7 @@ def set_up(
         *notes_of_checkpoint(model),
         *_notes_of_kernels(model, probes_run_here),
         *_notes_of_images(spec, workload),
-        *((cut_off,) if cut_off else ()),
+        *((cut_off + _keeps(narrowing.space, workload, model),) if cut_off else ()),
         *_warnings(spec, narrowing, workload, model.text_type),
     )
     calibration = calibration_of(spec, target.measured_on or target.device, say)
@@ -519,6 +519,14 @@ def _cut_off(space: SearchSpace, workload: Workload) -> str | None:
         f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len of"
         f" the space ({longest}): {cut:.0%} of the tokens will be cut off"
     )
+
+
+def _keeps(space: SearchSpace, workload: Workload, model: ModelSpec) -> str:
+    """Return the length that cuts off fewer tokens than the space's lengths, or "" without one."""
+    longer = min(workload.lengths.longest, model.max_seq_len or MAX_COUNT)
+    if longer <= max(space.choices("seq_len")):
+        return ""
+    return f"; --seq-len {longer} keeps {'more of them' if workload.truncated(longer) else 'them'}"
 
 
 def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[str]:

@@ -331,8 +331,13 @@ def test_examples_that_are_too_long_are_a_warning(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
         "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens"
-        " will be cut off",
+        " will be cut off; --seq-len 16384 keeps them",
     )
+    assert setup.cut_off is not None and setup.warnings[0].startswith(setup.cut_off)
+    (warning,) = set_up(StudySpec(model="mistral-7b", tokens_per_example=262_144), H200).warnings
+    assert warning.endswith("; --seq-len 32768 keeps more of them")  # the model's context
+    at_context = StudySpec(model="mistral-7b", tokens_per_example=262_144, pins={"seq_len": 32_768})
+    assert set_up(at_context, H200).warnings[0].endswith("of the tokens will be cut off")
 
 
 def pinned(space="default", gpus=None, **pins):
@@ -618,7 +623,7 @@ def test_rows_that_lose_half_a_percent_of_the_tokens_are_a_warning(installed, tm
         assert (cut >= 0.005) is warned and bool(setup.warnings) is warned
     assert setup.warnings == (
         "0% of the examples are longer than every seq_len of the space (1024): 1% of the tokens"
-        " will be cut off",
+        " will be cut off; --seq-len 3140 keeps them",
     )
 
 
