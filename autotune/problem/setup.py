@@ -502,9 +502,7 @@ def _warnings(
             f"{workload.trained} examples do not fill a global batch of"
             f" {workload.global_batch} (--global-batch)"
         )
-        warnings.append(
-            f"{fewer}: a pass over them is one smaller step, which takes less time than estimated"
-        )
+        warnings.append(f"{fewer}: a pass over them is one step with fewer micro batches")
 
     return tuple(warnings)
 

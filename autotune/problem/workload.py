@@ -87,6 +87,12 @@ class RunShape:
         return math.ceil(steps_per_epoch * self.epochs)
 
     @property
+    def step_share(self) -> float:
+        """The share of a step's micro batches that a pass fills, below 1 in a pass of one step."""
+        of_micro_batch = self.examples_per_step / self.accumulation
+        return min(1.0, math.ceil(round(self.examples / of_micro_batch, 6)) / self.accumulation)
+
+    @property
     def probe_micro_steps(self) -> int:
         """The number of micro batches in each step of a probe."""
         return min(self.accumulation, PROBED_MICRO_BATCHES)

@@ -45,6 +45,15 @@ def test_by_hand():
     assert cost.evidence is Evidence.MEASURED
 
 
+def test_a_pass_that_does_not_fill_a_step_takes_the_time_of_its_micro_batches():
+    """10 examples fill 2 of the 4 micro batches of a step with 32 examples."""
+    few = replace(WORKLOAD, examples=10)
+    cost = project(few, TrainConfig(micro_batch_size=8), SPEED, PRICE)
+    assert cost.num_steps == 2 and cost.full_run_hours == pytest.approx(2 * 36 / 2 / 3600)
+    whole = project(replace(few, global_batch=8), TrainConfig(micro_batch_size=8), SPEED, PRICE)
+    assert whole.num_steps == 4 and whole.full_run_hours == pytest.approx(4 * 36 / 3600)
+
+
 def test_without_price_and_power():
     cost = project(WORKLOAD, TrainConfig(), SPEED, None)
     assert cost.full_run_hours == pytest.approx(2.0)
