@@ -47,6 +47,7 @@ from autotune.planning.run_estimate import CheckContext, bounds_of, check_run, p
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
+from autotune.problem.gpu_counts import MOST_GPUS
 from autotune.problem.length_distribution import SAYS, Lengths
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.setup import DEFAULT_TOKENS, notes_of_checkpoint, set_up
@@ -572,7 +573,13 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
         )
     if config.num_gpus > 1:
         shared = KNOBS["sharding"].phrases[config.sharding]
-        yield f"The estimate is for each of {run.num_gpus} GPUs of one host: {shared}."
+        if config.num_gpus > MOST_GPUS:
+            yield (
+                f"The estimate is for each of {run.num_gpus} GPUs of several hosts: {shared}. Its "
+                "speed takes the network to be as fast as the link within a host."
+            )
+        else:
+            yield f"The estimate is for each of {run.num_gpus} GPUs of one host: {shared}."
     elif run.num_gpus is None:
         yield (
             "The file does not give the number of GPUs: one GPU without sharding is assumed "

@@ -448,6 +448,8 @@ def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     out = printed(four)
     assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
     assert "each of 4 GPUs of one host: the whole model on each GPU (DDP)." in out
+    hosts = printed(answer(changed(FACTORY, num_processes=16)))
+    assert "each of 16 GPUs of several hosts: the whole model on each GPU (DDP). Its speed" in hosts
     many = printed(answer(changed(FACTORY, num_processes=9)))
     assert "data parallel GPUs: each GPU holds the whole model, and sharding is not" in many
     text = changed(FACTORY, deepspeed="ds_z3_config.json")
