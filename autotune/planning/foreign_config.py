@@ -54,6 +54,8 @@ from autotune.trainer.settings import is_expert_parameter
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}
 EXPERTS_BY_VERSION = "experts_by_version"  # the note about adapters on LLaMA-Factory's experts
 
+# The values of accelerate's distributed_type that are read. MULTI_GPU is DDP.
+_ACCELERATE_KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 TOOLS = ("trl", "axolotl", "llamafactory")
 _TRAINING = "pass the YAML file of a training by TRL, Axolotl or LLaMA-Factory"
 
@@ -304,7 +306,12 @@ def _accelerate_settings(path: Path, values: Mapping[str, Any]) -> dict[str, Any
     if settings is None:
         return {"absent_accelerate_config": name}
 
-    kind = str(settings.get("distributed_type", "")).upper()
+    kind = str(settings.get("distributed_type") or "NO").upper()
+    if kind not in _ACCELERATE_KINDS:
+        raise UsageError(
+            f"{name}: distributed_type: {quote(kind)} is not supported",
+            remedy=f"use one of {', '.join(_ACCELERATE_KINDS)}",
+        )
     found: dict[str, Any] = {}
     processes = settings.get("num_processes")
     if isinstance(processes, int) and processes > 1:

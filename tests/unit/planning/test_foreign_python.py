@@ -443,3 +443,12 @@ def test_the_file_that_trls_command_names_is_read(tmp_path: Path) -> None:
         program(tmp_path, "trl sft --config absent.yaml", "run.sh")
     with pytest.raises(UsageError, match="config: the script is not executed"):
         program(tmp_path, "trl sft --config $FILE", "run.sh")
+
+
+def test_a_kind_of_training_that_is_not_read_from_accelerates_file_is_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.yaml").write_text("distributed_type: MEGATRON_LM\nnum_processes: 4\n")
+    (tmp_path / "train.py").write_text(GRPO)
+    with pytest.raises(UsageError, match=r"a\.yaml: distributed_type: 'MEGATRON_LM' is not supp"):
+        program(tmp_path, "accelerate launch --config_file a.yaml train.py", "run.sh")
