@@ -138,7 +138,8 @@ def next_steps(summary: StudySummary, out_dir: str, storage: str | None = None) 
         steps["check that the exported run keeps this promise"] = command("verify")
     if recipe.baseline is not None:
         report = f"{out_dir}/report.html"
-        steps[f"ask why it won; the report is {report}"] = command("explain")
+        when = "when the machine is quiet, " if recipe.unsteady else ""
+        steps[f"{when}ask why it won; the report is {report}"] = command("explain")
     return steps
 
 

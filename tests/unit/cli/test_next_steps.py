@@ -144,3 +144,10 @@ def test_a_study_in_which_nothing_fits_prints_the_next_command(
         display.result(STUDIES["nothing fits"], OUT)
     shown = capsys.readouterr().err
     assert "no configuration succeeded" in shown and "autotune oom h200-mistral-7b" in shown
+
+
+def test_an_unsteady_machine_is_asked_once_it_is_quiet() -> None:
+    """`explain` refuses to compare speeds before."""
+    for name in ("unsteady", "qlora"):
+        *_, purpose = next_steps(STUDIES[name], OUT)
+        assert purpose.startswith("when the machine is quiet, ") is (name == "unsteady")
