@@ -312,10 +312,16 @@ def _accelerate_settings(path: Path, values: Mapping[str, Any]) -> dict[str, Any
             f"{name}: distributed_type: {quote(kind)} is not supported",
             remedy=f"use one of {', '.join(_ACCELERATE_KINDS)}",
         )
+    _refuse_split(name, settings.get("parallelism_config"))
     found: dict[str, Any] = {}
-    processes = settings.get("num_processes")
-    if isinstance(processes, int) and processes > 1:
-        found["num_processes"] = processes
+    for key in ("num_processes", "num_machines"):
+        number = settings.get(key)
+        if isinstance(number, int) and number > 1:
+            found[key] = number
+    dynamo = settings.get("dynamo_config")
+    backend = dynamo.get("dynamo_backend") if isinstance(dynamo, dict) else None
+    if str(backend or "NO").upper() != "NO":
+        found["torch_compile"] = True
     if kind == "FSDP":
         found["fsdp"] = "full_shard"
         found["fsdp_config"] = settings.get("fsdp_config") or {}
@@ -333,6 +339,18 @@ def _accelerate_settings(path: Path, values: Mapping[str, Any]) -> dict[str, Any
     return {key: value for key, value in found.items() if key not in own} | {
         "accelerate_config": None
     }
+
+
+def _refuse_split(name: str, parallelism: Any) -> None:
+    """Raise UsageError if accelerate's file splits layers or sequences over GPUs."""
+    sizes = parallelism if isinstance(parallelism, dict) else {}
+    for key, size in sizes.items():
+        kind = str(key).removeprefix("parallelism_config_")
+        if kind in ("tp_size", "cp_size", "sp_size") and size not in (None, 1):
+            raise UsageError(
+                f"{name}: {kind}: {quote(size)} is not supported",
+                remedy="set it to 1",
+            )
 
 
 def _with_config_file(path: Path, values: dict[str, Any]) -> dict[str, Any]:

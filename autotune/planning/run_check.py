@@ -573,7 +573,7 @@ def _gpu_notes(checked: CheckedRun) -> Iterator[str]:
         )
     if config.num_gpus > 1:
         shared = KNOBS["sharding"].phrases[config.sharding]
-        if config.num_gpus > MOST_GPUS:
+        if config.num_gpus > MOST_GPUS or run.values.get("num_machines"):
             yield (
                 f"The estimate is for each of {run.num_gpus} GPUs of several hosts: {shared}. Its "
                 "speed takes the network to be as fast as the link within a host."

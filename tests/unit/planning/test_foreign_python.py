@@ -11,6 +11,7 @@ import pytest
 from autotune.core.errors import UsageError
 from autotune.planning.foreign_config import read_file
 from autotune.planning.foreign_dataset import local_dataset
+from autotune.planning.run_check import check
 from autotune.report.values.check import ForeignConfig
 
 QLORA = """
@@ -452,3 +453,28 @@ def test_a_kind_of_training_that_is_not_read_from_accelerates_file_is_refused(
     (tmp_path / "train.py").write_text(GRPO)
     with pytest.raises(UsageError, match=r"a\.yaml: distributed_type: 'MEGATRON_LM' is not supp"):
         program(tmp_path, "accelerate launch --config_file a.yaml train.py", "run.sh")
+
+
+def test_accelerates_compilation_and_hosts_are_read_and_its_other_splits_refused(
+    tmp_path: Path,
+) -> None:
+    def started(settings: str) -> ForeignConfig:
+        (tmp_path / "train.py").write_text(GRPO)
+        (tmp_path / "a.yaml").write_text(
+            f"distributed_type: MULTI_GPU\nnum_processes: 4\n{settings}"
+        )
+        return program(tmp_path, "accelerate launch --config_file a.yaml train.py", "run.sh")
+
+    plain = started("num_machines: 1\ndynamo_config: {dynamo_backend: 'NO'}\n")
+    assert (plain.config.compile, plain.values.get("num_machines")) == ("none", None)
+    found = started("num_machines: 2\ndynamo_config: {dynamo_backend: INDUCTOR}\n")
+    assert found.config.compile != "none" and found.values["num_machines"] == 2
+    started("parallelism_config: {parallelism_config_tp_size: 1}\n")
+    (tmp_path / "train.py").write_text(sft(model="'Qwen/Qwen2.5-0.5B'"))
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2"
+    )
+    report = check(tmp_path / "run.sh", {"gpu": "h100"})
+    assert any("each of 4 GPUs of several hosts" in note for note in report.notes)
+    with pytest.raises(UsageError, match=r"a\.yaml: cp_size: 2 is not supported"):
+        started("parallelism_config: {parallelism_config_cp_size: 2}\n")
