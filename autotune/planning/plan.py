@@ -99,6 +99,7 @@ def plan(
         least=least,
         what_fits=memory_tables(result),
         left_out=tuple(map(str, setup.removals)),
+        warnings=setup.warnings,
     )
 
 

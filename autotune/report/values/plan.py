@@ -73,9 +73,10 @@ class Plan(ShownAsTable):
     or None if the run fits, or if no such change is known. `how_sure` says how the numbers were
     estimated. `calibrated` says which of the numbers rest on a calibration, and when it was made.
     `what_fits` maps the name of each table (such as LoRA on nf4) to its cells. `left_out` names the
-    values that are not in the search space, with reasons. `fitting` is the configuration with the
-    least memory of those that fit at an unknown speed. If none surely fits, `least` is the
-    configuration with the least memory, also of those in the reserve.
+    values that are not in the search space, with reasons. `warnings` are about the examples and the
+    options, such as tokens that are cut off. `fitting` is the configuration with the least memory
+    of those that fit at an unknown speed. If none surely fits, `least` is the configuration with
+    the least memory, also of those in the reserve.
     """
 
     JSON: ClassVar = keys(
@@ -86,7 +87,7 @@ class Plan(ShownAsTable):
         price="task.price",
     ) | keys(
         *("limit_gib", "best", "baseline", "reason", "change"),
-        *("seen", "how_sure", "calibrated", "what_fits"),
+        *("seen", "how_sure", "calibrated", "what_fits", "warnings"),
         configurations=keys(looked_at="num_estimated", of="space_size"),
     )
 
@@ -105,6 +106,7 @@ class Plan(ShownAsTable):
     from_reserve: bool = False
     what_fits: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     fitting: Estimate | None = None
     least: Estimate | None = None
 
