@@ -29,6 +29,12 @@ def fmt_count(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def fmt_many(number: float, noun: str) -> str:
+    """Format a number of things: '1 example', '2,000 examples', '0.5 epochs'."""
+    text = f"{number:,}" if isinstance(number, int) else f"{number:,g}"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
+
+
 def fmt_usd(value: float | None) -> str:
     """Format a price: 12.3 -> '$12.30', 0.584 -> '$0.584', and a dash for None."""
     if value is None:

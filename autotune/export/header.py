@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autotune.core.text import printable
-from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.units import fmt_count, fmt_gib, fmt_many, fmt_seconds, fmt_usd
 from autotune.study.summary import Recipe
 from autotune.trainer.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
@@ -83,8 +83,8 @@ def summary_lines(recipe: Recipe) -> list[str]:
         f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s"
         f"{trained_tokens_text(recipe)},"
         f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
-        f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s),"
-        f" {cost.num_steps:,} steps: {fmt_seconds(3600 * cost.full_run_hours)}"
+        f"Full run: {fmt_many(workload.examples, 'example')}, {fmt_many(workload.epochs, 'epoch')},"
+        f" {fmt_many(cost.num_steps, 'step')}: {fmt_seconds(3600 * cost.full_run_hours)}"
         f" ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
         f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",

@@ -13,7 +13,7 @@ from autotune.core.knobs import FP32_ADAMW
 from autotune.core.memory_budget import PINNED
 from autotune.core.probe_types import Evidence, Phase
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_many, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.task import Task
 from autotune.report import describe
@@ -120,8 +120,8 @@ def cost_text(estimated: Estimate, task: Task, at: str = "at") -> str:
         return f"{DASH} (the speed is unknown)"
     work = task.workload
     assumed = " (assumed)" if work.examples_assumed else ""
-    epochs = "1 epoch" if cost.epochs == 1 else f"{cost.epochs:g} epochs"
-    run = f"{cost.examples:,} examples{assumed} of {work.lengths}, {epochs}"
+    epochs = fmt_many(cost.epochs, "epoch")
+    run = f"{fmt_many(cost.examples, 'example')}{assumed} of {work.lengths}, {epochs}"
     if price is None or cost.interval_usd is None:
         return f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR), for {run}"
     spot = f", {fmt_usd(cost.spot_usd)} at spot" if cost.spot_usd is not None else ""
@@ -295,7 +295,7 @@ def estimate_lines(estimated: Estimate, task: Task) -> dict[str, str]:
         "memory": f"{need}: {terms}",
         "speed": speed_text(estimated),
         "run": f"{fmt_hours(cost.full_run_hours)} ({hours}) "
-        f"for {cost.examples:,} examples x {cost.epochs} epoch(s)",
+        f"for {fmt_many(cost.examples, 'example')} x {fmt_many(cost.epochs, 'epoch')}",
         "cost": f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR)",
     }
     if price is not None and cost.interval_usd is not None:
@@ -602,10 +602,11 @@ def duration_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     each = " a GPU" if (run.num_gpus or 1) > 1 else ""
     yield "speed", f"{speed_text(estimated, f'useful tokens/s{each}')}, estimated{change}"
 
-    steps = f"{cost.num_steps:,} steps"
+    steps = fmt_many(cost.num_steps, "step")
     if run.max_steps is None:
         assumed = " (assumed)" if report.workload.examples_assumed else ""
-        steps = f"{report.workload.examples:,} examples{assumed} x {run.epochs:g} epoch(s), {steps}"
+        examples = fmt_many(report.workload.examples, "example") + assumed
+        steps = f"{examples} x {fmt_many(run.epochs or 1, 'epoch')}, {steps}"
     hours = " to ".join(map(fmt_hours, cost.interval_hours))
     yield "run", f"{fmt_hours(cost.full_run_hours)} ({hours}) for {steps}, estimated{change}"
 

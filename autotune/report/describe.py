@@ -16,7 +16,15 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, weakest
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig, learning_differences
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
+from autotune.core.units import (
+    DASH,
+    fmt_count,
+    fmt_gib,
+    fmt_hours,
+    fmt_many,
+    fmt_seconds,
+    fmt_usd,
+)
 from autotune.export import tool_file
 from autotune.export.header import has_published_weights
 from autotune.problem.run_cost import CostProjection
@@ -313,9 +321,9 @@ def evidence(candidate: Candidate) -> str:
 
 def workload(task: Workload) -> str:
     """Describe a workload as '10,000 examples (assumed), 500 of them held out, 1 epoch'."""
-    examples = f"{task.examples:,} examples" + (" (assumed)" if task.examples_assumed else "")
+    examples = fmt_many(task.examples, "example") + (" (assumed)" if task.examples_assumed else "")
     examples += f", {held_out:,} of them held out" if (held_out := task.held_out()) else ""
-    return f"{examples}, 1 epoch" if task.epochs == 1 else f"{examples}, {task.epochs} epochs"
+    return f"{examples}, {fmt_many(task.epochs, 'epoch')}"
 
 
 def pauses(cost: CostProjection) -> tuple[str, ...]:

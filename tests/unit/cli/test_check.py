@@ -152,7 +152,7 @@ def test_the_verdict_is_the_first_line(
     for line in lines[3:6]:
         assert "estimated" in line and " to " in line
     assert "the peak is in the backward pass" in lines[2]
-    assert "for 2,000 examples x 3 epoch(s), 750 steps" in lines[4]
+    assert "for 2,000 examples x 3 epochs, 750 steps" in lines[4]
     assert lines[-1] == MORE
 
 

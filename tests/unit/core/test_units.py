@@ -15,6 +15,7 @@ from autotune.core.units import (
     fmt_difference,
     fmt_gib,
     fmt_hours,
+    fmt_many,
     fmt_seconds,
     fmt_usd,
     gib,
@@ -234,3 +235,17 @@ def test_a_difference_names_what_changed_at_any_depth():
 def test_what_a_connection_did_is_known_unless_it_is_said_to_be_lost():
     assert not errors.StorageError("full").lost and errors.AutotuneError("x").explained is None
     assert errors.PREEMPTED == os.EX_TEMPFAIL  # try again later
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1, "1 epoch"),
+        (2000, "2,000 epochs"),
+        (1.0, "1 epoch"),
+        (0.5, "0.5 epochs"),
+        (0, "0 epochs"),
+    ],
+)
+def test_fmt_many(number, text):
+    assert fmt_many(number, "epoch") == text

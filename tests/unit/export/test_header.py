@@ -42,7 +42,7 @@ def test_the_summary_of_a_recipe() -> None:
         f"autotune study {made.study}: mistralai/Mistral-7B-v0.3 on h200-sxm",
         f"Configuration: {made.config.label()}, 8 micro batches a step",
         "Expect (measured): 2.0 s a step, 16,000 useful tokens/s, peak 20.0 GiB of 130.0 GiB",
-        "Full run: 10,000 examples, 1 epoch(s), 313 steps: 1 h (30 min to 2 h), $3.00",
+        "Full run: 10,000 examples, 1 epoch, 313 steps: 1 h (30 min to 2 h), $3.00",
         "Probed with transformers on NVIDIA H200, driver 580.159.04, CUDA 13.0",
         f"Fingerprint {made.fingerprint.digest}: python 3.12.3, peft 0.21.2, torch 2.13.0",
     ]

@@ -409,7 +409,7 @@ def test_steps_and_hours(answer: Callable[..., CheckReport]) -> None:
 
 def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(TRL))
-    assert "for 10,000 examples (assumed) x 1 epoch(s), 625 steps" in out
+    assert "for 10,000 examples (assumed) x 1 epoch, 625 steps" in out
     assert "The length of the examples was not given: 1,024 tokens each (assumed)" in out
     out = printed(
         answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0)
