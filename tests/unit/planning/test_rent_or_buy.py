@@ -65,14 +65,16 @@ def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> 
     assert a2.hours > 0 and a2.usd is a2.usd_low is a2.usd_high is a2.usd_spot is None
 
 
-def test_a_size_costs_whole_steps(made: Comparison) -> None:
-    """One example takes as long as all examples of a step."""
+def test_a_size_costs_whole_steps_or_the_micro_batches_of_a_smaller_one(made: Comparison) -> None:
     card = made.groups[0].cards[0]
-    assert card.cost is not None
-    costs = size_costs(made.groups[0], (1, 20_001))
-    one, more = (cost for cost in costs if cost.card == card.device.name)
-    assert one.hours == pytest.approx(card.cost.full_run_hours / card.cost.num_steps)
-    assert more.hours / one.hours == pytest.approx(round(more.hours / one.hours), abs=1e-6)
+    assert card.cost is not None and card.best is not None and card.plan is not None
+    shape = card.plan.task.workload.run_shape(card.best.config)
+    in_step = round(shape.examples_per_step)
+    costs = size_costs(made.groups[0], (1, in_step, 20_001))
+    one, step, more = (cost for cost in costs if cost.card == card.device.name)
+    assert step.hours == pytest.approx(card.cost.full_run_hours / card.cost.num_steps)
+    assert shape.accumulation > 1 and one.hours == pytest.approx(step.hours / shape.accumulation)
+    assert more.hours / step.hours == pytest.approx(round(more.hours / step.hours), abs=1e-6)
 
 
 def test_the_cheapest_of_a_size_has_the_rivals_that_the_comparison_names() -> None:
