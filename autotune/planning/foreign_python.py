@@ -115,6 +115,8 @@ class _Training:
         self._read_quantization(given.pop("quantization_config", None))
         if "formatting_func" not in given:
             self._read_dataset(given.get("train_dataset"))
+        if self._is_model(given.get("reward_funcs")):
+            self.values["a reward model"] = True
         if "use_peft" not in self.values:
             given.pop("ref_model", None)  # TRL makes the same copy without it
         self._read_keys(given, self._keys("trainer"))
@@ -183,7 +185,7 @@ class _Training:
                 self._read_model(first)
                 # The call copies what is not quantised to float32, and recomputes layers.
                 self.values["dtype"] = "float32"
-                if self._text(given.get("use_gradient_checkpointing")) != "False":
+                if self._flag(given, "use_gradient_checkpointing", default=True):
                     self.values["gradient_checkpointing"] = True
             case (("to" | "cuda"), _) if isinstance(model.func, ast.Attribute):
                 self._read_model(model.func.value)
@@ -195,17 +197,15 @@ class _Training:
         given, first = self._keywords(call), next(iter(call.args), None)
         if name_of(call.func) == "from_pretrained":
             self._read_name(given.pop("model_name", first), call)
-            whole = self._text(given.pop("full_finetuning", None)) == "True"
+            whole = self._flag(given, "full_finetuning", default=False)
             self.values |= {"Unsloth": True, "dtype": "auto"} | ({} if whole else _UNSLOTH_BASE)
             self.values["max_seq_length"] = _UNSLOTH_LENGTH
             self._read_keys(given, self._keys("model") | {"max_seq_length": "max_seq_length"})
         elif name_of(call.func) == "get_peft_model" and first is not None:
             self._read_model(first)
-            recomputes = self._text(given.pop("use_gradient_checkpointing", None)) != "False"
-            self.values |= _UNSLOTH_LORA | {
-                "use_peft": True,
-                "gradient_checkpointing": recomputes,
-            }
+            recomputes = self._flag(given, "use_gradient_checkpointing", default=True)
+            adapters = {"use_peft": True, "gradient_checkpointing": recomputes}
+            self.values |= _UNSLOTH_LORA | adapters
             self._read_keys(given, self._keys("adapters"))
         else:
             self._read_name(None, call)
@@ -235,6 +235,17 @@ class _Training:
                 return
             self.values["datasets"] = [dataset]
 
+    def _is_model(self, reward: ast.expr | None) -> bool:
+        """Return whether one of GRPO's rewards is a model, or the name of one."""
+        match self.program.resolve(reward):
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                return any(map(self._is_model, items))
+            case ast.Call(func=made):
+                return name_of(made) == "from_pretrained"
+            case ast.Constant(value=str()):
+                return True
+        return False
+
     def _read_adapters(self, node: ast.expr | None) -> None:
         """Read PEFT's configuration."""
         if node is None or self._is_none(node):
@@ -261,7 +272,11 @@ class _Training:
                 f"the quantization is not a {_QUANTIZATION} that the program always makes",
                 f"make one {_QUANTIZATION}, without a condition",
             )
-        self._read_keys(self._keywords(call), self._keys("quantization"))
+        given = self._keywords(call)
+        compute = given.pop("bnb_4bit_compute_dtype", None)
+        self._read_keys(given, self._keys("quantization"))
+        if self.values.get("load_in_4bit") and self._text(compute) not in ("bfloat16", "float16"):
+            self.unread.append("bnb_4bit_compute_dtype (by default float32, which is slower)")
 
     def _read_keys(self, given: dict[str, ast.expr], keys: dict[str, str]) -> None:
         """Read arguments. `keys` has TRL's key of each argument; the others are not counted."""
@@ -274,9 +289,22 @@ class _Training:
             try:
                 self.values[keys[name]] = self.program.value(node)
             except UNKNOWN:
-                raise self.program.error(
-                    node, f"{name} is computed when the program runs, so its value is unknown"
-                ) from None
+                raise self._computed(name, node) from None
+
+    def _flag(self, given: dict[str, ast.expr], name: str, *, default: bool) -> bool:
+        """Remove an argument, and return its truth value; a text such as "unsloth" is true."""
+        node = given.pop(name, None)
+        if node is None or self._is_none(node):
+            return default
+        try:
+            return bool(self.program.value(node))
+        except UNKNOWN:
+            raise self._computed(name, node) from None
+
+    def _computed(self, name: str, node: ast.expr) -> UsageError:
+        return self.program.error(
+            node, f"{name} is computed when the program runs, so its value is unknown"
+        )
 
     def _keywords(self, call: ast.Call) -> dict[str, ast.expr]:
         """Return the keyword arguments of a call."""

@@ -175,8 +175,8 @@ class Program:
 
     def _truth(self, test: ast.expr) -> bool | None:
         """Return whether a condition holds, or None if that is unknown."""
-        if "__name__" in ast.dump(test):  # the usual condition of a program's main part
-            return True
+        if isinstance(test, ast.Compare) and _is(test.left, "__name__"):
+            return True  # the usual condition of a program's main part
         try:
             return bool(self.value(test))
         except UNKNOWN:

@@ -478,3 +478,51 @@ def test_accelerates_compilation_and_hosts_are_read_and_its_other_splits_refused
     assert any("each of 4 GPUs of several hosts" in note for note in report.notes)
     with pytest.raises(UsageError, match=r"a\.yaml: cp_size: 2 is not supported"):
         started("parallelism_config: {parallelism_config_cp_size: 2}\n")
+
+
+def test_flags_that_the_program_computes_are_refused(tmp_path: Path) -> None:
+    for load, adapters, name in [
+        ("full_finetuning=whole", "", "full_finetuning"),
+        ("", "use_gradient_checkpointing=recomputes()", "use_gradient_checkpointing"),
+    ]:
+        with pytest.raises(UsageError, match=f"{name} is computed when"):
+            program(tmp_path, UNSLOTH.format(load=load, adapters=adapters, arguments=""))
+    kept = "use_gradient_checkpointing='unsloth'"
+    found = program(tmp_path, UNSLOTH.format(load="", adapters=kept, arguments=""))
+    assert found.config.checkpointing == "full"
+    prepared = "prepare_model_for_kbit_training(M.from_pretrained('a/b'), {})"
+    with pytest.raises(UsageError, match="use_gradient_checkpointing is computed when"):
+        program(tmp_path, sft(model=prepared.format("use_gradient_checkpointing=args.some")))
+
+
+def test_a_name_in_a_condition_is_not_the_programs_own(tmp_path: Path) -> None:
+    before = "length = 64\nif Model.__name__ == 'large':\n    length = 128"
+    with pytest.raises(UsageError, match="max_length is computed when"):
+        program(tmp_path, sft("max_length=length", before=before))
+
+
+@pytest.mark.parametrize(
+    ("reward", "is_model"),
+    [
+        ("'org/reward'", True),
+        ("[length, 'org/reward']", True),
+        ("AutoModelForSequenceClassification.from_pretrained('org/reward')", True),
+        ("[length, format]", False),
+        ("length", False),
+    ],
+)
+def test_a_reward_model_of_grpo_needs_memory_too(
+    tmp_path: Path, reward: str, is_model: bool
+) -> None:
+    text = GRPO.replace("reward_funcs=[reward]", f"reward_funcs={reward}")
+    assert program(tmp_path, text).needs_more is is_model
+
+
+def test_four_bit_products_in_float32_are_named(tmp_path: Path) -> None:
+    model = "M.from_pretrained('a/b', quantization_config=BitsAndBytesConfig(load_in_4bit=True{}))"
+    adapters = ", peft_config=LoraConfig()"
+    found = [
+        program(tmp_path, sft(model=model.format(given) + adapters)).ignored
+        for given in ("", ", bnb_4bit_compute_dtype=torch.bfloat16")
+    ]
+    assert [("float32, which is slower" in ignored) for ignored in found] == [True, False]
