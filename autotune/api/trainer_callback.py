@@ -127,7 +127,7 @@ class PreflightCallback(TrainerCallback):
         self._resumed = state.global_step
         try:
             self.report = self._check(args, model, objects.get("train_dataloader"))
-        except Exception as error:  # whatever it is, the training is worth more than its check
+        except Exception as error:  # an error of the check must not stop the training
             self._say(f"no check: {error}{_remedy(error)}")
         else:
             self._print_check(self.report)

@@ -41,8 +41,9 @@ def lines(report: CheckReport, *, details: bool = False) -> Iterator[tuple[str, 
         yield from _single_changes(report)
 
     if checked.state != FITS and checked.bounds.most is not None:
-        card = report.smallest_card.name if report.smallest_card else "none in the catalogue"
-        yield "GPU", f"the smallest GPU that the run fits without a change: {card}"
+        card = report.smallest_card
+        fits = "GPU that the run fits without a change"
+        yield "GPU", f"the smallest {fits}: {card.name}" if card else f"the catalogue has no {fits}"
     yield from duration_lines(report)
     if report.faster:
         yield "faster", _faster_text(report, report.faster)

@@ -156,7 +156,7 @@ def _profile(result: "StudyResult", config: "TrainConfig", *, as_json: bool) -> 
                     own_session, result.record, config, trace
                 )
         except Cancelled:
-            raise _stopped(stop, "stopped; nothing was profiled") from None
+            raise _stopped(stop, "stopped before the profile was complete") from None
 
     report = _profile_report(result, request, measured_profile, rates, short_path(trace))
     write_atomic(result.out / "profile.json", json.dumps(json_data(report), indent=2) + "\n")
@@ -293,7 +293,7 @@ def verify(
                 should_stop=stop,
             )
         except Cancelled:
-            raise _stopped(stop, "stopped; nothing was verified") from None
+            raise _stopped(stop, "stopped before the verification was complete") from None
 
     amend_record(result.url, result.record, verification=verification)
     result.reload().report()

@@ -288,8 +288,8 @@ def oom(
     """Print why trials of a study did not fit, and the first change to make.
 
     With `details`, print each configuration that did not fit, with proposed changes, as Markdown.
-    On a terminal, the Markdown is rendered. With an error message instead of a study, print what
-    the message says.
+    A terminal shows the Markdown as formatted text. If `study` is an error message, print the cause
+    and the first change.
 
     Raises UsageError if there is no such study, or if the text has no out-of-memory error.
     """

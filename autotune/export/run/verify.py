@@ -79,27 +79,14 @@ def verify(
         data=None,
     )
 
-    winner = recipe.winner
-    step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
-    file = "train.py" if form == "train" else tool_file.file_of(recipe, form)
     # The additional step is a warm-up that is not timed.
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1
-    prediction = Verification(
-        config=winner.config,
-        micro_steps=(steps - 1) * recipe.accumulation,
-        tolerance=tolerance,
-        promised_tokens_per_s=winner.performance.tokens_per_second,
-        promised_step_s=step_s,
-        promised_gib=max(winner.measurement.peak_reserved_gib, 0.0),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        file=file,
-        probed=form == probed_format(recipe),
-        soak=soak,
-    )
+    prediction = _prediction(recipe, form, steps, tolerance, soak=soak)
+    config, step_s = prediction.config, prediction.promised_step_s
 
     length = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
-    say(f"running the exported {file} for {length}: {winner.config.label()}")
+    say(f"running the exported {prediction.file} for {length}: {config.label()}")
     with scratch_folder(out / ".verify") as folder:
         run = partial(
             run_exported,
@@ -111,9 +98,7 @@ def verify(
                 folder / STEPS, steps, step_s, say, _allowed_s(recipe, prediction, steps)
             ).report,
         )
-        lengths = (
-            straining_lengths(recipe.workload.longest_row_config(winner.config)) if soak else None
-        )
+        lengths = straining_lengths(recipe.workload.longest_row_config(config)) if soak else None
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
 
@@ -125,6 +110,25 @@ def verify(
         promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
         prediction = replace(prediction, promised_step_s=promised_s)
     return with_result(prediction, result, steps)
+
+
+def _prediction(
+    recipe: Recipe, form: str, steps: int, tolerance: float, *, soak: bool
+) -> Verification:
+    """Return what the study promises for a run of `steps` steps; the first is not timed."""
+    winner = recipe.winner
+    return Verification(
+        config=winner.config,
+        micro_steps=(steps - 1) * recipe.accumulation,
+        tolerance=tolerance,
+        promised_tokens_per_s=winner.performance.tokens_per_second,
+        promised_step_s=winner.performance.step_time_s,
+        promised_gib=max(winner.measurement.peak_reserved_gib, 0.0),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        file="train.py" if form == "train" else tool_file.file_of(recipe, form),
+        probed=form == probed_format(recipe),
+        soak=soak,
+    )
 
 
 def _allowed_s(recipe: Recipe, prediction: Verification, steps: int) -> float:
