@@ -24,7 +24,7 @@ from autotune.core.machine import host_memory_gib
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.planning.longest import HEADROOM, HOST_SHARE, STEP, Longest, to_attempt
+from autotune.planning.longest import HOST_SHARE, STEP, Longest, to_attempt
 from autotune.prediction.memory_formula import CONTEXT_GIB, memory_breakdown
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import Target, find_target
@@ -33,6 +33,7 @@ CARDS = {"24gb": "rtx-4090", "80gb": "auto"}
 CAPS_GIB = {"24gb": (20.0, 25.0), "80gb": (75.0, 85.0)}  # that belong to a mark
 KERNELS = ("sdpa", "sdpa_cudnn")  # torch's flash attention, as rows have any length, and cuDNN's
 TRIED_AT, FEW = 65_536, 2
+HEADROOM = 0.01  # the share of this memory that stays free
 # of the limit: whole models need more than two layers and a line say, up to the allocator's last
 # blocks
 ROOM = 0.93
@@ -71,7 +72,11 @@ class Marks:
         cap_gib = target.memory_cap_gib(self.prober.memory_gib)
         limit_gib = memory_limit_gib(cap_gib, HEADROOM, taken_gib=CONTEXT_GIB)
         asked = Longest(
-            model=resolve_model("llama-3.1-8b"), device=target.device, limit_gib=limit_gib, rank=32
+            model=resolve_model("llama-3.1-8b"),
+            device=target.device,
+            limit_gib=limit_gib,
+            headroom=HEADROOM,
+            rank=32,
         )
         asked = replace(asked, host_limit_gib=HOST_SHARE * host_memory_gib())
         tokens = min(tokens, asked.bounds("qlora")["host memory"] // STEP * STEP)

@@ -31,7 +31,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.dry.prober import DryProber
 from autotune.planning.counted_memory import shape_of
-from autotune.planning.longest import HEADROOM, Longest, verify
+from autotune.planning.longest import Longest, verify
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
 from autotune.trainer.grouped_lora import FUSED, TRITON
@@ -65,6 +65,7 @@ BEFORE = {
 
 # The rank and the knobs of adapters, for the longest sequence in the memory of SMALL_GPU
 SMALL_GPU, SMALL_GIB = "rtx-4090", 24.0
+HEADROOM = 0.01  # the share of this memory that stays free
 LONGEST: list[tuple[str, int, dict[str, Any]]] = [
     (QWEN, 16, {}),
     (GPT_OSS, 16, {}),
@@ -202,6 +203,7 @@ def longest(prober: WorkerProber, name: str, rank: int, knobs: dict[str, Any]) -
         model=model,
         device=resolve_device(SMALL_GPU),
         limit_gib=memory_limit_gib(SMALL_GIB, HEADROOM, taken_gib=CONTEXT_GIB),
+        headroom=HEADROOM,
         shape=shape_of(model),
         rank=rank,
         knobs=knobs,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from autotune.core.errors import UsageError
+from autotune.core.memory_budget import HEADROOM
 from autotune.core.notebook import progress_or_default
 from autotune.core.objective import Objective
 from autotune.problem.search_space import SearchSpace
@@ -148,6 +149,7 @@ def longest(
     rank: int = 16,
     knobs: Mapping[str, Any] | None = None,
     memory_gib: float | None = None,
+    headroom: float = HEADROOM,
     host_memory_gib: float | None = None,
     most_tokens: int | None = None,
     probe: bool = True,
@@ -160,8 +162,9 @@ def longest(
 
     Formulas predict the length of the row without a GPU. With `probe`, real steps confirm the
     length if this machine has the GPU. `memory_gib` limits the memory of the card,
-    `host_memory_gib` the memory of the host, and `most_tokens` the length of a row. `knobs` sets
-    values of other knobs, such as {"checkpointing": "offload"}.
+    `host_memory_gib` the memory of the host, and `most_tokens` the length of a row. The share
+    `headroom` of the card's memory stays free, as in a study. `knobs` sets values of other knobs,
+    such as {"checkpointing": "offload"}.
 
     Raises:
         AutotuneError: a name or a knob is unknown, a value is invalid, or the GPU cannot be probed.
@@ -177,6 +180,7 @@ def longest(
         rank=rank,
         knobs=knobs,
         memory_gib=memory_gib,
+        headroom=headroom,
         host_memory_gib=host_memory_gib,
         most_tokens=most_tokens,
         probe=probe,

@@ -2,6 +2,7 @@
 
 from autotune.core.parallelism import Parallelism
 
+HEADROOM = 0.05  # the share of a device's memory that stays free, if the user gives no other
 # The GiB that NCCL takes on each GPU, outside torch's allocator. NCCL_OF_4_GIB is for groups of up
 # to 4 GPUs, measured with 2 ranks on H200s and 4 ranks on H100s. NCCL_GIB is for larger groups.
 # Other projects report 0.7 GiB on four A100s and 1.06 GB on eight H100s.

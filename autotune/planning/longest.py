@@ -18,7 +18,7 @@ from autotune.core.files import document
 from autotune.core.installed import is_installed
 from autotune.core.knobs import KNOBS
 from autotune.core.machine import host_memory_gib as host_memory_gib_here
-from autotune.core.memory_budget import memory_limit_gib
+from autotune.core.memory_budget import HEADROOM, memory_limit_gib
 from autotune.core.notebook import ShownAsTable
 from autotune.core.probe_types import (
     DryCount,
@@ -64,7 +64,6 @@ FIRST = 1_024  # tokens of the short first row, whose step creates the optimizer
 # that the probe's warm-up contains no long row (`probe/schedule`).
 LONG_SHARE = 0.04
 LEAST_GAIN = 0.02  # try a longer row only if it has at least 2 % more tokens
-HEADROOM = 0.01  # the share of the card's memory that stays free
 PATIENCE_S = 7200.0  # the time limit of one step in a probe
 FEW_LAYERS = 2
 HOST_SHARE = 0.8  # the share of a host's memory that the inputs of layers may take
@@ -90,13 +89,15 @@ class Longest(ShownAsTable):
     """A query for the longest row of a model on a card.
 
     `shape` has the properties of the model's layers, or is None if they are unknown. `limit_gib` is
-    the card's memory for tensors. `host_limit_gib` is the host's memory for layer inputs, or None
-    if the host is unknown. `most_tokens` limits the length of predicted and tried rows.
+    the card's memory for tensors, after the share `headroom` that stays free. `host_limit_gib` is
+    the host's memory for layer inputs, or None if the host is unknown. `most_tokens` limits the
+    length of predicted and tried rows.
     """
 
     model: ModelSpec
     device: DeviceSpec
     limit_gib: float
+    headroom: float = HEADROOM
     shape: ModelShape | None = None
     host_limit_gib: float | None = None
     most_tokens: int | None = None
@@ -299,7 +300,7 @@ class Longest(ShownAsTable):
             config=config,
             model=self.model.config,
             memory_gib=memory_gib,
-            headroom=HEADROOM,
+            headroom=self.headroom,
             micro_steps=1,
             depth=depth,
             micro_batches=tuple(
@@ -465,6 +466,7 @@ def find_longest(
     rank: int = 16,
     knobs: Mapping[str, Any] | None = None,
     memory_gib: float | None = None,
+    headroom: float = HEADROOM,
     host_memory_gib: float | None = None,
     most_tokens: int | None = None,
     probe: bool = True,
@@ -484,7 +486,8 @@ def find_longest(
     query = Longest(
         model=model,
         device=device,
-        limit_gib=device_limit_gib(device, HEADROOM, memory_gib),
+        limit_gib=device_limit_gib(device, headroom, memory_gib),
+        headroom=headroom,
         host_limit_gib=None if host_memory_gib is None else HOST_SHARE * host_memory_gib,
         most_tokens=most_tokens,
         rank=rank,
@@ -522,7 +525,7 @@ def find_longest(
         cap = target.memory_cap_gib(prober.memory_gib, asked_gib=memory_gib)
         query = replace(
             query,
-            limit_gib=min(query.limit_gib, memory_limit_gib(cap, HEADROOM, taken_gib=CONTEXT_GIB)),
+            limit_gib=min(query.limit_gib, memory_limit_gib(cap, headroom, taken_gib=CONTEXT_GIB)),
         )
         timed_on = (target.measured_on or device).name
 

@@ -13,6 +13,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.machine import disk_mb_s, host_memory_gib, num_cores, processor_name
+from autotune.core.memory_budget import HEADROOM, memory_limit_gib
 from autotune.core.nvml import visible
 from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung
 from autotune.core.scratch import scratch_directory
@@ -32,7 +33,6 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.calibration import Calibration
 from autotune.problem.target import Target
 
-HEADROOM = 0.05
 # A layer of this narrow model launches as many kernels as a layer of Llama or Mistral. Each kernel
 # has so little arithmetic that any device finishes the kernel before the host issues the next one.
 NARROW: dict[str, Any] = {
@@ -225,7 +225,7 @@ class LayerProbes:
             model, config=model.config | {"num_hidden_layers": TRAINED_DEPTHS[-1]}, params=None
         )
         need = memory_breakdown(layers, config)
-        limit_gib = (1 - HEADROOM) * self._memory_gib - CONTEXT_GIB
+        limit_gib = memory_limit_gib(self._memory_gib, HEADROOM, taken_gib=CONTEXT_GIB)
         return need is not None and need.peak_reserved_gib < limit_gib
 
     def _probe(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import read_user_yaml, shipped_files
 from autotune.core.images import parse_size
+from autotune.core.memory_budget import HEADROOM
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.core.other_trainer import USUAL, OtherTrainer
 from autotune.problem.gpu_counts import parse_gpus, parse_within
@@ -349,7 +350,7 @@ class StudySpec:
         allows=lambda size: 0 < size < math.inf,
     )
     headroom: float = _option(
-        0.05, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
+        HEADROOM, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
     )
     price: float | None = _option(
         None,

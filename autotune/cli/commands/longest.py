@@ -14,6 +14,7 @@ from autotune.cli.terminal import (
     print_text,
 )
 from autotune.core.errors import Cancelled, Interrupted, NothingFits, UsageError
+from autotune.core.memory_budget import HEADROOM
 from autotune.core.units import DASH, fmt_gib, fmt_seconds
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def longest(
     memory_gib: Annotated[
         float | None, typer.Option("--memory-gib", help="GiB of the GPU that may be used.")
     ] = None,
+    headroom: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of the GPU's memory that must stay free.")
+    ] = HEADROOM,
     host_memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -86,6 +90,7 @@ def longest(
                 rank=rank,
                 knobs=pins_of(set_ or []),
                 memory_gib=memory_gib,
+                headroom=headroom,
                 host_memory_gib=host_memory_gib,
                 most_tokens=most_tokens,
                 probe=not predict,

@@ -29,8 +29,10 @@ from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.planning import longest as module
 from autotune.planning.counted_memory import DryAnswer
+from autotune.planning.device_estimate import limit_of
 from autotune.planning.longest import ALLOCATOR_SHARE, Longest, find_longest, longest_answer, verify
 from autotune.prediction.memory_formula import counted_breakdown
+from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.report.json_forms import form_of
 from autotune.report.values.longest import LongestRow
@@ -417,3 +419,14 @@ def test_the_table_tells_a_method_that_never_fits_from_one_without_a_prediction(
     cells = _cells(large)
     assert (cells["longest sequence"], cells["limited by"]) == ("none fits", "gpu memory")
     assert _cells(replace(large, limited_by=None))["longest sequence"] == "–"
+
+
+@pytest.mark.parametrize("options", [{}, {"headroom": 0.2}, {"memory_gib": 16.0}])
+def test_a_study_with_the_same_settings_has_the_same_memory(
+    counted: list[int], options: dict[str, float]
+) -> None:
+    spec = StudySpec(model="llama-3.1-8b", gpu="rtx-4090", **options)  # type: ignore[arg-type]
+    query, rows = find_longest(MODEL, "rtx-4090", ["qlora"], probe=False, **options)  # type: ignore[arg-type]
+    assert query.limit_gib == limit_of(spec, query.device)
+    config = query.config("qlora", rows[0].tokens or 0)
+    assert query.request(config, 24.0).headroom == spec.headroom
