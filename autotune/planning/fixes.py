@@ -15,7 +15,13 @@ from autotune.planning.foreign_sharding import shard_run, synced
 from autotune.planning.rollout_checks import engine_edits, with_prompts
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
-from autotune.report.values.check import FP32_BASE, CheckedRun, Edits, ForeignConfig
+from autotune.report.values.check import (
+    FP32_BASE,
+    TRANSFORMERS,
+    CheckedRun,
+    Edits,
+    ForeignConfig,
+)
 
 MAX_MICRO_BATCH = 1024  # the largest micro batch that the search tries
 STEPS_KEY = "steps_per_generation"  # TRL's key for the micro batches between two generations
@@ -65,6 +71,8 @@ def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
     if FP32_BASE in run.notes:
         yield SAME_RESULT, {"dtype": "bfloat16"}
     fused = _fused_loss(values) if tool == "axolotl" else table.get("loss")
+    if run.tool == TRANSFORMERS:
+        fused = {"use_liger_kernel": True}
     if config.loss == "full" and fused:
         yield SAME_RESULT, fused
     if size := _smaller_evaluation(run):

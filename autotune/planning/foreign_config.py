@@ -47,7 +47,7 @@ from autotune.planning.foreign_refusals import (
 )
 from autotune.planning.foreign_rollouts import rollouts_of, with_rollout_keys
 from autotune.planning.program_values import NOTEBOOK
-from autotune.report.values.check import SWIFT, ForeignConfig
+from autotune.report.values.check import SWIFT, TRANSFORMERS, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter
 
 # Modules outside the decoder layers. The estimate leaves out adapters on these modules.
@@ -183,10 +183,10 @@ def _oft_as_lora(file: File) -> File:
 def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
     """Return the run that a file of TRL, Axolotl, LLaMA-Factory or ms-swift describes.
 
-    The file is YAML, a Python program or a notebook with a trainer of TRL, or a shell script that
-    starts a program or has the training command of TRL or ms-swift. `objective` names the objective
-    of TRL's command, which the file does not contain. Raises UsageError if the file describes no
-    run, and in the cases of `parse`.
+    The file is YAML, a Python program or a notebook with a trainer of TRL or transformers, or a
+    shell script that starts a program or has the training command of TRL or ms-swift. `objective`
+    names the objective of TRL's command, which the file does not contain. Raises UsageError if the
+    file describes no run, and in the cases of `parse`.
     """
     is_command, ignored = path.suffix in (*SCRIPTS, *PROGRAMS), ""
     if path.suffix in PROGRAMS:
@@ -256,7 +256,7 @@ def _unknown_keys(values: dict[str, Any], tool: str) -> str:
     if not unknown or any(map(values.get, unsupported)):
         return ""
 
-    title = tool_keys["title"]
+    title = TRANSFORMERS if values.get(TRANSFORMERS) else tool_keys["title"]
     named = ", ".join(f"{quote(key)}{did_you_mean(key, tool_keys['keys'])}" for key in unknown)
     if tool == "axolotl":
         return f"ignored by {title}: {named}"
@@ -499,8 +499,10 @@ def _read(file: File, tool: str) -> ForeignConfig:
             key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
         )
 
-    # The trainers for objectives other than SFT pass an attention mask for every row.
-    padding = "longest" if objective is Objective.SFT else "masked"
+    # The trainers for objectives other than SFT pass an attention mask for every row, and so does
+    # transformers' own.
+    masks = objective is not Objective.SFT or file.has(TRANSFORMERS)
+    padding = "masked" if masks else "longest"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
     config = TrainConfig(
         micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs

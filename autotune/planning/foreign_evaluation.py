@@ -28,7 +28,7 @@ def evaluation_of(
     if not evaluates[tool](file):
         return None
 
-    for key in ("predict_with_generate", "do_causal_lm_eval", "do_bench_eval"):
+    for key in ("predict_with_generate", "do_causal_lm_eval", "do_bench_eval", "compute_metrics"):
         file.note(file.has(key), "evaluated_more", key=key)
     return Evaluation(
         rows=_rows(file, tool, config),

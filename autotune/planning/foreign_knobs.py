@@ -11,7 +11,7 @@ from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_file import File, Refused, quote, table
 from autotune.planning.foreign_objective import REMEDY, objective_knobs, objective_of, whole_number
 from autotune.planning.foreign_rollouts import older_key
-from autotune.report.values.check import FP32_BASE
+from autotune.report.values.check import FP32_BASE, TRANSFORMERS
 from autotune.trainer.settings import is_expert_parameter
 
 # A key that no file has. `run_check` adds this key to the values of a run if a dry probe cannot
@@ -296,15 +296,18 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     file.note(offload and checkpointing == "none", "less_memory", key="activation_offloading")
     file.note(recompute_options.flag("selective"), "more_memory", key="selective")
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
-    file.note(objective_of(file, "trl") is Objective.SFT, "chunked_loss")
+    plain, liger = file.has(TRANSFORMERS), file.flag("use_liger_kernel")
+    file.note(objective_of(file, "trl") is Objective.SFT and not plain, "chunked_loss")
+    file.note(plain and liger, "fused_loss")
 
     return {
         "method": "lora" if lora else "full",
         "precision": precision,
         "quantization": _quantization(file.flag("load_in_4bit"), file.flag("load_in_8bit")),
         "checkpointing": checkpointing,
-        "loss": "chunked",
-        "kernels": "liger" if file.flag("use_liger_kernel") else "torch",
+        # transformers' own Trainer computes the logits of all tokens in float32.
+        "loss": "full" if plain and not liger else "chunked",
+        "kernels": "liger" if liger else "torch",
         "packing": packing,
     }
 

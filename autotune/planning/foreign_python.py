@@ -1,4 +1,6 @@
-"""Reads a training with a trainer of TRL from a Python program or a notebook, as keys of TRL.
+"""Reads a training from a Python program or a notebook, as keys of TRL.
+
+The program calls a trainer of TRL, or transformers' Trainer, on which they are built.
 
 The program is not executed: `program_values` finds the values of the arguments.
 """
@@ -10,7 +12,9 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.planning.foreign_file import table
+from autotune.planning.program_rows import CALLBACK, rows_of
 from autotune.planning.program_values import NOTEBOOK, UNKNOWN, Program, name_of
+from autotune.report.values.check import TRANSFORMERS
 
 PROGRAMS = (".py", NOTEBOOK)
 OBJECTIVES = {  # the objective of each trainer
@@ -19,11 +23,19 @@ OBJECTIVES = {  # the objective of each trainer
     "KTOTrainer": "kto",
     "RewardTrainer": "reward",
     "GRPOTrainer": "grpo",
+    "UnslothTrainer": "sft",  # TRL's SFTTrainer with another learning rate for embeddings
+    "Trainer": "sft",
+    "Seq2SeqTrainer": "sft",
 }
+PLAIN = ("Trainer", "Seq2SeqTrainer")  # the trainers of transformers
+PLAIN_CONFIGS = ("TrainingArguments", "Seq2SeqTrainingArguments")
 CONFIGS = (
     *("SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "GRPOConfig"),
-    "TrainingArguments",
+    *("UnslothTrainingArguments", *PLAIN_CONFIGS),
 )
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # how the names of their classes end
+# Methods of a trainer that decide the memory or the time of a step
+_DECISIVE = ("compute_loss", "training_step", "create_optimizer", "get_train_dataloader")
 UNSLOTH = ("FastLanguageModel", "FastModel")
 # Unsloth's defaults
 _UNSLOTH_LENGTH = 2048
@@ -49,33 +61,50 @@ _QUANTIZATION = "BitsAndBytesConfig"
 def read_program(path: Path) -> tuple[dict[str, Any], str]:
     """Return the training of a program as TRL's keys, and a sentence about arguments not counted.
 
-    Raises UsageError if the program does not call exactly one trainer of TRL, or if it computes a
+    Raises UsageError if the program does not call exactly one trainer, or if it computes a
     value that memory or speed depends on.
     """
     program = Program(path)
     training = _Training(program)
-    training.read_trainer(_trainer(program))
+    training.read_trainer(*_trainer(program))
     unread = sorted(set(training.unread))
     return training.values, f"not counted: {', '.join(unread)}" if unread else ""
 
 
-def _trainer(program: Program) -> ast.Call:
-    """Return the program's call of a trainer."""
-    calls = [call for call in program.calls if name_of(call.func) in OBJECTIVES]
+def _trainer(program: Program) -> tuple[ast.Call, str]:
+    """Return the program's call of a trainer, and the name of the trainer."""
+    calls = [(call, kind) for call in program.calls if (kind := _kind(program, call))]
     if len(calls) == 1:
         return calls[0]
     if calls:
         raise program.error(
-            calls[1], "another trainer is called", "pass a program with a single trainer"
+            calls[1][0], "another trainer is called", "pass a program with a single trainer"
         )
-    plain = any(name_of(call.func) in ("Trainer", "Seq2SeqTrainer") for call in program.calls)
     raise UsageError(
-        f"{program.path} calls no trainer of TRL ({', '.join(OBJECTIVES)})",
-        remedy="add callbacks=[PreflightCallback()] from autotune to the Trainer, which checks the "
-        "run before its first step"
-        if plain
-        else "pass the program, the script or the YAML file that starts the training",
+        f"{program.path} calls no trainer that is read ({', '.join(OBJECTIVES)})",
+        remedy="pass the program, the script or the YAML file that starts the training",
     )
+
+
+def _kind(program: Program, call: ast.Call) -> str:
+    """Return the name of the trainer that a call makes, or "" for another call.
+
+    A class of the program counts as the trainer that it extends. Raises UsageError if it changes
+    how the trainer computes a step.
+    """
+    name = name_of(call.func)
+    own = program.classes.get(name)
+    if own is None:
+        return name if name in OBJECTIVES else ""
+    kind = next((base for base in map(name_of, own[0].bases) if base in OBJECTIVES), "")
+    for node in own[0].body if kind else ():
+        if isinstance(node, ast.FunctionDef) and node.name in _DECISIVE:
+            raise program.error(
+                node,
+                f"{name} has its own {node.name}, so its memory and time are unknown",
+                f"add {CALLBACK}, which measures the run",
+            )
+    return kind
 
 
 def _whole(node: ast.expr | None) -> ast.expr | None:
@@ -96,9 +125,9 @@ class _Training:
     values: dict[str, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
 
-    def read_trainer(self, trainer: ast.Call) -> None:
-        """Read the call of a trainer."""
-        objective = OBJECTIVES[name_of(trainer.func)]
+    def read_trainer(self, trainer: ast.Call, kind: str) -> None:
+        """Read the call of a trainer of this kind, a key of OBJECTIVES."""
+        objective, plain = OBJECTIVES[kind], kind in PLAIN
         self.values["objective"] = objective
         given = self._keywords(trainer)
         if trainer.args:
@@ -109,12 +138,18 @@ class _Training:
         if "model" not in given:
             raise self.program.error(trainer, "the trainer gets no model", "name the model")
         self._refuse_later_changes()
+        if plain:
+            # Unlike TRL's trainers, it neither recomputes layers nor trains in bf16 by default.
+            self.values |= {TRANSFORMERS: True, "gradient_checkpointing": False, "bf16": False}
         self._read_arguments(given.pop("args", None))
         self._read_model(given.pop("model"))
         self._read_adapters(given.pop("peft_config", None))
         self._read_quantization(given.pop("quantization_config", None))
-        if "formatting_func" not in given:
+        if plain:
+            self._read_rows(trainer, given)
+        elif "formatting_func" not in given:
             self._read_dataset(given.get("train_dataset"))
+        self._read_evaluation(given)
         if self._is_model(given.get("reward_funcs")):
             self.values["a reward model"] = True
         if "use_peft" not in self.values:
@@ -124,6 +159,64 @@ class _Training:
             name_of(call.func) == "gradient_checkpointing_enable" for call in self.program.calls
         ):
             self.values["gradient_checkpointing"] = True
+        freezes = any(
+            node.attr == "requires_grad" and self._is_false(value)
+            for node, value in self.program.attributes
+        ) or any(
+            name_of(call.func) == "requires_grad_" and any(map(self._is_false, call.args))
+            for call in self.program.calls
+        )
+        if freezes and "use_peft" not in self.values:
+            self.values["requires_grad"] = True
+
+    def _read_rows(self, trainer: ast.Call, given: dict[str, ast.expr]) -> None:
+        """Read the rows that the program makes for transformers' Trainer."""
+        places = {"data_collator": 2, "train_dataset": 3}
+        for name, place in places.items():
+            if name not in given and len(trainer.args) > place:
+                given[name] = trainer.args[place]
+        roots = [given[name] for name in places if name in given]
+        rows = rows_of(self.program, trainer, roots)
+        self.values["max_length"] = rows.longest
+        if rows.joined:
+            self.values |= {"packing": True, "packing_strategy": "wrapped"}
+        elif rows.filled:
+            self.values["pad_to_multiple_of"] = rows.longest
+        elif rows.padded_together:
+            self.values["padded together"] = True
+        self.unread += rows.unread
+
+        collator = given.pop("data_collator", None)
+        if collator is None or self.program.is_none(collator):
+            return
+        made = self.program.resolve(collator)
+        name = name_of(made.func if isinstance(made, ast.Call) else collator)
+        if name not in table("program")["collators"]:
+            self.unread.append("data_collator")
+        elif isinstance(made, ast.Call) and not rows.filled:
+            multiple = {"pad_to_multiple_of": "pad_to_multiple_of"}
+            padded = {key: node for key, node in self._keywords(made).items() if key in multiple}
+            self._read_keys(padded, multiple)
+
+    def _read_evaluation(self, given: dict[str, ast.expr]) -> None:
+        """Read whether an evaluation keeps the logits of all its examples."""
+        metrics = given.pop("compute_metrics", None)
+        reduces = given.pop("preprocess_logits_for_metrics", None)
+        if metrics is not None and not self.program.is_none(metrics) and reduces is None:
+            self.values["compute_metrics"] = True
+        calls = (call.func for call in self.program.calls)
+        evaluates = any(
+            isinstance(called, ast.Attribute)
+            and called.attr == "evaluate"
+            and "trainer" in name_of(called.value).lower()
+            for called in calls
+        )
+        keys = ("eval_strategy", "evaluation_strategy")
+        if evaluates and all(self.values.get(key, "no") == "no" for key in keys):
+            self.values["eval_strategy"] = "epoch"
+
+    def _is_false(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Constant) and node.value is False
 
     def _refuse_later_changes(self) -> None:
         """Raise UsageError if the program changes an argument after the call that has it."""
@@ -140,7 +233,7 @@ class _Training:
 
     def _read_arguments(self, node: ast.expr | None) -> None:
         """Read the trainer's `args`."""
-        if node is None or self._is_none(node):
+        if node is None or self.program.is_none(node):
             return
         call = self.program.resolve(node)
         if not isinstance(call, ast.Call) or name_of(call.func) not in CONFIGS:
@@ -150,7 +243,7 @@ class _Training:
                 "pass the script or the YAML file that has them",
             )
         given = self._keywords(call)
-        if name_of(call.func) == "TrainingArguments":  # TRL keeps the defaults of transformers
+        if name_of(call.func) in PLAIN_CONFIGS:  # TRL keeps the defaults of transformers
             self.values |= {"gradient_checkpointing": False, "bf16": False}
         self._read_keys(given, {name: name for name in given})
 
@@ -169,6 +262,8 @@ class _Training:
         given, first = self._keywords(model), next(iter(model.args), None)
         match name_of(model.func), first:
             case "from_pretrained", _:
+                if TRANSFORMERS in self.values and owner is not None:
+                    self._refuse_other_models(owner)
                 # transformers itself takes the checkpoint's dtype, and TRL takes float32.
                 self.values |= {"dtype": "auto"}
                 if not {"dtype", "torch_dtype"} & given.keys():
@@ -191,6 +286,16 @@ class _Training:
                 self._read_model(model.func.value)
             case _:
                 self._read_name(None, model)
+
+    def _refuse_other_models(self, owner: ast.expr) -> None:
+        """Raise UsageError unless a class loads causal language models."""
+        if not name_of(owner).endswith(LANGUAGE_MODELS):
+            raise self.program.error(
+                owner,
+                f"{name_of(owner)} loads no causal language model; with transformers' Trainer, "
+                "check reads only these",
+                f"add {CALLBACK}, which measures the run",
+            )
 
     def _read_unsloth(self, call: ast.Call) -> None:
         """Read a call of Unsloth that loads a model, or that adds adapters."""
@@ -248,7 +353,7 @@ class _Training:
 
     def _read_adapters(self, node: ast.expr | None) -> None:
         """Read PEFT's configuration."""
-        if node is None or self._is_none(node):
+        if node is None or self.program.is_none(node):
             return
         call = self.program.resolve(node)
         if not isinstance(call, ast.Call) or name_of(call.func) != "LoraConfig":
@@ -263,7 +368,7 @@ class _Training:
 
     def _read_quantization(self, node: ast.expr | None) -> None:
         """Read transformers' `quantization_config`."""
-        if node is None or self._is_none(node):
+        if node is None or self.program.is_none(node):
             return
         call = self.program.resolve(node)
         if not isinstance(call, ast.Call) or name_of(call.func) != _QUANTIZATION:
@@ -281,7 +386,7 @@ class _Training:
     def _read_keys(self, given: dict[str, ast.expr], keys: dict[str, str]) -> None:
         """Read arguments. `keys` has TRL's key of each argument; the others are not counted."""
         for name, node in given.items():
-            if name in table("program")["without_effect"] or self._is_none(node):
+            if name in table("program")["without_effect"] or self.program.is_none(node):
                 continue
             if name not in keys:
                 self.unread.append(name)
@@ -289,32 +394,40 @@ class _Training:
             try:
                 self.values[keys[name]] = self.program.value(node)
             except UNKNOWN:
-                raise self._computed(name, node) from None
+                raise self.program.unknown(name, node) from None
 
     def _flag(self, given: dict[str, ast.expr], name: str, *, default: bool) -> bool:
         """Remove an argument, and return its truth value; a text such as "unsloth" is true."""
         node = given.pop(name, None)
-        if node is None or self._is_none(node):
+        if node is None or self.program.is_none(node):
             return default
         try:
             return bool(self.program.value(node))
         except UNKNOWN:
-            raise self._computed(name, node) from None
-
-    def _computed(self, name: str, node: ast.expr) -> UsageError:
-        return self.program.error(
-            node, f"{name} is computed when the program runs, so its value is unknown"
-        )
+            raise self.program.unknown(name, node) from None
 
     def _keywords(self, call: ast.Call) -> dict[str, ast.expr]:
-        """Return the keyword arguments of a call."""
-        if any(keyword.arg is None for keyword in call.keywords):
-            raise self.program.error(
-                call,
-                f"{name_of(call.func)} gets arguments by **, which are unknown",
-                "write the arguments themselves",
-            )
-        return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        """Return the keyword arguments of a call, also those that a known dictionary gives."""
+        given: dict[str, ast.expr] = {}
+        for keyword in call.keywords:
+            if keyword.arg:
+                given[keyword.arg] = keyword.value
+                continue
+            match self.program.resolve(keyword.value):
+                case ast.Dict(keys=keys, values=values) if all(
+                    isinstance(key, ast.Constant) for key in keys
+                ):
+                    names = [key.value for key in keys if isinstance(key, ast.Constant)]
+                    given |= dict(zip(map(str, names), values, strict=True))
+                case ast.Call(func=ast.Name(id="dict")) as made if not made.args:
+                    given |= self._keywords(made)
+                case _:
+                    raise self.program.error(
+                        call,
+                        f"{name_of(call.func)} gets arguments by **, which are unknown",
+                        "write the arguments themselves",
+                    )
+        return given
 
     def _text(self, node: ast.expr | None) -> str:
         """Return a value as text, or "" if there is none or if it is unknown."""
@@ -323,10 +436,6 @@ class _Training:
         except UNKNOWN:
             return ""
         return "" if found is None else str(found)
-
-    def _is_none(self, node: ast.expr) -> bool:
-        found = self.program.resolve(node)
-        return isinstance(found, ast.Constant) and found.value is None
 
     @staticmethod
     def _keys(part: str) -> dict[str, str]:

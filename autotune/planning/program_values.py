@@ -40,7 +40,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 
-def name_of(node: ast.expr) -> str:
+def name_of(node: ast.AST) -> str:
     """Return the last part of a dotted name, or "" for another expression."""
     if isinstance(node, ast.Attribute):
         return node.attr
@@ -75,6 +75,7 @@ class Program:
         tree = _parsed("\n".join(cells))
         if tree is None:
             raise UsageError(f"{path} is not valid Python", remedy="correct the program")
+        self.tree = tree
         self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         # The attributes that the program assigns
         self.changed = [
@@ -82,15 +83,24 @@ class Program:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         ]
+        # The same with their values, if a statement assigns only one
+        self.attributes = [
+            (node.targets[0], node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+        ]
         # Dictionaries and lists that the program changes
         self._altered = {name for node in ast.walk(tree) if (name := _altered(node))}
-        self._functions: dict[str, list[_Function]] = {}
-        self._classes: dict[str, list[ast.ClassDef]] = {}
+        self.functions: dict[str, list[_Function]] = {}
+        self.classes: dict[str, list[ast.ClassDef]] = {}
+        self._made_by: dict[ast.stmt, str] = {}  # the class of each `__init__`
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                self._classes.setdefault(node.name, []).append(node)
+                self.classes.setdefault(node.name, []).append(node)
+                makers = (one for one in node.body if getattr(one, "name", "") == "__init__")
+                self._made_by |= dict.fromkeys(makers, node.name)
             if isinstance(node, _Function):
-                self._functions.setdefault(node.name, []).append(node)
+                self.functions.setdefault(node.name, []).append(node)
         self._uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         self._assignments: list[_Assignment] = []
         self._found: dict[ast.expr, ast.expr | None] = {}
@@ -104,10 +114,29 @@ class Program:
         return f"{self.path}, code cell {cell}, line {line - self._begins[cell - 1] + 1}"
 
     def error(
-        self, node: ast.expr, what: str, remedy: str = "write the value itself"
+        self, node: ast.expr | ast.stmt, what: str, remedy: str = "write the value itself"
     ) -> UsageError:
-        """Return an error about an expression, with its line."""
+        """Return an error about a part of the program, with its line."""
         return UsageError(f"{self.place(node.lineno)}: {what}", remedy=remedy)
+
+    def unknown(self, name: str, node: ast.expr) -> UsageError:
+        """Return an error about a value that is not in the program."""
+        return self.error(
+            node, f"{name} is computed when the program runs, so its value is unknown"
+        )
+
+    def is_none(self, node: ast.expr) -> bool:
+        """Return whether an expression is surely None."""
+        found = self.resolve(node)
+        return isinstance(found, ast.Constant) and found.value is None
+
+    def is_known(self, node: ast.expr) -> bool:
+        """Return whether the value of an expression is known."""
+        try:
+            self.value(node)
+        except UNKNOWN:
+            return False
+        return True
 
     def _collect(
         self,
@@ -146,14 +175,14 @@ class Program:
                 self._assignments.append(_Assignment(name, known, line, scope, conditions))
 
     def _given(self, function: _Function) -> dict[str, ast.expr]:
-        """Return the known arguments of a function, if the program calls it once and only there."""
-        calls = [call for call in self.calls if _is(call.func, function.name)]
-        if len(calls) != 1 or not self._is_only(function) or self._uses[function.name] != 1:
+        """Return the arguments of a function that have the same known value in all calls."""
+        name = self._made_by.get(function, function.name)
+        calls = [call for call in self.calls if _is(call.func, name)]
+        if not calls or not self._is_only(name) or self._uses[name] != len(calls):
             return {}
-        call = calls[0]
-        inside = function.lineno <= call.lineno <= (function.end_lineno or 0)
-        starred = any(isinstance(one, ast.Starred) for one in call.args)
-        starred |= any(keyword.arg is None for keyword in call.keywords)
+        inside = any(function.lineno <= call.lineno <= (function.end_lineno or 0) for call in calls)
+        starred = any(isinstance(one, ast.Starred) for call in calls for one in call.args)
+        starred |= any(keyword.arg is None for call in calls for keyword in call.keywords)
         if inside or starred or function.decorator_list:
             return {}
 
@@ -162,16 +191,22 @@ class Program:
         defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
         for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
             defaults |= {} if default is None else {one.arg: default}
-        given: dict[str, ast.expr] = {
+        known: dict[str, ast.expr] = {
             name: value for name, value in defaults.items() if isinstance(value, ast.Constant)
         }
-        given |= dict(zip(names, call.args, strict=False))
-        return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        places = names[function in self._made_by :]  # without `self`
+        first, *others = (
+            known
+            | dict(zip(places, call.args, strict=False))
+            | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+            for call in calls
+        )
+        return {name: value for name, value in first.items() if _is_alike(name, value, others)}
 
-    def _is_only(self, function: _Function) -> bool:
-        """Return whether a function's name has no other value."""
-        others = any(one.name == function.name for one in self._assignments)
-        return len(self._functions[function.name]) == 1 and not others
+    def _is_only(self, name: str) -> bool:
+        """Return whether the name of a function or a class has no other value."""
+        others = any(one.name == name for one in self._assignments)
+        return len([*self.functions.get(name, ()), *self.classes.get(name, ())]) == 1 and not others
 
     def _truth(self, test: ast.expr) -> bool | None:
         """Return whether a condition holds, or None if that is unknown."""
@@ -199,8 +234,8 @@ class Program:
         match node:
             case ast.Name():
                 return self._assigned(node)
-            case ast.Call(func=ast.Name(id=name)) if name in self._functions:
-                return self._returned(self._functions[name][0])
+            case ast.Call(func=ast.Name(id=name)) if name in self.functions:
+                return self._returned(self.functions[name][0])
             case ast.Subscript(value=of, slice=key):
                 whole = self.resolve(of)
                 literal = isinstance(whole, ast.Tuple | ast.List | ast.Dict)
@@ -216,13 +251,18 @@ class Program:
         found = [node for node in inside if isinstance(node, ends)]
         last = function.body[-1]
         plain = isinstance(function, ast.FunctionDef) and not function.decorator_list
-        if not plain or found != [last] or not self._is_only(function):
+        if not plain or found != [last] or not self._is_only(function.name):
             return None
         return last.value if isinstance(last, ast.Return) else None
 
     def _field(self, owner: ast.expr, name: str) -> ast.expr | None:
         """Return an attribute that a class of the program, or the call that makes it, sets once."""
-        is_class = isinstance(owner, ast.Name) and owner.id in self._classes
+        stored = [(node, value) for node, value in self.attributes if node.attr == name]
+        if _is(owner, "self") and len(stored) == 1 and self._is_stored_once(name):
+            node, value = stored[0]
+            same = self._class_at(node.lineno) is self._class_at(owner.lineno)
+            return value if _is(node.value, "self") and same else None
+        is_class = isinstance(owner, ast.Name) and owner.id in self.classes
         made = owner if is_class else self.resolve(owner)
         given: dict[str | None, ast.expr] = {}
         if isinstance(made, ast.Call):
@@ -230,7 +270,7 @@ class Program:
             if made.args or None in given:
                 return None
             made = made.func
-        found = self._classes.get(made.id, []) if isinstance(made, ast.Name) else []
+        found = self.classes.get(made.id, []) if isinstance(made, ast.Name) else []
         if len(found) != 1 or any(one.attr == name for one in self.changed):
             return None
         decorators = map(ast.unparse, found[0].decorator_list)
@@ -245,6 +285,14 @@ class Program:
             if field == name
         ]
         return given.get(name, values[0]) if len(values) == 1 else None
+
+    def _is_stored_once(self, attribute: str) -> bool:
+        return len([one for one in self.changed if one.attr == attribute]) == 1
+
+    def _class_at(self, line: int) -> ast.ClassDef | None:
+        """Return the class that has a line, or None."""
+        classes = itertools.chain.from_iterable(self.classes.values())
+        return next((one for one in classes if one.lineno <= line <= (one.end_lineno or 0)), None)
 
     def _part(self, whole: ast.expr | None, key: ast.expr) -> ast.expr | None:
         """Return an element of a tuple, a list or a dictionary, or None if it is unknown."""
@@ -275,7 +323,7 @@ class Program:
         begin = max((one.scope[0] for one in visible), default=0)
         visible = [one for one in visible if one.scope[0] == begin]
         before = [one for one in visible if one.line < line]
-        functions = itertools.chain.from_iterable(self._functions.values())
+        functions = itertools.chain.from_iterable(self.functions.values())
         if any(begin < one.lineno <= line <= (one.end_lineno or 0) for one in functions):
             # A function may run after later lines of the module, so it may see their values.
             before = visible if len(visible) == 1 or len(before) == len(visible) else []
@@ -320,6 +368,14 @@ class Program:
 
 def _is(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_alike(name: str, value: ast.expr, others: list[dict[str, ast.expr]]) -> bool:
+    """Return whether all other calls give an argument the same constant."""
+    if not others:
+        return True
+    same = {ast.dump(other[name]) if name in other else "" for other in others}
+    return isinstance(value, ast.Constant) and same == {ast.dump(value)}
 
 
 def _altered(node: ast.AST) -> str:

@@ -21,7 +21,8 @@ def check_command(
         typer.Argument(
             metavar="FILE",
             help="The YAML of TRL, Axolotl or LLaMA-Factory, a Python program or a notebook with a "
-            "trainer of TRL, or a script that starts one or has the command `trl` or `swift rlhf`.",
+            "trainer of TRL or transformers, or a script that starts one or has the command `trl` "
+            "or `swift rlhf`.",
         ),
     ],
     gpu: Gpu = None,

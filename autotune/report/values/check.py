@@ -18,7 +18,8 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
 from autotune.report.values.rollouts import by_phase
 
-SWIFT = "ms-swift"  # a key of translated files, which no tool has
+# Keys that no file has, but that say which program read or made the values
+SWIFT, TRANSFORMERS = "ms-swift", "transformers"
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 Edits = dict[str, Any]
 FP32_BASE = (
@@ -97,8 +98,9 @@ class ForeignConfig:
 
     @property
     def tool(self) -> str:
-        """The tool that runs the file: `format`, or ms-swift, whose keys are read as TRL's."""
-        return SWIFT if self.values.get(SWIFT) else self.format
+        """The tool that runs the file: `format`, or another tool whose keys are read as TRL's."""
+        others = (tool for tool in (SWIFT, TRANSFORMERS) if self.values.get(tool))
+        return next(others, self.format)
 
     @property
     def parallelism(self) -> Parallelism:

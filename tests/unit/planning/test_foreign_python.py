@@ -284,7 +284,7 @@ def test_a_value_that_the_program_computes_is_refused_with_its_line(
         ),
         (sft("**more"), "gets arguments by"),
         (sft() + "\nDPOTrainer('a/b')", "train.py:5: another trainer is called"),
-        ("Trainer(model)", "calls no trainer of TRL"),
+        ("train(model)", "calls no trainer that is read"),
         ("SFTTrainer(args=SFTConfig())", "the trainer gets no model"),
         ("def broken(:", "train.py is not valid Python"),
         ("SFTTrainer('a/b', args=parser.parse())", "the arguments are made when"),
@@ -301,11 +301,10 @@ def test_what_is_not_read_is_refused(tmp_path: Path, text: str, words: str) -> N
         program(tmp_path, text)
 
 
-def test_a_program_with_another_trainer_gets_the_callback_as_advice(tmp_path: Path) -> None:
-    for text, advice in [("Trainer(model)", "PreflightCallback"), ("print()", "pass the program")]:
-        with pytest.raises(UsageError) as raised:
-            program(tmp_path, text)
-        assert advice in (raised.value.remedy or "")
+def test_a_program_without_a_trainer_gets_advice(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as raised:
+        program(tmp_path, "print()")
+    assert "pass the program" in (raised.value.remedy or "")
 
 
 def test_arguments_that_are_not_counted_are_named(tmp_path: Path) -> None:
