@@ -43,6 +43,9 @@ def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
         {name: COLUMNS[name] for name in columns},
         [tuple(_cells(row)[name] for name in columns) for row in rows],
     )
+    for pins in dict.fromkeys(row.ignored_pins for row in rows if row.ignored_pins):
+        names = [_name(row) for row in rows if row.ignored_pins == pins]
+        print_text(f"only for comparison, without {' and '.join(pins)}: {', '.join(names)}")
     if gpu_plan.needs_link:
         reason = ALONE if gpu_plan.task.device.is_alone else NO_LINK
         print_text(f"no speed for several GPUs: {reason}")
@@ -54,11 +57,16 @@ def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
         print_text(MORE)
 
 
+def _name(row: RankPlan) -> str:
+    return "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} {row.parallelism.name}"
+
+
 def _best_rows(gpu_plan: GpuPlan) -> Sequence[RankPlan]:
     """Return the fastest row that fits for each number of GPUs, or the first row if no row fits."""
     rows: list[RankPlan] = []
     for number in dict.fromkeys((row.hosts, row.num_gpus) for row in gpu_plan.rows):
         same = [row for row in gpu_plan.rows if (row.hosts, row.num_gpus) == number]
+        same = [row for row in same if not row.ignored_pins] or same
         fitting = [row for row in same if row.state == FITS]
         rows += [best] if (best := fastest(fitting)) else same[:1]
     return rows
@@ -67,17 +75,13 @@ def _best_rows(gpu_plan: GpuPlan) -> Sequence[RankPlan]:
 def _print_details(gpu_plan: GpuPlan) -> None:
     task = gpu_plan.task
     for reason in dict.fromkeys(row.problem for row in gpu_plan.rows if row.problem):
-        names = [
-            f"{row.num_gpus} {row.parallelism.name}"
-            for row in gpu_plan.rows
-            if row.problem == reason
-        ]
+        names = [_name(row) for row in gpu_plan.rows if row.problem == reason]
         print_text(f"{', '.join(names)}: {reason}")
 
     for row in gpu_plan.rows:
         if row.num_without_speed:
             print_text(
-                f"{row.num_gpus} {row.parallelism.name}: {row.num_without_speed:,} more "
+                f"{_name(row)}: {row.num_without_speed:,} more "
                 "configurations fit, but no formula gives their speed: `autotune run` measures it"
             )
 

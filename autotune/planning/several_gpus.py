@@ -131,7 +131,7 @@ def plan_spec(
     )
     result = plan_setup(setup.task)
     change = None
-    if not any(row.state == FITS for row in result.rows):
+    if not result.fits:
         change = _first_change(of_one_gpu, device, plan_setup)
     return replace(result, change=change, left_out=tuple(map(str, setup.removals)))
 
@@ -175,7 +175,7 @@ def _check_sharding_pins(
 ) -> None:
     """Raise UsageError for a pin of sharding that no plan can follow.
 
-    One GPU among several numbers of GPUs is planned without these pins, for comparison.
+    A number of GPUs among others is planned without the pins that it cannot follow, for comparison.
     """
     active = _active_pins(pins)
     strategy = active.get("sharding")
@@ -204,6 +204,21 @@ def _active_pins(pins: Mapping[str, Any]) -> dict[str, Any]:
     return {knob: value for knob, value in pins.items() if value != getattr(one_gpu, knob)}
 
 
+def _ignored_pins(way: Parallelism, pins: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the pins of sharding, such as offload=true, that this way to use GPUs ignores.
+
+    One GPU has nothing to shard, so it ignores neither `sharding` nor `sync_each_batch`.
+    """
+    values: dict[str, Any] = {"offload": way.offload, "copies": way.copies}
+    if way.num_gpus > 1:
+        values |= {"sharding": way.strategy, "sync_each_batch": way.sync_each_batch}
+    return tuple(
+        f"{knob}={str(value).lower()}"
+        for knob, value in pins.items()
+        if values.get(knob, value) != value
+    )
+
+
 def _holds_copies(number: int, hosts: int, copies: int) -> bool:
     """Return whether `number` GPUs on each host can hold this number of copies of the model."""
     return hosts == 1 and number > copies and number % copies == 0
@@ -217,7 +232,7 @@ def _first_change(
     for options, changed in memory_savers(spec, space.config(space.leanest())):
         with suppress(UsageError):  # another option excludes this change
             result = plan_setup(planned_setup(changed, device).task)
-            fitting = next((row for row in result.rows if row.state == FITS), None)
+            fitting = next((row for row in result.choices if row.state == FITS), None)
             if fitting is not None and fitting.estimate is not None:
                 return FittingChange(options=options, estimate=fitting.estimate)
     return None
@@ -262,7 +277,11 @@ def plan_gpus(
         count=None if configs else count,
     )
     rows = [
-        replace(row, hosts=number_of_hosts)
+        replace(
+            row,
+            hosts=number_of_hosts,
+            ignored_pins=_ignored_pins(row.parallelism, sharding_pins),
+        )
         for number_of_hosts, network_gb_s in hosts.items()
         for number in numbers
         for row in _plan_number(

@@ -285,9 +285,9 @@ def keep_pins(narrowing: Narrowing) -> None:
 
     A knob that has no effect, or whose value is impossible, gets another value. So the knobs in a
     pin's conditions keep only the values that let the pin have its value. If such a knob then no
-    longer has its value for "no effect", its own conditions apply, too. Sharding knobs do not
-    narrow the number of GPUs, because one GPU has nothing to shard (`narrow_to_sharing` checks the
-    number of copies).
+    longer has its value for "no effect", its own conditions apply, too. Only one sharding knob,
+    `offload`, narrows the number of GPUs: one GPU has nothing to shard, but it would hold tensors
+    that belong to the host (`narrow_to_sharing` checks the number of copies).
 
     Raises UsageError if no value of another knob is left.
     """
@@ -301,9 +301,8 @@ def keep_pins(narrowing: Narrowing) -> None:
             for other, allowed, need in _needs(narrowing.space, name):
                 choices = narrowing.space.choices(other)
                 is_possible = any(map(allowed, choices))
-                if other == "num_gpus" and (
-                    name == "copies" or (name in SHARDING_KNOBS and is_possible)
-                ):
+                shards = name in SHARDING_KNOBS and pin != "offload"
+                if other == "num_gpus" and (name == "copies" or (shards and is_possible)):
                     continue
                 if not is_possible:
                     raise _no_effect(narrowing, pin, other, need)
@@ -405,22 +404,30 @@ def _narrow_to_even_batches(narrowing: Narrowing, batch: int) -> None:
     narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // fewest,))
 
 
+def _holds_copies(num_gpus: int, copies: int) -> bool:
+    return TrainConfig(num_gpus=num_gpus, sharding="fsdp2", copies=copies).copies == copies
+
+
 def narrow_to_sharing(narrowing: Narrowing) -> None:
     """Remove values that no combination of GPU count and sharding strategy supports."""
     space = narrowing.space
     uneven_copies = {
         copies
         for copies in space.choices("copies")
-        if all(
-            TrainConfig(num_gpus=number, sharding="fsdp2", copies=copies).copies != copies
-            for number in space.choices("num_gpus")
-        )
+        if not any(_holds_copies(number, copies) for number in space.choices("num_gpus"))
     }
     narrowing.remove(
         "copies",
         uneven_copies - {1},
         "each copy of the model needs at least two GPUs, and all copies need the same number",
     )
+
+    if "copies" in narrowing.pins:
+        narrowing.keep(
+            "num_gpus",
+            lambda number: _holds_copies(number, *space.choices("copies")),
+            f"cannot hold {_text(space.choices('copies'))} equal copies of the model",
+        )
 
     _remove_refused(
         narrowing,

@@ -334,7 +334,7 @@ def gpu_answer(plan: GpuPlan) -> Answer:
     task = plan.task
     chosen = plan.cheapest if plan.within_hours is None else plan.cheapest_within
     shown = chosen or min(
-        (row for row in plan.rows if row.estimate),
+        (row for row in plan.choices if row.estimate),
         key=lambda row: row.estimate.need_gib if row.estimate else 0.0,
         default=None,
     )
@@ -368,6 +368,7 @@ def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None
     model = plan.task.model.short
     card = plan.task.device.label
     deadline = "" if plan.within_hours is None else f" within {fmt_hours(plan.within_hours)}"
+    pinned = f" with {plan.ignored_pins}" if plan.ignored_pins else ""
     if chosen is not None and chosen.estimate is not None:
         known = " (of the known speeds)" if plan.has_unknown_speed else ""
         numbers = run_numbers(chosen.estimate, chosen.num_gpus)
@@ -377,9 +378,10 @@ def _gpus_verdict(plan: GpuPlan, chosen: RankPlan | None, shown: RankPlan | None
         return f"{who}: {config}, {numbers} (estimated)"
 
     if shown is None or shown.estimate is None:
-        return f"No number of {card} trains {model}: 0 of {len(plan.rows)} plans are possible"
+        number = len(plan.choices)
+        return f"No number of {card} trains {model}{pinned}: 0 of {number} plans are possible"
     need = f"{held_text(shown.estimate)} of {fmt_gib(plan.limit_gib)} on each GPU"
-    if any(row.state == FITS for row in plan.rows):
+    if plan.fits:
         late = f", and no plan is known to end{deadline}" if deadline else ", at an unknown speed"
         return f"{model} fits {_layout(shown, card)}{late}: it needs {need} (estimated)"
     return f"{model} does not surely fit {_layout(shown, card)}: it needs {need} (estimated)"
@@ -397,17 +399,18 @@ def _gpus_reason(plan: GpuPlan, chosen: RankPlan | None) -> str:
     if any(row.parallelism.expert_parallel > 1 for row in plan.rows):
         return plan.how_sure
     if chosen is None or chosen.estimate is None or chosen.estimate.cost is None:
-        return next((row.problem for row in plan.rows if row.problem), "")
+        return next((row.problem for row in plan.choices if row.problem), "")
     high = chosen.estimate.cost.interval_hours[1]
     if plan.within_hours is not None and high > plan.within_hours:
         return f"the cheapest in time; it may take {fmt_hours(high)}"
 
     fastest = plan.fastest
+    pinned = f" with {plan.ignored_pins}" if plan.ignored_pins else ""
     if fastest is None or fastest == chosen:
-        return "it is the cheapest and the fastest"
+        return f"it is the cheapest and the fastest{pinned}"
     usd = "" if fastest.usd is None else f", {fmt_usd(fastest.usd)}"
     layout = _layout(fastest, plan.task.device.label)
-    return f"it is the cheapest; the fastest is {layout}: {fmt_hours(fastest.hours)}{usd}"
+    return f"it is the cheapest{pinned}; the fastest is {layout}: {fmt_hours(fastest.hours)}{usd}"
 
 
 # --- plan of a card, without a model

@@ -26,12 +26,13 @@ class RankPlan:
     `estimate` describes one GPU, except that its cost is the cost of all GPUs. `estimate` is None
     if training is impossible; `problem` then says why. `step` and `accumulation` also describe one
     GPU. `num_without_speed` is how many other configurations fit, but have a speed that cannot be
-    predicted. `efficiency` is the speed per GPU, divided by the speed per GPU at the smallest
+    predicted. `ignored_pins` names the user's settings, such as offload=true, that these GPUs
+    cannot follow. `efficiency` is the speed per GPU, divided by the speed per GPU at the smallest
     number of GPUs.
     """
 
     JSON: ClassVar = keys("num_gpus", "hosts", strategy="parallelism.name") | keys(
-        *("precision", "accumulation", "state", "problem", "num_without_speed"),
+        *("precision", "accumulation", "state", "problem", "num_without_speed", "ignored_pins"),
         *("tokens_per_s", "efficiency", "hours", "usd", "step", "evidence"),
         interval_gib="interval_gib",
         interval_tokens_per_s="interval",
@@ -46,6 +47,7 @@ class RankPlan:
     accumulation: int | None = None
     problem: str | None = None
     num_without_speed: int = 0
+    ignored_pins: tuple[str, ...] = ()
     efficiency: float | None = None
 
     @property
@@ -149,14 +151,29 @@ class GpuPlan(ShownAsTable):
         return facts
 
     @property
+    def choices(self) -> tuple[RankPlan, ...]:
+        """The rows that follow all pinned settings; the other rows are only for comparison."""
+        return tuple(row for row in self.rows if not row.ignored_pins)
+
+    @property
+    def ignored_pins(self) -> str:
+        """The pinned settings that some rows ignore, in words, or ""."""
+        return " and ".join(dict.fromkeys(pin for row in self.rows for pin in row.ignored_pins))
+
+    @property
+    def fits(self) -> bool:
+        """Whether a row that follows all pinned settings surely fits."""
+        return any(row.state == FITS for row in self.choices)
+
+    @property
     def trainable(self) -> tuple[RankPlan, ...]:
-        """The rows that surely fit and have a known duration."""
-        return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
+        """The rows to choose from: they surely fit and have a known duration."""
+        return tuple(row for row in self.choices if row.state == FITS and row.hours is not None)
 
     @property
     def has_unknown_speed(self) -> bool:
         """Whether a row that fits has an unknown speed, so that comparisons leave it out."""
-        return has_unknown_speed(self.rows)
+        return has_unknown_speed(self.choices)
 
     @property
     def needs_link(self) -> bool:

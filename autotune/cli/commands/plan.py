@@ -306,7 +306,6 @@ def plan_several(
     """
     from autotune.planning.observations import known_observations
     from autotune.planning.several_gpus import plan_spec
-    from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
     within = query["within"]
@@ -320,13 +319,13 @@ def plan_several(
             print_gpu_plan(result, details=details)
 
     task = result.task
-    numbers = " or ".join(map(str, sorted({row.num_gpus for row in result.rows})))
-    if all(row.estimate is None for row in result.rows):
+    numbers = " or ".join(map(str, sorted({row.num_gpus for row in result.choices})))
+    if all(row.estimate is None for row in result.choices):
         raise NothingFits(
-            f"no plan for {numbers} x {task.device.name} is possible: {result.rows[0].problem}",
+            f"no plan for {numbers} x {task.device.name} is possible: {result.choices[0].problem}",
             remedy="change the number of GPUs, or the setting that this error names",
         )
-    if not any(row.state == FITS for row in result.rows):
+    if not result.fits:
         ways = ways_to_fit(task.space.config(task.space.leanest()))
         if result.change:
             ways = f"give {result.change.options}, or take a larger GPU or a smaller model"

@@ -344,6 +344,37 @@ def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
+    ("pins", "gpus", "ignored", "chosen"),
+    [
+        ({"offload": True}, [1, 2], {1: "offload=true"}, 2),
+        ({"copies": 4}, [1, 2, 8], {1: "copies=4", 2: "copies=4"}, 8),
+        # one GPU has nothing to shard
+        ({"sharding": "zero2", "sync_each_batch": False}, [1, 2], {}, 1),
+    ],
+)
+def test_a_number_of_gpus_that_ignores_a_pin_is_only_compared(
+    pins: dict[str, Any], gpus: list[int], ignored: dict[int, str], chosen: int
+) -> None:
+    made = autotune.plan("mistral-7b", gpu="h100", gpus=gpus, pins=pins)
+    assert isinstance(made, GpuPlan)
+    assert {
+        row.num_gpus: ", ".join(row.ignored_pins) for row in made.rows if row.ignored_pins
+    } == ignored
+    assert made.fastest and made.cheapest and made.cheapest.num_gpus == chosen
+    assert not made.cheapest.ignored_pins and not made.fastest.ignored_pins
+    # the answer names the pins, even if it can follow them with no number of GPUs
+    reason = gpu_answer(made).reason
+    assert all(f" with {pin}" in reason for pin in ignored.values())
+    alone = replace(made, rows=tuple(row for row in made.rows if row.ignored_pins))
+    if ignored:
+        (pin,) = set(ignored.values())
+        assert alone.cheapest is None and not alone.fits
+        assert gpu_answer(alone).answer.startswith(
+            f"No number of h100-sxm trains Mistral-7B-v0.3 with {pin}: "
+        )
+
+
+@pytest.mark.parametrize(
     ("gpus", "pins", "need", "change"),
     [
         (
@@ -427,7 +458,7 @@ def test_what_one_gpu_alone_can_do_is_said(monkeypatch: Any, capsys: Any) -> Non
     code, out, err = run(monkeypatch, capsys, *asked)
     assert code == 0 and "left out: tiling tokens: " in out and err == ""
     assert (
-        "\n1 none: 2 more configurations fit, but no formula gives their speed: "
+        "\n1 GPU: 2 more configurations fit, but no formula gives their speed: "
         "`autotune run` measures it\n" in out
     )
     assert out.count("no formula gives") == 1

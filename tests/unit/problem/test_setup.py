@@ -434,6 +434,15 @@ def test_a_pinned_strategy_leaves_the_numbers_of_gpus(installed):
     assert (space.choices("num_gpus"), space.choices("sharding")) == ((1, 2), ("fsdp2",))
 
 
+@pytest.mark.parametrize(
+    ("pins", "numbers"), [({"offload": True}, (2, 4, 8)), ({"copies": 4}, (8,))]
+)
+def test_a_number_of_gpus_that_would_ignore_a_pin_is_left_out(installed, pins, numbers):
+    setup = pinned(gpus="1,2,4,8", **pins)
+    assert setup.task.space.choices("num_gpus") == numbers
+    assert any(removal.knob == "num_gpus" for removal in setup.removals)
+
+
 def test_a_value_of_a_space_may_have_no_effect(installed):
     """Only pins narrow other knobs."""
     own = SearchSpace.load("default").offer("kernels", ("liger",))
