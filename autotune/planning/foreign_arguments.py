@@ -7,6 +7,7 @@ TRL's keys.
 import re
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import is_file, load_data, load_yaml, read_user_text
 from autotune.planning.foreign_file import quote
 from autotune.planning.foreign_python import read_program
+from autotune.planning.program_arguments import Command
 from autotune.report.values.check import SWIFT
 
 SCRIPTS = (".sh", ".bash")
@@ -37,6 +39,11 @@ _SHARING = re.compile(
     r"--((?:use[-_](?:fsdp|deepspeed)|fsdp[-_]|deepspeed[-_]|zero[-_]?3|zero[-_]stage|offload[-_])"
     r"[\w-]*)"
 )
+# A variable of the shell, a line that sets one, and the names that a line sets
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_SET = re.compile(r"(?:export\s+)?(\w+)=('[^'$]*'|\"[^\"$`]*\"|[^\s'\"$`;&|()]*)\s*(?:#.*)?;?")
+_SETS = re.compile(r"(?:^|[\s;&(])(?:export\s+|read\s+|for\s+)?(\w+)(?=\+?=|\s+in\s)")
+_PREFIX = re.compile(r"(?:^|\s)(\w+)=([^\s'\"$]+)(?=\s)")
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
 SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
 
@@ -50,15 +57,13 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
     """
     text = read_user_text(path).replace("\\\n", " ")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    variables = _variables(lines)
+    lines = [_VARIABLE.sub(partial(_substituted, variables), line) for line in lines]
     for line in lines:
         command = _COMMAND.search(line)
         if command is None:
             continue
-        try:
-            words = shlex.split(line[command.end() :])
-        except ValueError as error:
-            raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
-        values = _arguments(words)
+        values = _arguments(_words(path, line[command.end() :]))
         _add_launcher(values, line[: command.start()], path)
         return values | ({"objective": command[1]} if command[1] else {}), ""
 
@@ -70,7 +75,11 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
     for line in lines:
         started = _PROGRAM.search(line)
         if started and is_file(program := path.parent / started[1]):
-            values, ignored = read_program(program)
+            start = Command(
+                words=_words(path, line[started.end() :]),
+                environment=variables | _environment(line[: started.start(1)]),
+            )
+            values, ignored = read_program(program, start)
             _add_launcher(values, line[: started.start(1)], path)
             return values, ignored
     raise UsageError(
@@ -113,13 +122,44 @@ def _processes(launcher: str) -> int | str | None:
     return int(of_host[1]) * (int(hosts[1]) if hosts else 1)
 
 
+def _words(path: Path, text: str) -> list[str]:
+    """Return the words of a command, up to its end."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}", remedy="correct the quotation marks") from None
+    ends = (at for at, word in enumerate(words) if word in _ENDS or word.startswith("#"))
+    return words[: next(ends, None)]
+
+
+def _variables(lines: list[str]) -> dict[str, str]:
+    """Return the variables that a script sets once, to a value that no other part of it changes."""
+    found: dict[str, str | None] = {}
+    for line in lines:
+        for name in _SETS.findall(line):
+            whole = _SET.fullmatch(line)
+            is_known = whole is not None and whole[1] == name and name not in found
+            found[name] = whole[2].strip("'\"") if is_known and whole else None
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _substituted(variables: Mapping[str, str], use: re.Match[str]) -> str:
+    """Return the value of a variable of the shell, or its own text if the value is unknown."""
+    return variables.get(use[1] or use[2], use[0])
+
+
+def _environment(launcher: str) -> dict[str, str]:
+    """Return the variables that the words before a program set for it."""
+    given = dict(_PREFIX.findall(launcher))
+    processes = _processes(launcher)
+    return given | ({"WORLD_SIZE": str(processes)} if isinstance(processes, int) else {})
+
+
 def _arguments(words: list[str]) -> dict[str, Any]:
     """Return {key: value} of `--key value` arguments; a key without a value is true."""
     found: dict[str, list[str]] = {}
     key = ""
     for word in words:
-        if word in _ENDS or word.startswith("#"):
-            break
         if word.startswith("--"):
             key, _, value = word.removeprefix("--").partition("=")
             found[key] = [value] if value else []

@@ -35,7 +35,7 @@ from autotune.planning.foreign_arguments import (
     swift_as_trl,
 )
 from autotune.planning.foreign_evaluation import evaluation_of
-from autotune.planning.foreign_file import MAX_COUNT, File, Refused, quote, table
+from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_knobs import PACKED_EXPERTS, WITHOUT_LIGER, knobs_of
 from autotune.planning.foreign_objective import REMEDY, objective_of, whole_number
 from autotune.planning.foreign_python import PROGRAMS, read_program
@@ -457,6 +457,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
     """Read a tool's file as a training run. The field `values` of the run stays empty."""
     for named in ("absent_accelerate_config", "absent_deepspeed"):
         file.note(named in file.values, "absent_file", name=quote(file.values.get(named)))
+    file.note(file.has(ASSUMED), "assumed_arguments", names=file.values.get(ASSUMED))
 
     # If a key is both in one of these mappings and at the top level, the tools use the mapping's
     # value.

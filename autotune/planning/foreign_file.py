@@ -10,6 +10,8 @@ from autotune.core.files import load_data
 MAX_KNOB = 2**24  # the largest value of a knob that TrainConfig accepts
 # The largest number of examples, epochs or steps; some files write "all examples" as a large number
 MAX_COUNT = 10**15
+# A key that no file has: the arguments of a program whose defaults are assumed
+ASSUMED = "assumed arguments"
 # "auto" counts as true: the tool switches the feature on if the GPU supports it, as recent GPUs do.
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)

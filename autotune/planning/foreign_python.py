@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import UsageError
-from autotune.planning.foreign_file import table
+from autotune.core.files import load_data
+from autotune.planning.foreign_file import ASSUMED, table
+from autotune.planning.program_arguments import Command, default_of_field
 from autotune.planning.program_rows import CALLBACK, rows_of
-from autotune.planning.program_values import NOTEBOOK, UNKNOWN, Program, name_of
+from autotune.planning.program_syntax import name_of
+from autotune.planning.program_values import NOTEBOOK, UNKNOWN, Program
 from autotune.report.values.check import TRANSFORMERS
 
 PROGRAMS = (".py", NOTEBOOK)
@@ -36,7 +39,8 @@ CONFIGS = (
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # how the names of their classes end
 # Methods of a trainer that decide the memory or the time of a step
 _DECISIVE = ("compute_loss", "training_step", "create_optimizer", "get_train_dataloader")
-UNSLOTH = ("FastLanguageModel", "FastModel")
+_OF_IMAGES = "FastVisionModel"
+UNSLOTH = ("FastLanguageModel", "FastModel", _OF_IMAGES)
 # Unsloth's defaults
 _UNSLOTH_LENGTH = 2048
 _UNSLOTH_BASE = {
@@ -53,21 +57,28 @@ _UNSLOTH_LORA = {
         *("gate_proj", "up_proj", "down_proj"),
     ],
 }
+_PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
+_KEEPS = ("prepare_model", "prepare", "setup_chat_format")  # calls that return the same model
 SPLITS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps over several GPUs
 PARTS = ("shuffle", "select", "take", "shard", "train_test_split")  # methods of a dataset
 _QUANTIZATION = "BitsAndBytesConfig"
 
 
-def read_program(path: Path) -> tuple[dict[str, Any], str]:
+def read_program(path: Path, command: Command | None = None) -> tuple[dict[str, Any], str]:
     """Return the training of a program as TRL's keys, and a sentence about arguments not counted.
+
+    `command` says how a script starts the program. Without a script, the program's own defaults of
+    its command line are assumed.
 
     Raises UsageError if the program does not call exactly one trainer, or if it computes a
     value that memory or speed depends on.
     """
-    program = Program(path)
+    program = Program(path, command)
     training = _Training(program)
     training.read_trainer(*_trainer(program))
-    unread = sorted(set(training.unread))
+    unread = sorted({*training.unread, *program.arguments.unused()})
+    if assumed := sorted(name for name in program.assumed if command is None or name[0] != "-"):
+        training.values[ASSUMED] = ", ".join(assumed)
     return training.values, f"not counted: {', '.join(unread)}" if unread else ""
 
 
@@ -124,6 +135,8 @@ class _Training:
     program: Program
     values: dict[str, Any] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    # The arguments that the program assigns after each call
+    changes: dict[ast.Call, dict[str, ast.expr]] = field(default_factory=dict)
 
     def read_trainer(self, trainer: ast.Call, kind: str) -> None:
         """Read the call of a trainer of this kind, a key of OBJECTIVES."""
@@ -137,7 +150,7 @@ class _Training:
             given |= {"args": trainer.args[place]} if len(trainer.args) > place else {}
         if "model" not in given:
             raise self.program.error(trainer, "the trainer gets no model", "name the model")
-        self._refuse_later_changes()
+        self._read_later_changes()
         if plain:
             # Unlike TRL's trainers, it neither recomputes layers nor trains in bf16 by default.
             self.values |= {TRANSFORMERS: True, "gradient_checkpointing": False, "bf16": False}
@@ -218,34 +231,61 @@ class _Training:
     def _is_false(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Constant) and node.value is False
 
-    def _refuse_later_changes(self) -> None:
-        """Raise UsageError if the program changes an argument after the call that has it."""
-        for node in self.program.changed:
+    def _read_later_changes(self) -> None:
+        """Read the arguments that the program changes after the call that has them.
+
+        Raises UsageError if such a change is only sometimes made, or is no assignment.
+        """
+        kinds = (*CONFIGS, "LoraConfig", _QUANTIZATION)
+        for node, value in self.program.stores().items():
             made = self.program.resolve(node.value)
-            kinds = (*CONFIGS, "LoraConfig", _QUANTIZATION)
             matters = node.attr not in table("program")["without_effect"]
-            if matters and isinstance(made, ast.Call) and name_of(made.func) in kinds:
+            if not matters or not isinstance(made, ast.Call) or name_of(made.func) not in kinds:
+                continue
+            if value is None:
                 raise self.program.error(
                     node,
                     f"{node.attr} is changed after the call of {name_of(made.func)}",
                     "give the value in the call",
                 )
+            self.changes.setdefault(made, {})[node.attr] = value
 
     def _read_arguments(self, node: ast.expr | None) -> None:
         """Read the trainer's `args`."""
         if node is None or self.program.is_none(node):
             return
         call = self.program.resolve(node)
-        if not isinstance(call, ast.Call) or name_of(call.func) not in CONFIGS:
+        kind, own = self._config_of(call)
+        if not isinstance(call, ast.Call) or not kind:
             raise self.program.error(
                 node,
                 "the arguments are made when the program runs, so they are unknown",
                 "pass the script or the YAML file that has them",
             )
-        given = self._keywords(call)
-        if name_of(call.func) in PLAIN_CONFIGS:  # TRL keeps the defaults of transformers
+        given = own | self._keywords(call)
+        if name_of(call.func) in self.program.classes:
+            # The other fields are the program's own, and do not reach the trainer.
+            keys = load_data("autotune.planning", "known_keys")["trl"]["keys"]
+            given = {key: value for key, value in given.items() if key in keys or key not in own}
+        if kind in PLAIN_CONFIGS:  # TRL keeps the defaults of transformers
             self.values |= {"gradient_checkpointing": False, "bf16": False}
         self._read_keys(given, {name: name for name in given})
+
+    def _config_of(self, call: ast.expr | None) -> tuple[str, dict[str, ast.expr]]:
+        """Return the library's class that a call makes, and the defaults of the program's own.
+
+        The name is "" if the call makes no arguments of a trainer.
+        """
+        name = name_of(call.func) if isinstance(call, ast.Call) else ""
+        own = self.program.classes.get(name)
+        if own is None:
+            return name if name in CONFIGS else "", {}
+        fields = self.program.arguments.fields_of(name)
+        defaults = {key: default_of_field(one.value) for key, one in fields.items()}
+        bases = map(name_of, own[0].bases)
+        return next((base for base in bases if base in CONFIGS), ""), {
+            key: value for key, value in defaults.items() if value is not None
+        }
 
     def _read_model(self, node: ast.expr) -> None:
         """Read the trainer's `model`: a name, or the call that loads or changes the model."""
@@ -262,30 +302,37 @@ class _Training:
         given, first = self._keywords(model), next(iter(model.args), None)
         match name_of(model.func), first:
             case "from_pretrained", _:
-                if TRANSFORMERS in self.values and owner is not None:
-                    self._refuse_other_models(owner)
-                # transformers itself takes the checkpoint's dtype, and TRL takes float32.
-                self.values |= {"dtype": "auto"}
-                if not {"dtype", "torch_dtype"} & given.keys():
-                    self.values["no dtype"] = True
-                self._read_name(given.pop("pretrained_model_name_or_path", first), model)
-                self._read_quantization(given.pop("quantization_config", None))
-                if (split := self._text(given.pop("device_map", None))) in SPLITS:
-                    self.values["device_map"] = split
-                self._read_keys(given, self._keys("model"))
+                self._read_loading(model, given)
             case "get_peft_model", ast.expr():
                 self._read_model(first)
                 self._read_adapters(given.get("peft_config", next(iter(model.args[1:]), None)))
-            case "prepare_model_for_kbit_training", ast.expr():
+            case name, ast.expr() if name in _PREPARES:
                 self._read_model(first)
                 # The call copies what is not quantised to float32, and recomputes layers.
                 self.values["dtype"] = "float32"
                 if self._flag(given, "use_gradient_checkpointing", default=True):
                     self.values["gradient_checkpointing"] = True
-            case (("to" | "cuda"), _) if isinstance(model.func, ast.Attribute):
+            case (("to" | "cuda" | "train"), _) if isinstance(model.func, ast.Attribute):
                 self._read_model(model.func.value)
+            case name, ast.expr() if name in _KEEPS:
+                self._read_model(first)
             case _:
                 self._read_name(None, model)
+
+    def _read_loading(self, call: ast.Call, given: dict[str, ast.expr]) -> None:
+        """Read the call of `from_pretrained` that loads the model."""
+        if TRANSFORMERS in self.values and isinstance(call.func, ast.Attribute):
+            self._refuse_other_models(call.func.value)
+        # transformers itself takes the checkpoint's dtype, and TRL takes float32.
+        self.values |= {"dtype": "auto"}
+        if not {"dtype", "torch_dtype"} & given.keys():
+            self.values["no dtype"] = True
+        first = next(iter(call.args), None)
+        self._read_name(given.pop("pretrained_model_name_or_path", first), call)
+        self._read_quantization(given.pop("quantization_config", None))
+        if (split := self._text(given.pop("device_map", None))) in SPLITS:
+            self.values["device_map"] = split
+        self._read_keys(given, self._keys("model"))
 
     def _refuse_other_models(self, owner: ast.expr) -> None:
         """Raise UsageError unless a class loads causal language models."""
@@ -300,6 +347,8 @@ class _Training:
     def _read_unsloth(self, call: ast.Call) -> None:
         """Read a call of Unsloth that loads a model, or that adds adapters."""
         given, first = self._keywords(call), next(iter(call.args), None)
+        if isinstance(call.func, ast.Attribute) and name_of(call.func.value) == _OF_IMAGES:
+            self.values[_OF_IMAGES] = True
         if name_of(call.func) == "from_pretrained":
             self._read_name(given.pop("model_name", first), call)
             whole = self._flag(given, "full_finetuning", default=False)
@@ -356,6 +405,9 @@ class _Training:
         if node is None or self.program.is_none(node):
             return
         call = self.program.resolve(node)
+        if isinstance(call, ast.Call) and name_of(call.func) == "get_peft_config":
+            self._read_model_config(call, ("use_peft", "use_rslora", "use_dora", "lora_"))
+            return
         if not isinstance(call, ast.Call) or name_of(call.func) != "LoraConfig":
             raise self.program.error(
                 node,
@@ -365,12 +417,18 @@ class _Training:
         # PEFT's defaults, which are not TRL's
         self.values |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
         self._read_keys(self._keywords(call), self._keys("adapters"))
+        targets = self.values.get("lora_target_modules")
+        if isinstance(targets, list) and len(targets) == 1:  # only TRL's command refuses it
+            self.values["lora_target_modules"] = targets * 2
 
     def _read_quantization(self, node: ast.expr | None) -> None:
         """Read transformers' `quantization_config`."""
         if node is None or self.program.is_none(node):
             return
         call = self.program.resolve(node)
+        if isinstance(call, ast.Call) and name_of(call.func) == "get_quantization_config":
+            self._read_model_config(call, ("load_in_", "bnb_4bit_", "use_bnb_"))
+            return
         if not isinstance(call, ast.Call) or name_of(call.func) != _QUANTIZATION:
             raise self.program.error(
                 node,
@@ -382,6 +440,19 @@ class _Training:
         self._read_keys(given, self._keys("quantization"))
         if self.values.get("load_in_4bit") and self._text(compute) not in ("bfloat16", "float16"):
             self.unread.append("bnb_4bit_compute_dtype (by default float32, which is slower)")
+
+    def _read_model_config(self, call: ast.Call, prefixes: tuple[str, ...]) -> None:
+        """Read the arguments of TRL's ModelConfig whose names begin with one of `prefixes`."""
+        made = self.program.resolve(call.args[0]) if len(call.args) == 1 else None
+        if not isinstance(made, ast.Call) or name_of(made.func) != "ModelConfig":
+            raise self.program.error(
+                call,
+                f"{name_of(call.func)} gets arguments that are made when the program runs",
+                "pass the script that starts the program",
+            )
+        given = self._keywords(made)
+        keys = {name: name for name in given if name.startswith(prefixes)}
+        self._read_keys({name: given[name] for name in keys}, keys)
 
     def _read_keys(self, given: dict[str, ast.expr], keys: dict[str, str]) -> None:
         """Read arguments. `keys` has TRL's key of each argument; the others are not counted."""
@@ -409,6 +480,7 @@ class _Training:
     def _keywords(self, call: ast.Call) -> dict[str, ast.expr]:
         """Return the keyword arguments of a call, also those that a known dictionary gives."""
         given: dict[str, ast.expr] = {}
+        changed = self.changes.get(call, {})
         for keyword in call.keywords:
             if keyword.arg:
                 given[keyword.arg] = keyword.value
@@ -427,7 +499,7 @@ class _Training:
                         f"{name_of(call.func)} gets arguments by **, which are unknown",
                         "write the arguments themselves",
                     )
-        return given
+        return given | changed
 
     def _text(self, node: ast.expr | None) -> str:
         """Return a value as text, or "" if there is none or if it is unknown."""

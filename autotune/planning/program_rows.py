@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.planning.program_values import UNKNOWN, Program, name_of
+from autotune.planning.program_syntax import name_of
+from autotune.planning.program_values import UNKNOWN, Program
 
 CALLBACK = "callbacks=[PreflightCallback()] from autotune, which sees the examples themselves"
 _METHODS = ("encode", "encode_plus", "batch_encode_plus", "apply_chat_template")

@@ -13,18 +13,32 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_text
+from autotune.planning.program_arguments import Arguments, Command, default_of_field
+from autotune.planning.program_syntax import (
+    assignments_of,
+    is_literal,
+    is_named,
+    keywords_of,
+    name_of,
+)
 
 NOTEBOOK = ".ipynb"
 # Functions that ask whether the GPU has bf16, which all GPUs since 2020 have
 _HAS_BF16 = ("is_bf16_supported", "is_bfloat16_supported", "is_torch_bf16_gpu_available")
-UNKNOWN = (LookupError, TypeError, ArithmeticError, RecursionError)  # why a value is unknown
+UNKNOWN = (
+    LookupError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+)  # why a value is unknown
 _CHANGES = ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert")
 _MODULE = (0, math.inf)  # the lines of the module itself
 _STEPS = 100  # the most names and calls between an expression and its value
@@ -37,17 +51,37 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
-
-
-def name_of(node: ast.AST) -> str:
-    """Return the last part of a dotted name, or "" for another expression."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda one, several: one in several,
+    ast.NotIn: lambda one, several: one not in several,
+}
+_BUILT_IN: dict[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "min": min,
+    "max": max,
+    "round": round,
+    "len": len,
+}
+_RUNS = ("Fire", "run")  # functions of Fire and Typer that call a function as the command says
+_NAMESPACES = ("Namespace", "SimpleNamespace")
+_FRAMEWORK = ("Arguments", "Config", "object", "ABC")  # how the names of usual base classes end
 
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Indirect = ast.Name | ast.Call | ast.Subscript | ast.Attribute | ast.IfExp
 _Conditions = tuple[tuple[ast.expr, bool], ...]
 
 
@@ -65,8 +99,11 @@ class _Assignment:
 class Program:
     """The calls and the assignments of a program, or of the cells of a notebook."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file. Raises UsageError unless it is a Python program or a notebook."""
+    def __init__(self, path: Path, command: Command | None = None) -> None:
+        """Read the file, which `command` starts.
+
+        Raises UsageError unless it is a Python program or a notebook.
+        """
         self.path = path
         cells = _cells(path) if path.suffix == NOTEBOOK else [read_user_text(path)]
         lengths = (cell.count("\n") + 1 for cell in cells)
@@ -103,8 +140,30 @@ class Program:
                 self.functions.setdefault(node.name, []).append(node)
         self._uses = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
         self._assignments: list[_Assignment] = []
+        self._stores: list[tuple[ast.Attribute, ast.expr | None, _Conditions]] = []
         self._found: dict[ast.expr, ast.expr | None] = {}
+        self.arguments = Arguments(
+            command=command or Command(),
+            calls=self.calls,
+            classes=self.classes,
+            resolve=self.resolve,
+        )
+        self.assumed: set[str] = set()  # the arguments whose defaults a value rests on
         self._collect(tree.body, _MODULE, certain=True)
+
+    def stores(self) -> dict[ast.Attribute, ast.expr | None]:
+        """Return the attributes that the program assigns, with their values.
+
+        The value is None if the assignment may be skipped. One that is surely skipped is left out.
+        """
+        found = dict.fromkeys(self.changed)
+        for node, value, conditions in self._stores:
+            is_made = self._holds(conditions)
+            if is_made is False:
+                del found[node]
+            elif is_made:
+                found[node] = value
+        return found
 
     def place(self, line: int) -> str:
         """Return where a line is: in a file, or in a cell of a notebook."""
@@ -121,6 +180,13 @@ class Program:
 
     def unknown(self, name: str, node: ast.expr) -> UsageError:
         """Return an error about a value that is not in the program."""
+        for part in ast.walk(node):
+            if (flag := self.arguments.missing.get(name_of(part))) is not None:
+                return self.error(
+                    node,
+                    f"{name} is the argument {flag} of the command line, which has no default",
+                    f"pass the shell script that starts the program with {flag}",
+                )
         return self.error(
             node, f"{name} is computed when the program runs, so its value is unknown"
         )
@@ -170,15 +236,27 @@ class Program:
                     self._assignments.append(_Assignment(name, None, line, _MODULE))
             else:
                 self._collect(_inner(statement), scope, conditions, certain=False)
-            for name, assigned in _assigned(statement):
+            match statement:
+                case ast.Assign(targets=[ast.Attribute() as target], value=value):
+                    self._stores.append((target, value if certain else None, conditions))
+            for name, assigned in assignments_of(statement):
                 known = assigned if certain else None
                 self._assignments.append(_Assignment(name, known, line, scope, conditions))
 
     def _given(self, function: _Function) -> dict[str, ast.expr]:
         """Return the arguments of a function that have the same known value in all calls."""
         name = self._made_by.get(function, function.name)
-        calls = [call for call in self.calls if _is(call.func, name)]
-        if not calls or not self._is_only(name) or self._uses[name] != len(calls):
+        calls = [call for call in self.calls if is_named(call.func, name)]
+        runs = [
+            call
+            for call in self.calls
+            if name_of(call.func) in _RUNS and any(is_named(one, name) for one in call.args)
+        ]
+        if not self._is_only(name) or self._uses[name] != len(calls) + len(runs):
+            return {}
+        if runs and not calls and not function.decorator_list:
+            return self._run(function, runs[0])
+        if not calls or runs:
             return {}
         inside = any(function.lineno <= call.lineno <= (function.end_lineno or 0) for call in calls)
         starred = any(isinstance(one, ast.Starred) for call in calls for one in call.args)
@@ -188,20 +266,24 @@ class Program:
 
         arguments = function.args
         names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-        defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
-        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-            defaults |= {} if default is None else {one.arg: default}
-        known: dict[str, ast.expr] = {
-            name: value for name, value in defaults.items() if isinstance(value, ast.Constant)
-        }
+        known = _defaults(function)
         places = names[function in self._made_by :]  # without `self`
         first, *others = (
-            known
-            | dict(zip(places, call.args, strict=False))
-            | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-            for call in calls
+            known | dict(zip(places, call.args, strict=False)) | keywords_of(call) for call in calls
         )
         return {name: value for name, value in first.items() if _is_alike(name, value, others)}
+
+    def _run(self, function: _Function, call: ast.Call) -> dict[str, ast.expr]:
+        """Return the arguments that the command line gives a function."""
+        names = [one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)]
+        defaults = _defaults(function)
+        given = self.arguments.of_function(call, names)
+        for name in names:
+            if name not in given and name in defaults:
+                self.arguments.defaults[defaults[name]] = f"--{name}"
+            elif name not in given:
+                self.arguments.missing[name] = f"--{name}"
+        return defaults | given
 
     def _is_only(self, name: str) -> bool:
         """Return whether the name of a function or a class has no other value."""
@@ -210,7 +292,7 @@ class Program:
 
     def _truth(self, test: ast.expr) -> bool | None:
         """Return whether a condition holds, or None if that is unknown."""
-        if isinstance(test, ast.Compare) and _is(test.left, "__name__"):
+        if isinstance(test, ast.Compare) and is_named(test.left, "__name__"):
             return True  # the usual condition of a program's main part
         try:
             return bool(self.value(test))
@@ -220,7 +302,9 @@ class Program:
     def resolve(self, node: ast.expr | None) -> ast.expr | None:
         """Return the expression behind a name or a call, or None if it is unknown."""
         for _ in range(_STEPS):
-            if not isinstance(node, ast.Name | ast.Call | ast.Subscript | ast.Attribute):
+            if node is not None and (name := self.arguments.defaults.get(node)) is not None:
+                self.assumed.add(name)
+            if not isinstance(node, _Indirect):
                 return node
             if node not in self._found:
                 self._found[node] = None  # a value that depends on itself is unknown
@@ -230,13 +314,24 @@ class Program:
                 return node
         return None
 
-    def _behind(self, node: ast.Name | ast.Call | ast.Subscript | ast.Attribute) -> ast.expr | None:
+    def _behind(self, node: _Indirect) -> ast.expr | None:
+        if (variable := self.arguments.variable(node)) is not None:
+            return variable
         match node:
             case ast.Name():
                 return self._assigned(node)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                truth = self._truth(test)
+                return None if truth is None else (body if truth else orelse)
             case ast.Call(func=ast.Name(id=name)) if name in self.functions:
                 return self._returned(self.functions[name][0])
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[key, *others]):
+                whole = self.resolve(owner)
+                found = self._part(whole, key) if isinstance(whole, ast.Dict) else node
+                return found or next(iter(others), None)
             case ast.Subscript(value=of, slice=key):
+                if (made := self.arguments.made(node)) is not None:
+                    return made
                 whole = self.resolve(of)
                 literal = isinstance(whole, ast.Tuple | ast.List | ast.Dict)
                 return self._part(whole, key) if literal else node
@@ -258,33 +353,57 @@ class Program:
     def _field(self, owner: ast.expr, name: str) -> ast.expr | None:
         """Return an attribute that a class of the program, or the call that makes it, sets once."""
         stored = [(node, value) for node, value in self.attributes if node.attr == name]
-        if _is(owner, "self") and len(stored) == 1 and self._is_stored_once(name):
+        if is_named(owner, "self") and len(stored) == 1 and self._is_stored_once(name):
             node, value = stored[0]
             same = self._class_at(node.lineno) is self._class_at(owner.lineno)
-            return value if _is(node.value, "self") and same else None
+            return value if is_named(node.value, "self") and same else None
+        if any(one.attr == name for one in self.changed):
+            return None
         is_class = isinstance(owner, ast.Name) and owner.id in self.classes
         made = owner if is_class else self.resolve(owner)
-        given: dict[str | None, ast.expr] = {}
+        if (found := self.arguments.parsed(made, name)) is not None:
+            return found
+        given: dict[str, ast.expr] = {}
         if isinstance(made, ast.Call):
-            given = {keyword.arg: keyword.value for keyword in made.keywords}
-            if made.args or None in given:
+            given = keywords_of(made)
+            if made.args or len(given) < len(made.keywords):
                 return None
             made = made.func
-        found = self.classes.get(made.id, []) if isinstance(made, ast.Name) else []
-        if len(found) != 1 or any(one.attr == name for one in self.changed):
+            if name in given and (name_of(made) in _NAMESPACES or self.is_config(made)):
+                return given[name]
+        return self._class_field(made, name, given)
+
+    def _class_field(
+        self, kind: ast.expr | None, name: str, given: dict[str, ast.expr]
+    ) -> ast.expr | None:
+        """Return a field of a class of the program, which a call makes with the arguments given."""
+        found = self.classes.get(kind.id, []) if isinstance(kind, ast.Name) else []
+        if len(found) != 1:
             return None
         decorators = map(ast.unparse, found[0].decorator_list)
         usual = all("dataclass" in decorator for decorator in decorators)
-        assigned = any(one.name == found[0].name for one in self._assignments)
-        if found[0].bases or found[0].keywords or not usual or assigned:
+        is_assigned = any(one.name == found[0].name for one in self._assignments)
+        if found[0].keywords or not usual or is_assigned:
             return None
         values = [
             value
             for statement in found[0].body
-            for field, value in _assigned(statement)
+            for field, value in assignments_of(statement)
             if field == name
         ]
-        return given.get(name, values[0]) if len(values) == 1 else None
+        if len(values) == 1:
+            return given.get(name, default_of_field(values[0]))
+        bases = [base for base in found[0].bases if name_of(base) != found[0].name]
+        if values or not all(name_of(base).endswith(_FRAMEWORK) for base in found[0].bases):
+            return None
+        inherited = (self._class_field(base, name, given) for base in bases)
+        return next((value for value in inherited if value is not None), None)
+
+    def is_config(self, kind: ast.expr) -> bool:
+        """Return whether a class is of a library, or extends one, that holds arguments."""
+        own = self.classes.get(name_of(kind))
+        bases = map(name_of, own[0].bases) if own else [name_of(kind)]
+        return any(base.endswith(_FRAMEWORK[:2]) for base in bases)
 
     def _is_stored_once(self, attribute: str) -> bool:
         return len([one for one in self.changed if one.attr == attribute]) == 1
@@ -329,14 +448,20 @@ class Program:
             before = visible if len(visible) == 1 or len(before) == len(visible) else []
 
         for one in sorted(before, key=lambda one: one.line, reverse=True):
-            truths = [(self._truth(test), result) for test, result in one.conditions]
-            if any(truth is not None and truth != result for truth, result in truths):
-                continue  # this line is skipped
-            return one.value if all(truth == result for truth, result in truths) else None
+            holds = self._holds(one.conditions)
+            if holds is not False:
+                return one.value if holds else None
         return None
 
+    def _holds(self, conditions: _Conditions) -> bool | None:
+        """Return whether all conditions lead to a statement, or None if that is unknown."""
+        truths = [(self._truth(test), result) for test, result in conditions]
+        if any(truth is not None and truth != result for truth, result in truths):
+            return False
+        return True if all(truth == result for truth, result in truths) else None
+
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression. Raises LookupError if it is unknown."""
+        """Return the value of an expression. Raises one of UNKNOWN if it is unknown."""
         found = self.resolve(node)
         match found:
             case ast.Constant(value=value):
@@ -348,16 +473,39 @@ class Program:
                 return {self.value(_known(key)): self.value(value) for key, value in pairs}
             case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
                 return dtype
+            case ast.Attribute(value=ast.Name(id="sys"), attr="argv") if not self._is_notebook:
+                return [self.path.name, *(self.arguments.command.words or ())]
             case ast.Call(func=asked) if name_of(asked) in _HAS_BF16:
                 return True
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _BUILT_IN:
+                return _BUILT_IN[name](*map(self.value, args))
+        return self._computed(found)
+
+    def _computed(self, node: ast.expr | None) -> Any:
+        """Return the value of an expression with an operator."""
+        match node:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return not self.value(operand)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._number(operand)
+            case ast.BinOp(left=left, op=ast.Add(), right=right) if self._is_text(left):
+                return self.value(left) + self.value(right)
             case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATORS:
                 parts = self._number(left), self._number(right)
                 return _OPERATORS[type(operation)](*parts)
+            case ast.Compare(left=left, ops=[comparison], comparators=[right]):
+                return _COMPARISONS[type(comparison)](self.value(left), self.value(right))
+            case ast.BoolOp(op=joined, values=values):
+                for part in values[:-1]:
+                    if bool(value := self.value(part)) is isinstance(joined, ast.Or):
+                        return value
+                return self.value(values[-1])
+            case ast.JoinedStr(values=values):
+                return "".join(str(self.value(_formatted(value))) for value in values)
         raise LookupError
+
+    def _is_text(self, node: ast.expr) -> bool:
+        return isinstance(self.value(node), str)
 
     def _number(self, node: ast.expr) -> int | float:
         value = self.value(node)
@@ -366,8 +514,23 @@ class Program:
         return value
 
 
-def _is(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _defaults(function: _Function) -> dict[str, ast.expr]:
+    """Return the default values of a function's arguments that are literals."""
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    defaults = dict(zip(reversed(names), reversed(given.defaults), strict=False))
+    for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        defaults |= {} if default is None else {one.arg: default}
+    return {name: value for name, value in defaults.items() if is_literal(value)}
+
+
+def _formatted(part: ast.expr) -> ast.expr:
+    """Return the expression in a part of a formatted text."""
+    if isinstance(part, ast.FormattedValue):
+        if part.format_spec is not None or part.conversion != -1:
+            raise LookupError
+        return part.value
+    return part
 
 
 def _is_alike(name: str, value: ast.expr, others: list[dict[str, ast.expr]]) -> bool:
@@ -404,32 +567,6 @@ def _inner(statement: ast.stmt) -> list[ast.stmt]:
             block.body if isinstance(block, ast.ExceptHandler | ast.match_case) else [block]
         )
     ]
-
-
-def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield the names that a statement itself assigns, with their values if they are known."""
-    match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            yield name, value
-            return
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-            yield name, value
-            return
-        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
-            if len(names) == len(values) and all(isinstance(one, ast.Name) for one in names):
-                yield from zip(map(name_of, names), values, strict=True)
-                return
-        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call() as value):
-            if all(isinstance(one, ast.Name) for one in names):
-                for index, one in enumerate(names):
-                    key = ast.Constant(index)
-                    yield name_of(one), ast.Subscript(value, key, ast.Load(), lineno=value.lineno)
-                return
-    for node in ast.iter_child_nodes(statement):
-        if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    yield part.id, None
 
 
 def _cells(path: Path) -> list[str]:

@@ -279,8 +279,8 @@ def test_a_value_that_the_program_computes_is_refused_with_its_line(
     ("text", "words"),
     [
         (
-            sft(after="config.output_dir = run()\nconfig.max_length = 8"),
-            "train.py:4: max_length is changed after",
+            sft(after="config.output_dir = run()\nif few():\n    config.max_length = 8"),
+            "train.py:5: max_length is changed after",
         ),
         (sft("**more"), "gets arguments by"),
         (sft() + "\nDPOTrainer('a/b')", "train.py:5: another trainer is called"),
@@ -299,6 +299,11 @@ def test_a_value_that_the_program_computes_is_refused_with_its_line(
 def test_what_is_not_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         program(tmp_path, text)
+
+
+def test_an_argument_that_is_always_changed_has_its_last_value(tmp_path: Path) -> None:
+    changed = "config.max_length = 8\nif False:\n    config.max_length = 16"
+    assert program(tmp_path, sft("max_length=64", after=changed)).config.seq_len == 8
 
 
 def test_a_program_without_a_trainer_gets_advice(tmp_path: Path) -> None:
@@ -321,6 +326,14 @@ def test_a_model_on_several_gpus_and_its_recomputation_are_read(tmp_path: Path) 
     assert set(split.notes) - set(whole.notes)
     recomputed = program(tmp_path, text + "\nmodel.gradient_checkpointing_enable()")
     assert recomputed.config.checkpointing == "full"
+
+
+def test_a_single_target_is_refused_only_as_a_pattern(tmp_path: Path) -> None:
+    adapters = "'a/b', peft_config=LoraConfig(target_modules={})"
+    listed = program(tmp_path, sft(model=adapters.format("['c_attn']")))
+    assert listed.config.lora_targets == "c_attn"
+    with pytest.raises(UsageError, match="takes 'c_attn' as a pattern"):
+        program(tmp_path, sft(model=adapters.format("'c_attn'")))
 
 
 def test_a_trainer_that_quantises_the_model_itself_is_read(tmp_path: Path) -> None:
@@ -477,6 +490,21 @@ def test_accelerates_compilation_and_hosts_are_read_and_its_other_splits_refused
     assert any("each of 4 GPUs of several hosts" in note for note in report.notes)
     with pytest.raises(UsageError, match=r"a\.yaml: cp_size: 2 is not supported"):
         started("parallelism_config: {parallelism_config_cp_size: 2}\n")
+
+
+def test_a_model_that_unsloth_loads_for_images_is_read(tmp_path: Path) -> None:
+    text = UNSLOTH.replace("FastLanguageModel", "FastVisionModel")
+    adapters = "finetune_vision_layers=False"
+    found = program(tmp_path, text.format(load="", adapters=adapters, arguments=""))
+    assert found.config.quantization == "nf4" and found.ignored == ""
+    assert any("Images, video and sound are not counted" in note for note in found.notes)
+
+
+def test_calls_that_return_the_same_model_are_followed(tmp_path: Path) -> None:
+    load = "accelerator.prepare_model(M.from_pretrained('a/b'))"
+    assert program(tmp_path, sft(model=load)).model == "a/b"
+    before = "model, tokenizer = setup_chat_format(M.from_pretrained('a/b'), tokenizer)"
+    assert program(tmp_path, sft(before=before, model="model")).model == "a/b"
 
 
 def test_flags_that_the_program_computes_are_refused(tmp_path: Path) -> None:
