@@ -49,8 +49,8 @@ def print_gpu_plan(gpu_plan: GpuPlan, *, details: bool = False) -> None:
     if gpu_plan.needs_link:
         reason = ALONE if gpu_plan.task.device.is_alone else NO_LINK
         print_text(f"no speed for several GPUs: {reason}")
-    elif gpu_plan.link_text:
-        print_text(gpu_plan.link_text, "between the GPUs: ")
+    for ends, bandwidth in gpu_plan.links.items():
+        print_text(bandwidth, f"between {ends}: ")
     if details:
         _print_details(gpu_plan)
     else:

@@ -2,7 +2,8 @@
 
 All results are projected by formula. If no formula covers the model, dry probes of a few
 configurations replace it (`counted_plan`). Collectives between hosts are assumed to run at the
-bandwidth of the network or of the GPUs' link, whichever is lower.
+bandwidth of the network or of the GPUs' link, whichever is lower. If each host has one GPU, only
+the network counts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -286,7 +287,11 @@ def plan_gpus(
         for number in numbers
         for row in _plan_number(
             partial(
-                _plan_rank, task, configs, partial(estimate_of, network_gb_s=network_gb_s), say
+                _plan_rank,
+                task,
+                configs,
+                partial(estimate_of, hosts=number_of_hosts, network_gb_s=network_gb_s),
+                say,
             ),
             list(_parallelisms(number, number_of_hosts, sharding_pins, expert_parallel)),
             sharding_pins,
@@ -294,7 +299,7 @@ def plan_gpus(
     ]
 
     fitting = [row for row in rows if row.state == FITS and row.hours is not None]
-    by_rule = any(row.step and task.is_link_by_rule(row.parallelism) for row in rows)
+    by_rule = task.device.link_by_rule and any(row.uses_link_of_catalogue(task) for row in rows)
     one_gpu = next((row for row in fitting if row.num_gpus == 1), None)
     unchecked = any(
         row.estimate and is_unchecked(row.estimate.config, row.parallelism, row.estimate.memory)
@@ -303,6 +308,7 @@ def plan_gpus(
 
     return GpuPlan(
         task=task,
+        network_gb_s=next(filter(None, hosts.values()), None),
         limit_gib=limit_gib,
         rows=with_efficiency(rows, one_gpu),
         how_sure=DIVIDED_EXPERTS
@@ -310,7 +316,7 @@ def plan_gpus(
         else accuracy_text(
             task,
             counted=configs is None,
-            num_gpus=max(numbers),
+            num_gpus=max(row.num_gpus for row in rows),
             link_by_rule=by_rule,
             unchecked=unchecked,
         ),

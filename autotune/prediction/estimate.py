@@ -24,6 +24,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_usd, gib
 from autotune.core.untested import untested
 from autotune.prediction.collectives import (
+    SLOWEST_LINK,
     RankStepTime,
     Traffic,
     add_gradient_all_reduce,
@@ -417,6 +418,7 @@ def estimate(
     observations: Sequence[Observation] = (),
     *,
     parallelism: Parallelism | None = None,
+    hosts: int = 1,
     network_gb_s: float | None = None,
     host: Host | None = None,
     count: Counter | None = None,
@@ -434,6 +436,7 @@ def estimate(
         limit_gib: the memory of a GPU for tensors.
         observations: speeds that others measured on the device.
         parallelism: replaces the parallelism in the configuration.
+        hosts: the number of hosts that share the GPUs evenly.
         network_gb_s: the bandwidth between the hosts.
         host: the speed of the host; by default, the calibrated host, or an unknown host without a
             calibration.
@@ -495,6 +498,7 @@ def estimate(
         single,
         shape,
         parallelism,
+        hosts,
         network_gb_s,
         num_steps,
         settings=settings,
@@ -595,6 +599,7 @@ def _with_speed(
     single: StepTimeEstimate,
     shape: RunShape,
     parallelism: Parallelism,
+    hosts: int,
     network_gb_s: float | None,
     num_steps: int | None,
     *,
@@ -624,7 +629,7 @@ def _with_speed(
         )
 
     of_traffic = partial(_traffic_of, task, config, count, shape.probe_micro_steps)
-    link = _link(task, of_traffic, replace(parallelism, offload=False), network_gb_s)
+    link = _link(task, of_traffic, replace(parallelism, offload=False), hosts, network_gb_s)
     if link is None:
         return estimated
     sent, link_gb_s, slowest = link
@@ -664,6 +669,7 @@ def _link(
     task: Task,
     traffic_of: Callable[[Parallelism], Traffic | None],
     parallelism: Parallelism,
+    hosts: int,
     network_gb_s: float | None,
 ) -> tuple[Traffic, float, float] | None:
     """Return a rank's traffic, the GB/s of its link, and how many times slower the link may be.
@@ -676,6 +682,8 @@ def _link(
         link_gb_s = task.link_gb_s(parallelism)
         slowest = slowest_link(task, parallelism)
         return None if sent is None or link_gb_s is None else (sent, link_gb_s, slowest)
+    if sent is not None and parallelism.num_gpus == hosts:
+        return sent, network_gb_s, SLOWEST_LINK  # no two GPUs share a host
     if sent is None or link_gb_s is None:
         return None
 

@@ -12,6 +12,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_hours, fmt_usd
 from autotune.prediction.collectives import RankStepTime
 from autotune.prediction.estimate import Estimate, FittingChange
+from autotune.problem.gpu_counts import REACHED
 from autotune.problem.run_cost import FITS
 from autotune.problem.task import Task
 
@@ -93,6 +94,13 @@ class RankPlan:
         low, high = self.estimate.interval
         return self.num_gpus * low, self.num_gpus * high
 
+    def uses_link_of_catalogue(self, task: Task) -> bool:
+        """Return whether the speed follows from the catalogue's link between the GPUs of a host."""
+        if self.step is None or self.num_gpus == self.hosts:
+            return False
+        # A calibration measures only the GPUs of one host.
+        return self.hosts > 1 or task.calibrated_link_gb_s(self.parallelism) is None
+
     @property
     def hours(self) -> float | None:
         """The hours of the full run."""
@@ -114,7 +122,8 @@ class GpuPlan(ShownAsTable):
     """The plans of one run for several numbers of GPUs, and a deadline in hours if there is one.
 
     `how_sure` says in words how the numbers were obtained. Each GPU offers `limit_gib` for tensors.
-    The CUDA context of a process takes another `context_gib`. `left_out` names the values that were
+    The CUDA context of a process takes another `context_gib`. Collectives reach `network_gb_s`
+    between the hosts; it is None if every row has one host. `left_out` names the values that were
     removed from the search space, and the reasons. `change` is the first change of the options with
     which one of the numbers surely fits, or None if one fits, or if no such change is known.
     """
@@ -126,7 +135,7 @@ class GpuPlan(ShownAsTable):
         price="task.price",
         link_gb_s="task.device.link_gb_s",
     ) | keys(
-        *("limit_gib", "how_sure", "rows", "change", "within_hours"),
+        *("network_gb_s", "limit_gib", "how_sure", "rows", "change", "within_hours"),
         cheapest=View("cheapest", CHOICE),
         fastest=View("fastest", CHOICE),
         cheapest_within=View("cheapest_within", CHOICE),
@@ -137,6 +146,7 @@ class GpuPlan(ShownAsTable):
     rows: tuple[RankPlan, ...]
     how_sure: str
     context_gib: float
+    network_gb_s: float | None = None
     within_hours: float | None = None
     left_out: tuple[str, ...] = ()
     change: FittingChange | None = None
@@ -178,16 +188,21 @@ class GpuPlan(ShownAsTable):
     @property
     def needs_link(self) -> bool:
         """Whether some rows have no speed because the interconnect bandwidth is unknown."""
-        several = any(row.num_gpus > 1 and row.estimate and not row.step for row in self.rows)
+        several = any(
+            row.num_gpus > row.hosts and row.estimate and not row.step for row in self.rows
+        )
         return several and self.task.device.link_gb_s is None
 
     @property
-    def link_text(self) -> str | None:
-        """The link between the GPUs in words, or None if no row needs the catalogue's link."""
-        several = [row.parallelism for row in self.rows if row.num_gpus > 1 and row.step]
-        if any(self.task.calibrated_link_gb_s(parallelism) is None for parallelism in several):
-            return self.task.device.link_text
-        return None
+    def links(self) -> dict[str, str]:
+        """The bandwidth of each link that speeds follow from, in words, by the link's ends."""
+        links: dict[str, str] = {}
+        text = self.task.device.link_text
+        if text and any(row.uses_link_of_catalogue(self.task) for row in self.rows):
+            links["the GPUs" if self.network_gb_s is None else "the GPUs of a host"] = text
+        if self.network_gb_s is not None and any(row.hosts > 1 and row.step for row in self.rows):
+            links["the hosts"] = f"{self.network_gb_s:,.4g} GB/s, {REACHED:g} of the nominal rate"
+        return links
 
     @property
     def fastest(self) -> RankPlan | None:

@@ -147,16 +147,17 @@ def test_without_a_link_there_is_no_speed_for_several() -> None:
     assert row(made, 2, "ddp").state == FITS and row(made, 2, "ddp").estimate is not None
     assert row(made, 2, "ddp").estimate.config.compile == "per_layer"  # type: ignore[union-attr]
     assert made.fastest == row(made, 1, "none")
-    assert made.needs_link and made.link_text is None
+    assert made.needs_link and made.links == {}
 
 
 def test_a_link_by_rule_gives_a_speed_with_a_wider_interval() -> None:
     made = planned(gpu="rtx-4090", model="qwen2.5-1.5b")
     both = row(made, 2, "fsdp2")
     assert both.step is not None and not made.needs_link
-    assert made.link_text == (
-        "about 15 GB/s over PCIe 4.0 x16 (no peer access), from the data sheet, not measured"
-    )
+    assert made.links == {
+        "the GPUs": "about 15 GB/s over PCIe 4.0 x16 (no peer access), from the data sheet,"
+        " not measured"
+    }
     assert "The bandwidth between the GPUs is from the data sheet, not measured" in made.how_sure
 
     device = replace(resolve_device("rtx-4090"), link_by_rule=False)
@@ -165,7 +166,7 @@ def test_a_link_by_rule_gives_a_speed_with_a_wider_interval() -> None:
     assert same is not None and same.step_s == both.step.step_s
     assert same.interval_s[0] == both.step.interval_s[0]
     assert same.interval_s[1] < both.step.interval_s[1]
-    assert "GPUs is from the data sheet" not in measured.how_sure + str(measured.link_text)
+    assert "GPUs is from the data sheet" not in measured.how_sure + str(measured.links)
 
 
 def test_more_gpus_with_links_between_each_pair_exchange_more() -> None:
@@ -309,6 +310,40 @@ def test_hosts_are_as_fast_as_what_links_them() -> None:
     # any number of them
     assert all(one["tokens_per_s"] for one in data["rows"] if one["strategy"] == "fsdp2")
     assert data["fastest"]["hosts"] == 16
+
+
+NETWORK = "11.25 GB/s, 0.9 of the nominal rate"
+NVLINK = "370 GB/s over NVLink 4 x18"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "nodes", "links"),
+    [
+        ("h100", [1, 2], None, {"the GPUs": NVLINK}),
+        ("h100", 1, [1, 2], {"the hosts": NETWORK}),
+        ("h100", [1, 2], 2, {"the GPUs of a host": NVLINK, "the hosts": NETWORK}),
+        ("rtx-4090", 1, 2, {"the hosts": NETWORK}),
+        (OWN, 1, 2, {"the hosts": NETWORK}),
+        ("dgx-spark", 1, 2, {"the hosts": NETWORK}),
+    ],
+)
+def test_only_the_links_in_use_are_named(gpu: str, gpus: Any, nodes: Any, links: Any) -> None:
+    spec = StudySpec(model="qwen2.5-1.5b", gpu=gpu)
+    made = plan_spec(spec, gpus, nodes=nodes, network=nodes and "ethernet-100")
+    assert made.links == links and not made.needs_link
+    # the data sheet's link says nothing about a network
+    assert "between the GPUs is from the data sheet" not in made.how_sure
+    assert "The speed on several GPUs comes from formulas" in made.how_sure
+    assert all(row.tokens_per_s for row in made.rows if row.parallelism.strategy == "ddp")
+
+
+def test_gpus_of_their_own_hosts_exchange_as_fast_as_the_network() -> None:
+    spec = StudySpec(model="qwen2.5-1.5b", gpu="rtx-4090")  # its link has 15 GB/s
+    slow, fast = (
+        row(plan_spec(spec, 1, nodes=2, network=rate), 2, "ddp").step for rate in (12.5, 400.0)
+    )
+    assert slow is not None and fast is not None
+    assert slow.communication_s == pytest.approx(fast.communication_s * 400 / 12.5)
 
 
 def test_what_is_asked_of_fsdp2_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
