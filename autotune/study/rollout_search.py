@@ -16,6 +16,7 @@ from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult,
 from autotune.core.rollout_types import TRANSFORMERS, EngineMeasurement
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.rollout_step import (
+    OF_UPDATE,
     RolloutStep,
     compose,
     compose_apart,
@@ -242,7 +243,8 @@ class RolloutSearch:
             )
             if self.task.rollouts.prompt_tokens + breaks_at < self.task.mean_length:
                 return layout
-            return replace(layout, state=TOO_LONG, breaks_at=breaks_at)
+            largest = self.task.rollouts.completion_tokens  # did not fit
+            return replace(layout, state=TOO_LONG, breaks_at=min(breaks_at, largest))
 
         task, step = self.task, self._step(trained, sleeps=sleeps)
         between_gib = result.measurement.between_gib
@@ -352,14 +354,19 @@ def breaking_length(
 ) -> int:
     """The length of completions from which the layout runs out of memory; 0 if there is none.
 
-    Above the memory of weights and optimizer, the memory of an update grows with the length and
-    with the rows of a micro batch. `rows` is another number of rows than the training's.
+    Above the memory of weights, gradients and optimizer, the memory of an update grows with the
+    length and with the rows of a micro batch. `rows` is another number of rows than the training's.
     """
     measured = trained.result.measurement
     assert measured is not None
-    state_gib = measured.model_gib + measured.adapters_gib + measured.optimizer_gib
-    phase, peak_gib = step.peak
-    in_update = measured.phase_reserved_gib.get(phase, measured.peak_reserved_gib)
+    state_gib = (
+        measured.model_gib
+        + measured.adapters_gib
+        + measured.gradients_gib
+        + measured.optimizer_gib
+    )
+    # An engine that stays awake may peak in the generation, beside the memory of the update.
+    in_update = max(measured.phase_reserved_gib.get(phase, 0.0) for phase in OF_UPDATE)
     row_length = measured.row_length or task.rollouts.longest
     if trained.ran_out_in is not None and trained.config.packing:
         row_length = task.mean_length
@@ -368,5 +375,6 @@ def breaking_length(
         per_token *= rows / trained.config.micro_batch_size
     if per_token <= 0:
         return 0
+    _, peak_gib = step.peak
     room_gib = task.limit_gib - (peak_gib - in_update) - state_gib
     return max(math.floor(room_gib / per_token) - task.rollouts.prompt_tokens, 0)

@@ -102,7 +102,7 @@ def measured(micro_s: float, update_gib: float, row_length: int) -> Measurement:
         model_gib=8.0,
         adapters_gib=0.5,
         gradients_gib=0.2,
-        optimizer_gib=0.5,
+        optimizer_gib=0.3,
         peak_allocated_gib=update_gib,
         peak_reserved_gib=update_gib,
         limit_gib=70.0,
@@ -112,7 +112,11 @@ def measured(micro_s: float, update_gib: float, row_length: int) -> Measurement:
         trainable_params=1,
         total_params=2,
         row_length=row_length,
-        phase_reserved_gib={Phase.LOG_PROBS: 10.0, Phase.BACKWARD: update_gib},
+        phase_reserved_gib={
+            Phase.ROLLOUT: 9.0,
+            Phase.LOG_PROBS: 10.0,
+            Phase.BACKWARD: update_gib,
+        },
         between_gib=(9.0, 9.0),
         merge_s=0.1,
     )
@@ -175,6 +179,18 @@ def test_a_layout_that_fits_only_usual_lengths_says_where_it_breaks() -> None:
     tokens = (256 + long.breaks_at) * long.config.micro_batch_size
     assert 1 + 1 + 9 + 20 * tokens / 1000 == pytest.approx(76.0, abs=1.5)
     assert long.prompts_per_s is None
+
+
+def test_an_awake_engine_breaks_at_shorter_completions_than_one_that_sleeps() -> None:
+    """Its generation has the largest peak of the step, beside the memory of the update."""
+    awake = replace(ENGINE, awake_gib=(20.0,), peak_gib={"rollout": 21.0})
+    card = Card(per_thousand={"none": 10.0, "full": 90.0})
+    layouts = run(card, awake, completions=Lengths.constant(600))
+    four = [one for one in layouts if one.config.micro_batch_size == 4]
+    breaks = {one.sleeps: one.breaks_at for one in four if one.state == TOO_LONG}
+    for sleeps, engine_gib in ((False, 21), (True, 1)):
+        tokens = 4 * (256 + (breaks[sleeps] or 0))
+        assert 1 + engine_gib + 9 + 10 * tokens / 1000 == pytest.approx(76.0, abs=0.1)
 
 
 def test_what_never_fits_names_its_phase() -> None:
