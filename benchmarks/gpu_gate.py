@@ -6,7 +6,8 @@ while time remains. The exit code is 1 if the new commit loses more than 3 % of 
 more than 0.5 % more memory, and 0 otherwise. A commit is a name of git or a folder with the
 package.
 
-`--plant` adds a slowdown or more memory to the new commit's training, to check the gate itself.
+`--plant` adds a slowdown or more memory to the new commit's training, to check the gate itself, and
+stores a result of its own.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,8 @@ def run_side(folder: Path, parts: tuple[str, ...], device: str) -> Iterator[dict
 def run_gate(args: argparse.Namespace) -> None:
     """Measure both commits alternately, and exit with 1 if the new one is slower or needs more."""
     began = time.monotonic()
+    if args.plant:
+        args.mode = replace(args.mode, result=f"{args.mode.result}_{args.plant}")
     rows = Rows(args.mode.result, args.out, None)
     with tempfile.TemporaryDirectory(prefix="gate-") as temporary:
         folders = {OLD: Path(temporary) / OLD, NEW: Path(temporary) / NEW}
@@ -141,7 +145,7 @@ def run_gate(args: argparse.Namespace) -> None:
 
     beside = {"old": args.old, "new": args.new, "planted": args.plant}
     beside["seconds"] = time.monotonic() - began
-    finish(args, None, rows.all, (), **beside)
+    finish(args, rows.fingerprint, rows.plain, (), **beside)
     if not args.mode.summarize(rows.all)["passes"]:
         raise SystemExit(1)
 

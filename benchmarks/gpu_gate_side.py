@@ -21,6 +21,7 @@ from exported import RunFailed, run_export, run_settings, write_export
 
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import Outcome, ProbeRequest
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 
@@ -109,7 +110,7 @@ def probe_all(device: str) -> Iterator[dict[str, Any]]:
                 "name": name,
                 "speed": config.tokens / statistics.median(found.micro_step_s),
                 "memory_gib": found.peak_allocated_gib,
-                "fingerprint_device": prober.fingerprint.device,
+                "fingerprint": to_data(prober.fingerprint),
             }
 
 

@@ -360,10 +360,7 @@ def breaking_length(
     measured = trained.result.measurement
     assert measured is not None
     state_gib = (
-        measured.model_gib
-        + measured.adapters_gib
-        + measured.gradients_gib
-        + measured.optimizer_gib
+        measured.model_gib + measured.adapters_gib + measured.gradients_gib + measured.optimizer_gib
     )
     # An engine that stays awake may peak in the generation, beside the memory of the update.
     in_update = max(measured.phase_reserved_gib.get(phase, 0.0) for phase in OF_UPDATE)

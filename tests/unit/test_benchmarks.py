@@ -33,7 +33,10 @@ RESULTS = {
     for path in sorted((BENCHMARKS / "results").glob("*.json"))
 }
 # What a summary holds that no row tells.
+PLANTED = {"old", "new", "planted", "seconds"}
 BESIDE_ROWS = {
+    "gpu_gate_memory": PLANTED,
+    "gpu_gate_slowdown": PLANTED,
     "cap": {"cap_gib"},
     "cap22": {"study_tokens_per_s"},
     "chat_training": {"rows", "held_out"},
@@ -748,6 +751,9 @@ SAID = [
         "**{agree} of {reports} agree**: {reports} public reports about the memory",
     ),
     ("rollout_reports", "on one GPU, from {sources} sources"),
+    ("rollouts", "**{phase_error_max:.1%} worst for memory, {step_error_max:.1%} for time**"),
+    ("rollouts", "{ooms} runs ran out of memory"),
+    ("rollouts", "**{over_defaults:.1f} times**: speed of the best layout for GRPO"),
     ("rollout_reports", "It says of {dangerous} runs that failed that they fit"),
     ("fuzz", "**{faults} faults**: {tried:,} mutated datasets and files of other tools"),
     ("lost_text", "In {tried:,} random conversations with 72 chat templates"),
@@ -817,7 +823,6 @@ def rounded(value: Any) -> Any:
 UNMEASURED = {
     "day_zero_fast",
     "gpu_gate",
-    "rollouts",
 }  # results whose first measurement is still to be made
 
 
