@@ -57,6 +57,7 @@ EXPERTS_BY_VERSION = "experts_by_version"  # the note about adapters on LLaMA-Fa
 # The values of accelerate's distributed_type that are read. MULTI_GPU is DDP.
 _ACCELERATE_KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 TOOLS = ("trl", "axolotl", "llamafactory")
+_WITHOUT_VALUE: tuple[Any, ...] = (None, False, "", [], {})
 _TRAINING = "pass the YAML file of a training by TRL, Axolotl or LLaMA-Factory"
 
 
@@ -213,7 +214,8 @@ def read_file(path: Path, objective: str | None = None) -> ForeignConfig:
         values |= _accelerate_settings(path, values)
         values |= _deepspeed_settings(path, values.get("deepspeed"))
         ignored = "; ".join(filter(None, (ignored, unknown, _unknown_fsdp_keys(values))))
-        return replace(parse(values, tool), ignored=ignored)
+        run = parse(values, tool)
+        return replace(run, ignored="; ".join(filter(None, (ignored, *_unread_keys(run)))))
     except Refused as refusal:
         raise locate_refusal(path, refusal, ignored) from None
 
@@ -267,6 +269,26 @@ def _unknown_keys(values: dict[str, Any], tool: str) -> str:
         f"{title} has no such key, and refuses the file{near}{others}",
         "correct the key, or remove it for this check if only a newer version has it",
     )
+
+
+def _unread_keys(run: ForeignConfig) -> Iterator[str]:
+    """Yield sentences about keys that the tool knows, but that the estimate does not read."""
+    if run.tool == SWIFT:  # `swift_as_trl` names them
+        return
+    tables = load_data("autotune.planning", "unread_keys")
+    given = [key for key, value in run.values.items() if value not in _WITHOUT_VALUE]
+    owners = tables["of_objective"] if run.tool == "trl" else {}
+    others = set(chain.from_iterable(owners.values())) - set(owners.get(run.objective, ()))
+    if misplaced := [key for key in given if key in others]:
+        yield f"not read, because TRL's trainer for {run.objective} has no such key: " + ", ".join(
+            misplaced
+        )
+    uncounted = [key for key in given if key in tables["not_counted"] and key not in others]
+    settings = run.values.get("accelerator_config")
+    if isinstance(settings, dict) and settings.get("split_batches"):
+        uncounted.append("accelerator_config.split_batches")
+    if uncounted:
+        yield f"not counted: {', '.join(sorted(uncounted))}"
 
 
 def _unknown_fsdp_keys(values: dict[str, Any]) -> str:

@@ -239,8 +239,11 @@ class _Training:
         kinds = (*CONFIGS, "LoraConfig", _QUANTIZATION)
         for node, value in self.program.stores().items():
             made = self.program.resolve(node.value)
-            matters = node.attr not in table("program")["without_effect"]
-            if not matters or not isinstance(made, ast.Call) or name_of(made.func) not in kinds:
+            if (
+                self._is_harmless(node.attr)
+                or not isinstance(made, ast.Call)
+                or name_of(made.func) not in kinds
+            ):
                 continue
             if value is None:
                 raise self.program.error(
@@ -267,6 +270,7 @@ class _Training:
             # The other fields are the program's own, and do not reach the trainer.
             keys = load_data("autotune.planning", "known_keys")["trl"]["keys"]
             given = {key: value for key, value in given.items() if key in keys or key not in own}
+        given = {key: value for key, value in given.items() if not self._is_harmless(key)}
         if kind in PLAIN_CONFIGS:  # TRL keeps the defaults of transformers
             self.values |= {"gradient_checkpointing": False, "bf16": False}
         self._read_keys(given, {name: name for name in given})
@@ -508,6 +512,12 @@ class _Training:
         except UNKNOWN:
             return ""
         return "" if found is None else str(found)
+
+    @staticmethod
+    def _is_harmless(name: str) -> bool:
+        """Return whether an argument of a trainer's configuration changes nothing that is read."""
+        of_arguments = load_data("autotune.planning", "unread_keys")["without_influence"]["trl"]
+        return name in of_arguments or name in table("program")["without_effect"]
 
     @staticmethod
     def _keys(part: str) -> dict[str, str]:
