@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from autotune.core.objective import Objective
 from autotune.core.units import fmt_gib, fmt_usd
+from autotune.export.keys import TOOLS
 from autotune.problem.run_cost import FITS
 from autotune.report.answers import check_answer, duration_lines, phases_text
-from autotune.report.values.check import FP32_BASE, VERDICTS, CheckedRun, CheckReport, Edits, Faster
+from autotune.report.values.check import VERDICTS, CheckedRun, CheckReport, Edits, Faster
 
 MORE = (
     "All numbers are estimated. --details shows their accuracy, each single change, and minor "
@@ -83,29 +84,15 @@ def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
 def _faster_text(report: CheckReport, faster: Faster) -> str:
     """Return the line that proposes a faster configuration."""
     runnable = report.runnable or report.checked
-    new = faster.config
-    old = runnable.run.config
-    full_rows = report.workload.lengths.source == "assumed"
-
-    names = ["micro_batch_size", "checkpointing", "compile", "loss", "kernels"]
-    if not full_rows:
-        names.append("packing")
-    if "eager" in (new.attention, old.attention):
-        names.append("attention")
-
-    pairs = [(name, getattr(new, name), getattr(old, name)) for name in names]
-    changes = [
-        f"{name} {value} instead of {before}" for name, value, before in pairs if value != before
-    ]
-    if FP32_BASE in runnable.run.notes:
-        part = "the base" if new.quantization == "none" else "the unquantised weights of the base"
-        changes.append(f"{part} in bfloat16")
+    tool = TOOLS.get(runnable.run.tool, runnable.run.tool)
+    own = f"{', '.join(faster.own)} (autotune's word; {tool} has no key)" if faster.own else ""
+    changes = ", ".join(filter(None, (edits_text(faster.edits), own))) or "settings of autotune"
 
     usd = runnable.estimate.cost.full_run_usd if runnable.estimate.cost else None
     cost = f", {fmt_usd(usd / faster.times)} instead of {fmt_usd(usd)}" if usd else ""
-    rows = " on full sequences" if full_rows else ""
+    rows = " on full sequences" if report.workload.lengths.source == "assumed" else ""
     times = f"{faster.times:.1f} times as fast{rows}{cost}"
-    return f"{times}, estimated: {', '.join(changes)}; to measure it: {faster.command}"
+    return f"{times}, estimated: {changes}; to measure it: {faster.command}"
 
 
 def edits_text(edits: Edits) -> str:

@@ -294,7 +294,7 @@ def inexpressible_knobs(tool: str, recipe: Recipe) -> list[str]:
         # for TRL's file.
         if tool == recipe.trainer == "trl" and knob not in ("checkpointing", "compile"):
             continue
-        if reason := _gap(tool, knob, value, values):
+        if reason := gap(tool, knob, value, values):
             gaps_of_tool.append(f"{knob}{_shown_value(value)}: {reason.format_map(values)}")
     return gaps_of_tool
 
@@ -305,7 +305,11 @@ def _shown_value(value: Any) -> str:
     return " false" if value is False else f" {value}"
 
 
-def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
+def gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
+    """Return the reason why a tool cannot express the value of a knob, or "" if it can.
+
+    `values` are the values that the conditions of the table use, as `settings` returns them.
+    """
     if knob in gaps():
         entries = (
             entry

@@ -29,6 +29,8 @@ MIN_LENGTH = 256  # the shortest sequence length that the search tries, in token
 # Keys whose value is a mapping of further keys. If such a mapping contains a key that is to be
 # changed, the key is changed there, not at the file's top level.
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")
+LIGER = "axolotl.integrations.liger.LigerPlugin"
+LIGER_LAYERS = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # The rank of a change says how much it alters the training's result. In ascending order:
 # - SAME_RESULT leaves the result as it is.
@@ -70,7 +72,7 @@ def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
     # Changes for every method
     if FP32_BASE in run.notes:
         yield SAME_RESULT, {"dtype": "bfloat16"}
-    fused = _fused_loss(values) if tool == "axolotl" else table.get("loss")
+    fused = fused_loss(values) if tool == "axolotl" else table.get("loss")
     if run.tool == TRANSFORMERS:
         fused = {"use_liger_kernel": True}
     if config.loss == "full" and fused:
@@ -125,25 +127,40 @@ def _smaller_evaluation(run: ForeignConfig) -> int | None:
     return size if (evaluation.rows or run.config.micro_batch_size) > size else None
 
 
-def _fused_loss(values: dict[str, Any]) -> Edits:
-    """Return the edits that make Axolotl fuse the loss with the output head in one kernel.
+def fused_loss(values: dict[str, Any], *, fuses: bool = True) -> Edits:
+    """Return the edits that make Axolotl fuse the loss with the output head, or no longer do so.
 
     If the file lists Liger's plugin, the edits switch on Liger's fused loss, otherwise Cut Cross
     Entropy.
     """
-    plugins = values.get("plugins") or []
-    plugins = (
-        [name.strip() for name in plugins.split(",")] if isinstance(plugins, str) else list(plugins)
-    )
+    plugins = _plugins(values)
+    cuts = any("cut_cross_entropy" in name.lower() for name in plugins)
+    if not fuses:
+        both = {"liger_fused_linear_cross_entropy": False, "cut_cross_entropy": False}
+        return {key: off for key, off in both.items() if values.get(key) or ("cut" in key and cuts)}
 
-    if any("liger" in str(name).lower() for name in plugins):
+    if any("liger" in name.lower() for name in plugins):
         return _switch_off(
             {"liger_fused_linear_cross_entropy": True}, values, "liger_cross_entropy"
         )
+    added = [] if cuts else [CUT_CROSS_ENTROPY]
+    return {"plugins": plugins + added, "cut_cross_entropy": True}
 
-    if not any("cut_cross_entropy" in str(name).lower() for name in plugins):
-        plugins.append(CUT_CROSS_ENTROPY)
-    return {"plugins": plugins, "cut_cross_entropy": True}
+
+def liger_layers(values: dict[str, Any], *, on: bool) -> Edits:
+    """Return the edits that switch Liger's kernels for layers on or off in a file of Axolotl."""
+    plugins = _plugins(values)
+    layers = dict.fromkeys(LIGER_LAYERS, on)
+    if not on:
+        return {key: False for key in layers if values.get(key)}
+    has_plugin = any("liger" in name.lower() for name in plugins)
+    return ({} if has_plugin else {"plugins": [*plugins, LIGER]}) | layers
+
+
+def _plugins(values: dict[str, Any]) -> list[str]:
+    plugins = values.get("plugins") or []
+    names = plugins.split(",") if isinstance(plugins, str) else plugins
+    return [str(name).strip() for name in names]
 
 
 def _switch_off(edits: Edits, values: dict[str, Any], key: str) -> Edits:

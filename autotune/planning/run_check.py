@@ -44,6 +44,7 @@ from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
 from autotune.planning.rollout_checks import engine_notes, refuse_engine, with_prompts
 from autotune.planning.run_estimate import CheckContext, bounds_of, check_run, phases_of
+from autotune.planning.tool_words import changes_to
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.transfer import calibrated_parts
@@ -411,7 +412,15 @@ def _find_faster(
     times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
     if best is None or times < MIN_SPEEDUP:
         return None
-    return Faster(config=best.config, times=times, command=_run_command(spec, run, workload, batch))
+    accumulation = workload_for_plan.accumulation(best.config)
+    changes = changes_to(run, best.config, accumulation, packing=lengths_known)
+    return Faster(
+        config=best.config,
+        times=times,
+        command=_run_command(spec, run, workload, batch),
+        edits=changes.edits,
+        own=changes.own,
+    )
 
 
 def _run_command(spec: StudySpec, run: ForeignConfig, workload: Workload, global_batch: int) -> str:

@@ -197,12 +197,15 @@ class Faster:
     """A faster configuration with the same training result.
 
     `times` is the faster configuration's speed divided by the run's speed. `command` is the shell
-    command that measures the configuration.
+    command that measures the configuration. `edits` are the changes of the file, in the keys of its
+    tool. `own` has phrases in autotune's words for settings that the tool cannot express.
     """
 
     config: TrainConfig
     times: float
     command: str
+    edits: Edits
+    own: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -504,6 +504,7 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
         " optimizer=adamw_torch_fused"
     )
     assert f"to measure it: {found.faster.command}" in printed(found)
+    assert "estimated: disable_gradient_checkpointing: true" in printed(found)
     full = answer(changed(FACTORY_FULL, pure_bf16=True, optim="adamw_bnb_8bit"), "h100-sxm").faster
     assert (
         full is not None
@@ -1052,7 +1053,8 @@ def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     assert data["bounds_gib"] == [data["peak_reserved_gib"]] * 2 and data["accumulation"] == 8
     assert data["config"]["lora_rank"] == 8 and data["faster"] is None
     faster = alone["faster"]  # only a run on one GPU is compared with the fastest configuration
-    assert set(faster) == {"config", "times", "command"} and faster["times"] >= 1.05
+    assert set(faster) == {"config", "times", "command", "edits", "own"}
+    assert faster["times"] >= 1.05 and (faster["edits"] or faster["own"])
     assert faster["config"]["lora_rank"] == 8
     assert json.dumps(data) and isinstance(data["notes"], list)
 
