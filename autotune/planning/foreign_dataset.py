@@ -1,6 +1,7 @@
 """Finds the dataset file that another tool's file names, if this machine has it."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from os.path import expanduser
 from pathlib import Path
@@ -13,6 +14,7 @@ from autotune.report.values.check import ForeignConfig
 _KEYS = ("datasets", "pretraining_dataset", "dataset_name", "dataset")
 # Values of `path` that name a format of the files in `data_files`
 _FORMATS = ("json", "parquet", "arrow", "csv", "text")
+_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")
 
 
 def local_dataset(file: Path, run: ForeignConfig) -> Path | None:
@@ -20,11 +22,38 @@ def local_dataset(file: Path, run: ForeignConfig) -> Path | None:
 
     The file is looked up beside the run's file, then in the current directory.
     """
+    found = [_find(file, name) for name in _file_names(file, run)]
+    return found[0] if len(found) == 1 else None
+
+
+def absent_dataset(file: Path, run: ForeignConfig) -> str:
+    """Return a sentence about the files of examples that a run names but this machine lacks, or "".
+
+    A name counts as a file if it has a file's ending, or begins as a path does.
+    """
+    names = [name for name in _file_names(file, run) if _is_file_name(name)]
+    absent = [name for name in names if _find(file, name) is None]
+    if not absent:
+        return ""
+    folders = {str(folder.absolute()): None for folder in (file.parent, Path())}
+    where = "" if all(map(os.path.isabs, absent)) else f" in {' or in '.join(folders)}"
+    return (
+        f"{file.name} names examples that were not found: {', '.join(absent)}{where}. Pass them "
+        "with --dataset, or check the run on the machine that has them."
+    )
+
+
+def _file_names(file: Path, run: ForeignConfig) -> list[str]:
+    """Return the names of a run's datasets; LLaMA-Factory's are those of the registered files."""
     names = list(_names(run.values))
     if run.format == "llamafactory":
         names = list(_registered(file, run.values, names))
-    found = [_find(file, name) for name in names]
-    return found[0] if len(found) == 1 else None
+    return names
+
+
+def _is_file_name(name: str) -> bool:
+    is_path = name.startswith(("./", "../", "/", "~"))
+    return "://" not in name and (is_path or Path(name).suffix.lower() in _ENDINGS)
 
 
 def _names(values: Mapping[str, Any]) -> Iterator[str]:

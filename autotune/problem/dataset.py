@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog.models import reach_hub
-from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
+from autotune.core.errors import EnvironmentProblem, StorageError, UsageError, did_you_mean
 from autotune.core.files import refuse_special_files
 from autotune.core.images import Picture
 from autotune.core.installed import missing
@@ -44,9 +44,11 @@ from autotune.trainer.forms import (
 )
 from autotune.trainer.forms import COLUMNS as FORM_COLUMNS
 from autotune.trainer.reading import (
+    READERS,
     BadDataset,
     BrokenLine,
     Located,
+    MissingFile,
     find_files,
     is_on_hub,
     read_rows,
@@ -233,6 +235,8 @@ def dataset_errors() -> Iterator[None]:
         remedy = f"give a file or folder of examples with {FORMS}, in UTF-8"
         if isinstance(error, BrokenLine):
             remedy = "correct this line, or remove it"
+        if isinstance(error, MissingFile):
+            remedy = _where_to_look(error.path)
         raise UsageError(f"--dataset: {error}", remedy=remedy) from None
     except CannotKeep as error:
         raise StorageError(
@@ -242,6 +246,18 @@ def dataset_errors() -> Iterator[None]:
         raise missing(error, "counting tokens") or EnvironmentProblem(
             f"--dataset: {error}", remedy="or give a file of JSON lines, or --lengths FILE"
         ) from None
+
+
+def _where_to_look(path: Path) -> str:
+    """Return a remedy for a path without a file: where it starts, and what is there instead."""
+    start = "" if path.is_absolute() else f"the path starts at {Path.cwd()}; "
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{start}there is no folder {folder}: correct the path, or create the file"
+    names = sorted(one.name for one in folder.iterdir() if one.suffix.lower() in READERS)
+    near = did_you_mean(path.name, names)
+    others = f", such as {', '.join(names[:3])}" if names and not near else ""
+    return f"{start}correct the name{near or others}"
 
 
 def _lengths_for(

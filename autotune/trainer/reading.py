@@ -31,6 +31,14 @@ class BadDataset(ValueError):
     """
 
 
+class MissingFile(BadDataset):
+    """Raised for a file that does not exist."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"there is no file {path}")
+        self.path = path
+
+
 class BrokenLine(BadDataset):
     """Raised for a line that is no text or no JSON object, so that nothing can be read from it."""
 
@@ -98,7 +106,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         raise BadDataset(f"{path} has no file of {', '.join(READERS)}{suffix}")
     for file in chosen:
         if not file.is_file():  # the file may be a broken link or a pipe
-            raise BadDataset(f"there is no file {file}")
+            raise MissingFile(file)
     return chosen
 
 
@@ -110,7 +118,7 @@ def is_on_hub(path: Path) -> bool:
 def _check_file(path: Path, split: str | None) -> Path:
     """Return `path` if it is a file of a known format; otherwise raise BadDataset."""
     if not path.is_file():
-        raise BadDataset(f"there is no file {path}")
+        raise MissingFile(path)
     if path.suffix.lower() not in READERS:
         raise BadDataset(f"the format of {path.name} is none of {', '.join(READERS)}")
     if split:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.planning.foreign_config import parse
-from autotune.planning.foreign_dataset import local_dataset
+from autotune.planning.foreign_dataset import absent_dataset, local_dataset
 
 NEEDED: dict[str, dict[str, Any]] = {
     "trl": {"model_name_or_path": "m"},
@@ -46,6 +46,31 @@ def test_the_only_file_beside_the_runs_own_is_found(
     run = parse(NEEDED[tool] | keys, tool)
     expected = None if found is None else tmp_path / found
     assert local_dataset(tmp_path / "run.yaml", run) == expected
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "absent"),
+    [
+        ("trl", {"dataset_name": "absent.jsonl"}, "absent.jsonl"),
+        ("trl", {"dataset_name": "there.jsonl"}, ""),
+        ("trl", {"dataset_name": "org/name"}, ""),
+        ("trl", {"datasets": [{"path": "json", "data_files": "https://a.b/c.json"}]}, ""),
+        ("axolotl", {"datasets": [{"path": "there.jsonl"}, {"path": "./absent"}]}, "./absent"),
+        ("llamafactory", {"dataset": "own,identity"}, "data/absent.json"),
+    ],
+)
+def test_a_dataset_file_that_is_absent_is_named_with_its_folders(
+    tool: str, keys: dict[str, Any], absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs"
+    (folder / "data").mkdir(parents=True)
+    (folder / "there.jsonl").write_text("")
+    known = {"own": {"file_name": "absent.json"}}
+    (folder / "data/dataset_info.json").write_text(json.dumps(known))
+    said = absent_dataset(folder / "run.yaml", parse(NEEDED[tool] | keys, tool))
+    assert (f"not found: {absent} in {folder} or in {tmp_path}. Pass" in said) is bool(absent)
+    assert bool(said) is bool(absent)
 
 
 def test_a_broken_list_of_datasets_names_no_file(tmp_path: Path) -> None:

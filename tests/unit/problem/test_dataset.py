@@ -25,6 +25,7 @@ from autotune.problem.dataset import (
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
+from autotune.trainer.reading import read_rows
 from tests.helpers.tokenizers import byte_level, template
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
@@ -422,3 +423,30 @@ def test_columns_that_nothing_reads_are_named_without_a_tokenizer(tmp_path: Path
     said: list[str] = []
     dataset_lengths(tmp_path / "rows.jsonl", None, say=said.append)
     assert any("the column system_prompt is not read" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        (
+            "data/train.json",
+            "the path starts at {cwd}; correct the name; did you mean 'train.jsonl'?",
+        ),
+        (
+            "data/zzz.csv",
+            "the path starts at {cwd}; correct the name, such as test.csv, train.jsonl",
+        ),
+        ("none/a.csv", "the path starts at {cwd}; there is no folder none: correct the path, or"),
+        ("{cwd}/data/zzz.csv", "correct the name, such as test.csv, train.jsonl"),
+    ],
+)
+def test_a_missing_file_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for file in ("train.jsonl", "test.csv", "notes.md"):
+        (tmp_path / "data" / file).write_text("")
+    with pytest.raises(UsageError, match="there is no file") as caught, dataset_errors():
+        list(read_rows(Path(name.format(cwd=tmp_path))))
+    assert (caught.value.remedy or "").startswith(remedy.format(cwd=tmp_path))
