@@ -44,6 +44,7 @@ ARGUMENTS = {
     Objective.REWARD: "RewardConfig",
     Objective.GRPO: "GRPOConfig",
 }
+PLAIN = "transformers"  # a key of the file, for a Trainer that is not TRL's
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 SHARED_KEYS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
@@ -186,10 +187,12 @@ class PreflightCallback(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         shape = self._shape_of(model, folder)
         values = run_values(args, model, shape.name) if self._run is None else dict(self._run)
-        text = json.dumps(values, indent=2, default=str) + "\n"  # JSON is YAML, too
-        (folder / RUN_FILE).write_text(text)
         options: dict[str, Any] = {"model": shape.name} | self._options
         lengths, examples = _lengths_of(loader)
+        if PLAIN in values:  # unlike TRL, this Trainer cuts no example
+            values["max_length"] = max(lengths, default=shape.max_seq_len)
+        text = json.dumps(values, indent=2, default=str) + "\n"  # JSON is YAML, too
+        (folder / RUN_FILE).write_text(text)
         with tempfile.TemporaryDirectory() as scratch:
             if lengths and not {"lengths", "dataset", "mean_tokens"} & options.keys():
                 path = Path(scratch, "lengths.txt")
@@ -312,7 +315,8 @@ def objective_of(args: Any, model: Any) -> str:
 
 def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
     """Return a Trainer's run as the values of a TRL file. `name` names the model's shape."""
-    generates = type(args).__name__ == ARGUMENTS[Objective.GRPO]
+    kind = type(args).__name__
+    generates = kind == ARGUMENTS[Objective.GRPO]
     keys = SHARED_KEYS + ROLLOUT_KEYS * generates
     values = {key: _plain(getattr(args, key, None)) for key in keys}
     base = getattr(model, "get_base_model", lambda: model)()
@@ -328,7 +332,7 @@ def run_values(args: Any, model: Any, name: str) -> dict[str, Any]:
         "dtype": "auto" if not dtype.is_floating_point else str(dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
         "use_peft": False,
-    }
+    } | ({} if kind in ARGUMENTS.values() else {PLAIN: True})
     quantization: Any = getattr(model.config, "quantization_config", None)
     if quantization is not None and getattr(quantization, "load_in_4bit", False):
         values |= {

@@ -47,8 +47,8 @@ OF_OBJECTIVES = (
 UPDATE = "memory of the update by the formula for dpo, which was within 0.9 % for 24 trainings"
 COUNTED_UPDATE = "memory of the update by counting a training step for sft without a GPU"
 OF_ROLLOUTS = (
-    "the memory of the engine by constants from Qwen3-4B on an H100 and an H200, so the numbers are "
-    "ranges"
+    "the memory of the engine by constants from Qwen3-4B on an H100 and an H200, so the numbers "
+    "are ranges"
 )
 RANK_ACCURACY = (
     "memory by formulas. Under FSDP2 they are off by at most 2.7 % for the four measured ranks and "

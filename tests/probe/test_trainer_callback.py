@@ -105,6 +105,8 @@ def test_in_transformers_the_imported_file_changes_a_prediction(
     config = observed.config
     assert (config.method, config.lora_rank, config.micro_batch_size) == ("lora", 8, 4)
     assert (config.precision, config.checkpointing) == ("bf16_mixed", "none")
+    # Unlike TRL, this Trainer holds all logits, and cuts no example.
+    assert (config.loss, config.seq_len, config.padding) == ("full", LONG, "masked")
     row = json.loads(measured.read_text())["rows"][0]
     assert row["useful_tokens_per_s"] == pytest.approx(0.75 * row["raw_tokens_per_s"])
 
@@ -267,6 +269,9 @@ def test_a_model_is_known_by_its_sizes_whatever_its_name(tmp_path: Path) -> None
         "bfloat16",
         False,
     )
+    assert values["transformers"] is True
+    trls = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_checkpointing=True)
+    assert "transformers" not in run_values(trls, model, "x")
 
 
 class GKDConfig(TrainingArguments):
