@@ -122,11 +122,11 @@ def run_cost(
 ) -> CostProjection:
     """Return the cost of a run of this shape, or of its first `num_steps` optimizer steps.
 
-    `performance`, `price` and `power_w` are totals for all devices of the run. If a pass does not
-    fill a step, a step takes the time of the micro batches that the pass has.
+    `performance`, `price` and `power_w` are totals for all devices of the run. The last step of a
+    pass takes the time of the micro batches that are left (`RunShape.whole_steps`).
     """
     num_steps = shape.num_steps if num_steps is None else num_steps
-    training = num_steps * shape.step_share * performance.step_time_s / 3600
+    training = shape.whole_steps(num_steps) * performance.step_time_s / 3600
     pausing = (pauses.known_s if pauses else 0.0) / 3600
     low, high = performance.spread
     hours = training + pausing

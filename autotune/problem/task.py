@@ -117,7 +117,7 @@ class Task:
     def hours_of_steps(self, config: TrainConfig, tokens_per_s: float) -> float:
         """Return the hours of all steps of the full run at a speed in useful tokens per second."""
         shape = self.workload.run_shape(config)
-        return shape.num_steps * shape.useful_tokens_per_step / tokens_per_s / 3600
+        return shape.whole_steps() * shape.useful_tokens_per_step / tokens_per_s / 3600
 
     def link_gb_s(self, parallelism: Parallelism) -> float | None:
         """Return the bus bandwidth between a host's GPUs, from the calibration or the catalogue."""

@@ -81,16 +81,29 @@ class RunShape:
         return self.rows_per_step * self.useful_tokens_per_row
 
     @property
-    def num_steps(self) -> int:
-        """The number of optimizer steps in the run, including the step of a smaller last batch."""
-        steps_per_epoch = math.ceil(round(self.examples / self.examples_per_step, 6))
-        return math.ceil(steps_per_epoch * self.epochs)
+    def micro_batches_per_epoch(self) -> int:
+        """The number of micro batches of each device in a pass over the examples."""
+        of_micro_batch = self.examples_per_step / self.accumulation
+        return math.ceil(round(self.examples / of_micro_batch, 6))
 
     @property
-    def step_share(self) -> float:
-        """The share of a step's micro batches that a pass fills, below 1 in a pass of one step."""
-        of_micro_batch = self.examples_per_step / self.accumulation
-        return min(1.0, math.ceil(round(self.examples / of_micro_batch, 6)) / self.accumulation)
+    def num_steps(self) -> int:
+        """The number of optimizer steps in the run, including the smaller last step of a pass."""
+        return math.ceil(self._steps_per_epoch * self.epochs)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return math.ceil(self.micro_batches_per_epoch / self.accumulation)
+
+    def whole_steps(self, num_steps: int | None = None) -> float:
+        """Return the number of whole steps with the micro batches of `num_steps` steps.
+
+        The default is all steps of the run. The last step of each pass has only the micro batches
+        that are left, as in transformers' Trainer.
+        """
+        steps = self.num_steps if num_steps is None else num_steps
+        passes, more = divmod(steps, max(1, self._steps_per_epoch))
+        return passes * self.micro_batches_per_epoch / self.accumulation + more
 
     @property
     def probe_micro_steps(self) -> int:
@@ -323,7 +336,7 @@ class Workload:
             return 0.0
         shape = self.run_shape(config)
         return new_length_share(
-            self._draw(config), micro_batches or shape.num_steps * shape.accumulation
+            self._draw(config), micro_batches or round(shape.whole_steps() * shape.accumulation)
         )
 
     def deals(self, config: TrainConfig) -> bool:

@@ -137,10 +137,10 @@ def _size_cost(card: ComparedCard, examples: int) -> SizeCost:
     plan = card.plan
     assert best is not None and cost is not None and plan is not None
 
-    # Time and cost are proportional to the number of steps.
+    # Time and cost are proportional to the number of micro batches.
     own_shape = plan.task.workload.run_shape(best.config)
     shape = replace(own_shape, examples=examples)
-    part = shape.num_steps * shape.step_share / (cost.num_steps * own_shape.step_share)
+    part = shape.whole_steps() / own_shape.whole_steps(cost.num_steps)
     hours = cost.full_run_hours * part
     low, high = (bound * part for bound in cost.interval_hours)
     price = cost.usd_per_hour

@@ -1,6 +1,7 @@
 """What sizes of runs cost on each card, and when a card that is bought pays."""
 
 import json
+import math
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -65,16 +66,17 @@ def test_a_size_costs_what_a_plan_of_so_many_examples_does(made: Comparison) -> 
     assert a2.hours > 0 and a2.usd is a2.usd_low is a2.usd_high is a2.usd_spot is None
 
 
-def test_a_size_costs_whole_steps_or_the_micro_batches_of_a_smaller_one(made: Comparison) -> None:
+def test_a_size_costs_its_micro_batches(made: Comparison) -> None:
     card = made.groups[0].cards[0]
     assert card.cost is not None and card.best is not None and card.plan is not None
     shape = card.plan.task.workload.run_shape(card.best.config)
     in_step = round(shape.examples_per_step)
     costs = size_costs(made.groups[0], (1, in_step, 20_001))
     one, step, more = (cost for cost in costs if cost.card == card.device.name)
-    assert step.hours == pytest.approx(card.cost.full_run_hours / card.cost.num_steps)
+    assert step.hours == pytest.approx(card.cost.full_run_hours / shape.whole_steps())
     assert shape.accumulation > 1 and one.hours == pytest.approx(step.hours / shape.accumulation)
-    assert more.hours / step.hours == pytest.approx(round(more.hours / step.hours), abs=1e-6)
+    micro_batches = more.hours / one.hours
+    assert micro_batches == pytest.approx(math.ceil(20_001 / in_step * shape.accumulation))
 
 
 def test_the_cheapest_of_a_size_has_the_rivals_that_the_comparison_names() -> None:

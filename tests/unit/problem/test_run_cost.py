@@ -54,6 +54,28 @@ def test_a_pass_that_does_not_fill_a_step_takes_the_time_of_its_micro_batches():
     assert whole.num_steps == 4 and whole.full_run_hours == pytest.approx(4 * 36 / 3600)
 
 
+@pytest.mark.parametrize(
+    ("examples", "size", "epochs", "num_steps", "steps", "whole"),
+    [
+        (3216, 8, 2, None, 202, 201.0),  # 100 steps of 4 micro batches, and one of 2
+        (3216, 32, 2, None, 202, 202.0),  # the last step has its only micro batch
+        (3217, 8, 1, None, 101, 100.75),  # a micro batch with one example takes a whole one's time
+        (3216, 8, 2, 100, 100, 100.0),
+        (3216, 8, 2, 101, 101, 100.5),
+        (3216, 8, 2, 150, 150, 149.5),  # the end of the first pass, and 49 steps of the second
+        (3200, 8, 2, None, 200, 200.0),
+    ],
+)
+def test_the_last_step_of_each_pass_takes_the_time_of_its_micro_batches(
+    examples: int, size: int, epochs: int, num_steps: int | None, steps: int, whole: float
+) -> None:
+    workload = Workload(examples=examples, epochs=epochs, global_batch=32)
+    shape = workload.run_shape(TrainConfig(micro_batch_size=size))
+    cost = run_cost(shape, SPEED, PRICE, num_steps=num_steps)
+    assert cost.num_steps == steps and shape.whole_steps(num_steps) == pytest.approx(whole)
+    assert cost.full_run_hours == pytest.approx(whole * 36 / 3600)
+
+
 def test_without_price_and_power():
     cost = project(WORKLOAD, TrainConfig(), SPEED, None)
     assert cost.full_run_hours == pytest.approx(2.0)
@@ -110,7 +132,7 @@ def test_the_table_of_sizes():
     ]
     assert [cost.examples for cost in table] == [10_000, 50_000, 100_000]
     assert [cost.num_steps for cost in table] == [2 * 313, 2 * 1563, 2 * 3125]
-    assert [cost.full_run_usd for cost in table] == pytest.approx([6.26 * 3, 31.26 * 3, 62.5 * 3])
+    assert [cost.full_run_usd for cost in table] == pytest.approx([6.25 * 3, 31.25 * 3, 62.5 * 3])
     assert [cost.cost_per_1000_samples_usd for cost in table] == pytest.approx([0.9375] * 3)
 
 

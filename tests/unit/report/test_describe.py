@@ -39,7 +39,7 @@ def test_every_outcome_has_a_label_of_its_own() -> None:
 
 def test_a_candidate_in_one_line() -> None:
     assert describe.candidate_line(recipe().winner) == (
-        "16,549 tokens/s, 54.4 GiB, full run 10 min 20 s, $0.618 [measured]"
+        "16,549 tokens/s, 54.4 GiB, full run 10 min 19 s, $0.617 [measured]"
     )
 
 

@@ -145,7 +145,7 @@ def test_disturbed_measurements_are_not_called_equally_fast(study: StudySummary)
 def test_first_screen(page: str) -> None:
     head = page[page.index("<header>") : page.index("</header>")]
     assert "2.1 times the speed of the baseline" in head
-    assert "$0.618" in head and "$0.612 to $0.624" in head and "10 min 20 s" in head
+    assert "$0.617" in head and "$0.611 to $0.623" in head and "10 min 19 s" in head
     assert "$3.59/h, runpod, " in head and "gpu-price-feed" in head
     assert "no more capable configuration costs at most 5% more" in head
     assert "<pre>bash runs/h200/export/launch.sh --random-weights --max-steps 5</pre>" in head

@@ -128,7 +128,7 @@ def test_candidate_data():
     }
     assert data["cost"]["usd_per_hour"] == find_price("h200-sxm").usd_per_hour
     assert data["cost"]["full_run_usd"] == pytest.approx(
-        313 * 1.98 / 3600 * data["cost"]["usd_per_hour"]
+        312.5 * 1.98 / 3600 * data["cost"]["usd_per_hour"]
     )
     assert len(data["cost"]["interval_usd"]) == len(data["cost"]["interval_hours"]) == 2
     assert data["evidence"] == "measured"
