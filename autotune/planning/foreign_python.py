@@ -59,6 +59,8 @@ _UNSLOTH_LORA = {
 }
 _PREPARES = ("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 _KEEPS = ("prepare_model", "prepare", "setup_chat_format")  # calls that return the same model
+_MOVES = ("to", "cuda", "train")  # methods that return the model itself
+_CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
 SPLITS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps over several GPUs
 PARTS = ("shuffle", "select", "take", "shard", "train_test_split")  # methods of a dataset
 _QUANTIZATION = "BitsAndBytesConfig"
@@ -156,6 +158,7 @@ class _Training:
             self.values |= {TRANSFORMERS: True, "gradient_checkpointing": False, "bf16": False}
         self._read_arguments(given.pop("args", None))
         self._read_model(given.pop("model"))
+        self._read_changes_of_model()
         self._read_adapters(given.pop("peft_config", None))
         self._read_quantization(given.pop("quantization_config", None))
         if plain:
@@ -271,6 +274,8 @@ class _Training:
             keys = load_data("autotune.planning", "known_keys")["trl"]["keys"]
             given = {key: value for key, value in given.items() if key in keys or key not in own}
         given = {key: value for key, value in given.items() if not self._is_harmless(key)}
+        if "evaluation_strategy" in given:  # the name in older versions of transformers
+            given["eval_strategy"] = given.pop("evaluation_strategy")
         if kind in PLAIN_CONFIGS:  # TRL keeps the defaults of transformers
             self.values |= {"gradient_checkpointing": False, "bf16": False}
         self._read_keys(given, {name: name for name in given})
@@ -316,12 +321,35 @@ class _Training:
                 self.values["dtype"] = "float32"
                 if self._flag(given, "use_gradient_checkpointing", default=True):
                     self.values["gradient_checkpointing"] = True
-            case (("to" | "cuda" | "train"), _) if isinstance(model.func, ast.Attribute):
+            case name, _ if name in (*_MOVES, *_CASTS) and isinstance(model.func, ast.Attribute):
                 self._read_model(model.func.value)
+                self._read_cast(model)
             case name, ast.expr() if name in _KEEPS:
                 self._read_model(first)
             case _:
                 self._read_name(None, model)
+
+    def _read_changes_of_model(self) -> None:
+        """Read the calls that change the loaded model itself: adapters, and another dtype."""
+        for call in self.program.calls:
+            called = call.func
+            if (
+                not isinstance(called, ast.Attribute)
+                or "model" not in name_of(called.value).lower()
+            ):
+                continue
+            first = next(iter(call.args), None)
+            if called.attr == "add_adapter" and isinstance(first, ast.expr):
+                self._read_adapters(first)
+            self._read_cast(call)
+
+    def _read_cast(self, call: ast.Call) -> None:
+        """Read the dtype to which a method of the model converts it, if it does."""
+        first, name = next(iter(call.args), None), name_of(call.func)
+        dtype = self._text(first) if name == "to" else _CASTS.get(name, "")
+        if dtype in _CASTS.values():
+            self.values["dtype"] = dtype
+            self.values.pop("no dtype", None)
 
     def _read_loading(self, call: ast.Call, given: dict[str, ast.expr]) -> None:
         """Read the call of `from_pretrained` that loads the model."""

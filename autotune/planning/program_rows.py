@@ -43,8 +43,10 @@ def rows_of(program: Program, trainer: ast.Call, roots: list[ast.expr]) -> Rows:
     Raises UsageError at a line of the program if their length is unknown.
     """
     reached = list(_reached(program, roots))
+    counted = set(_counted(program.tree))
     calls = [call for call in _calls(reached) if _tokenizes(program, call)]
     calls = calls or [call for call in program.calls if _tokenizes(program, call)]
+    calls = [call for call in calls if call not in counted]
     reached = reached if len(reached) > len(roots) else [program.tree]
 
     if blocks := {_number(program, node): node for node in _blocks(reached)}:
@@ -124,6 +126,7 @@ def _reached(program: Program, roots: list[ast.expr]) -> Iterator[ast.AST]:
                 values.setdefault(name_of(target), []).append(value)
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 values.setdefault(node.name, []).append(node)
+    values.pop("", None)  # of targets without a name
     seen: set[ast.AST] = set()
     waiting: list[ast.AST] = list(roots)
     while waiting:
@@ -133,12 +136,23 @@ def _reached(program: Program, roots: list[ast.expr]) -> Iterator[ast.AST]:
         seen.add(node)
         yield node
         for part in ast.walk(node):
-            waiting += values.get(name_of(part), []) if isinstance(part, ast.expr) else []
+            behind = program.resolve(part) if isinstance(part, ast.Name) else None
+            if behind is not None and behind is not part:
+                waiting.append(behind)
+            elif isinstance(part, ast.expr):
+                waiting += values.get(name_of(part), [])
 
 
 def _calls(nodes: list[ast.AST]) -> list[ast.Call]:
     parts = (part for node in nodes for part in ast.walk(node))
     return list({part: None for part in parts if isinstance(part, ast.Call)})
+
+
+def _counted(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of calls of `len`, whose tokens are counted and not trained on."""
+    for call in _calls([tree]):
+        if name_of(call.func) == "len":
+            yield from ast.walk(call)
 
 
 def _tokenizes(program: Program, call: ast.Call) -> bool:

@@ -295,3 +295,49 @@ def test_a_trainer_of_the_program_that_changes_no_step_is_read(tmp_path: Path) -
     text = trainer("tokenizer(row['text'], truncation=True, max_length=64)")
     own = text.replace("Trainer(", f"{OWN}log(self, logs): ...\nOwn(")
     assert program(tmp_path, own).config.seq_len == 64
+
+
+def test_calls_that_make_no_training_example_do_not_count(tmp_path: Path) -> None:
+    text = trainer("tokenizer(row['text'], truncation=True, max_length=64)")
+    asked = (
+        "sizes = {}\nsizes['longest'] = 3\n"
+        "prompt = tokenizer('A question:', return_tensors='pt').to('cuda')\n"
+    )
+    assert program(tmp_path, asked + text).config.seq_len == 64
+    counted = text.replace(
+        "tokenizer(row", "len(tokenizer(row['text']).input_ids) and tokenizer(row"
+    )
+    assert program(tmp_path, counted).config.seq_len == 64
+    again = text.replace("\nmodel =", "\nrows = load().map(lambda row: cut(row))\nmodel =")
+    cut = "\ndef cut(row):\n    return tokenizer(row['text'], truncation=True, max_length=32)\n"
+    assert program(tmp_path, cut + again).config.seq_len == 32
+
+
+def test_calls_that_change_the_model_itself_are_read(tmp_path: Path) -> None:
+    text = trainer("tokenizer(row['text'], truncation=True, max_length=64)").replace(
+        ", dtype='auto'", ""
+    )
+    loads = "from_pretrained('a/b')\nTrainer("
+    assert loads in text
+    plain = program(tmp_path, text)
+    assert (plain.config.method, plain.config.precision) == ("full", "bf16_pure")
+    adapted = program(
+        tmp_path,
+        text.replace(
+            loads,
+            "from_pretrained('a/b')\nmodel.add_adapter(LoraConfig(r=4))\nTrainer(",
+        ),
+    )
+    assert (adapted.config.method, adapted.config.lora_rank) == ("lora", 4)
+    for cast in (".float()", ".to(torch.float32)", "\nmodel.float()"):
+        whole = program(tmp_path, text.replace(loads, f"from_pretrained('a/b'){cast}\nTrainer("))
+        assert whole.config.precision == "fp32"
+        assert not any("gives no dtype" in note for note in whole.notes)
+    moved = program(tmp_path, text.replace(loads, "from_pretrained('a/b').to(device)\nTrainer("))
+    assert moved.config.precision == "bf16_pure"
+
+
+def test_the_older_name_of_the_evaluation_strategy_is_read(tmp_path: Path) -> None:
+    cuts = "tokenizer(row['text'], truncation=True, max_length=64)"
+    found = program(tmp_path, trainer(cuts, arguments="evaluation_strategy='epoch'"))
+    assert found.evaluation is not None
