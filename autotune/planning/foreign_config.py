@@ -279,6 +279,8 @@ def _unread_keys(run: ForeignConfig) -> Iterator[str]:
     given = [key for key, value in run.values.items() if value not in _WITHOUT_VALUE]
     owners = tables["of_objective"] if run.tool == "trl" else {}
     others = set(chain.from_iterable(owners.values())) - set(owners.get(run.objective, ()))
+    if run.values.get("Unsloth"):  # its own key, which loads the model
+        others.discard("max_seq_length")
     if misplaced := [key for key in given if key in others]:
         yield f"not read, because TRL's trainer for {run.objective} has no such key: " + ", ".join(
             misplaced

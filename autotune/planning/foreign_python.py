@@ -13,6 +13,7 @@ from typing import Any
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.planning.foreign_file import ASSUMED, table
+from autotune.planning.foreign_rollouts import GENERATIONS
 from autotune.planning.program_arguments import Command, default_of_field
 from autotune.planning.program_rows import CALLBACK, rows_of
 from autotune.planning.program_syntax import name_of
@@ -175,6 +176,8 @@ class _Training:
             name_of(call.func) == "gradient_checkpointing_enable" for call in self.program.calls
         ):
             self.values["gradient_checkpointing"] = True
+        if objective == "grpo" and "Unsloth" in self.values:
+            self._read_unsloths_batch()
         freezes = any(
             node.attr == "requires_grad" and self._is_false(value)
             for node, value in self.program.attributes
@@ -384,6 +387,9 @@ class _Training:
         if name_of(call.func) == "from_pretrained":
             self._read_name(given.pop("model_name", first), call)
             whole = self._flag(given, "full_finetuning", default=False)
+            share = given.pop("gpu_memory_utilization", None)
+            if self._flag(given, "fast_inference", default=False):  # vLLM in the same process
+                self.unread += ["fast_inference", *(["gpu_memory_utilization"] if share else [])]
             self.values |= {"Unsloth": True, "dtype": "auto"} | ({} if whole else _UNSLOTH_BASE)
             self.values["max_seq_length"] = _UNSLOTH_LENGTH
             self._read_keys(given, self._keys("model") | {"max_seq_length": "max_seq_length"})
@@ -395,6 +401,24 @@ class _Training:
             self._read_keys(given, self._keys("adapters"))
         else:
             self._read_name(None, call)
+
+    def _read_unsloths_batch(self) -> None:
+        """Change the micro batch as Unsloth does, if a step has no multiple of the generations."""
+        rows, steps, generations = (
+            self.values.get(key, default)
+            for key, default in (
+                ("per_device_train_batch_size", 8),
+                ("gradient_accumulation_steps", 1),
+                ("num_generations", GENERATIONS),
+            )
+        )
+        world = self.program.arguments.command.environment.get("WORLD_SIZE", "1")
+        numbers = (rows, steps, generations)
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            return
+        is_given = self.values.keys() & {"steps_per_generation", "generation_batch_size"}
+        if not is_given and rows * steps * int(world) % generations:
+            self.values |= {"per_device_train_batch_size": generations, "Unsloth's batch": True}
 
     def _read_name(self, node: ast.expr | None, place: ast.expr) -> None:
         """Read the name of a model. `place` is where an error points to."""

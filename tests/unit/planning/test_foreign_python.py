@@ -492,6 +492,32 @@ def test_accelerates_compilation_and_hosts_are_read_and_its_other_splits_refused
         started("parallelism_config: {parallelism_config_cp_size: 2}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rows", "is_changed"),
+    [
+        ("per_device_train_batch_size=1, num_generations=6", 6, True),
+        (
+            "per_device_train_batch_size=1, gradient_accumulation_steps=6, num_generations=6",
+            1,
+            False,
+        ),
+        ("per_device_train_batch_size=12, num_generations=6", 12, False),
+    ],
+)
+def test_unsloth_changes_the_micro_batch_of_grpo(
+    tmp_path: Path, arguments: str, rows: int, is_changed: bool
+) -> None:
+    text = UNSLOTH.replace("SFT", "GRPO").format(
+        load="fast_inference=True, gpu_memory_utilization=0.6", adapters="", arguments=arguments
+    )
+    found = program(tmp_path, text)
+    assert found.config.micro_batch_size == rows
+    assert any("Unsloth then takes num_generations" in note for note in found.notes) is is_changed
+    assert found.ignored == "not counted: fast_inference, gpu_memory_utilization"
+    plain = program(tmp_path, text.replace("fast_inference=True", "fast_inference=False"))
+    assert plain.ignored == ""
+
+
 def test_a_model_that_unsloth_loads_for_images_is_read(tmp_path: Path) -> None:
     text = UNSLOTH.replace("FastLanguageModel", "FastVisionModel")
     adapters = "finetune_vision_layers=False"
