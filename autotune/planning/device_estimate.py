@@ -59,8 +59,10 @@ RANK_ACCURACY = (
 # `benchmarks/counts.py mixture_ranks`
 COUNTED_RANKS = (
     "memory by counting a training step of one GPU. Under FSDP2, the result for several GPUs was "
-    "at most 9.7 % off for 92 ranks of three mixtures of experts that dry probes computed. The "
-    "speed on several GPUs comes from formulas that few measurements have checked"
+    "at most 9.7 % off for 92 ranks of three mixtures of experts that dry probes computed. It was "
+    "up to 9.7 % too low in full fine-tuning with every layer recomputed, and at most 2.1 % too "
+    "low otherwise. The speed on several GPUs comes from formulas that few measurements have "
+    "checked"
 )
 # `benchmarks/sharded_nf4.py offload`. Other setups were compared only with dry probes.
 UNCHECKED = (

@@ -1242,6 +1242,17 @@ def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
     assert f"{mixtures['error_max']:.1%} off for {mixtures['ranks']} ranks" in (
         COUNTED_RANKS.replace(" %", "%")
     )
+    missing: dict[bool, list[float]] = {True: [], False: []}
+    for row in RESULTS["mixture_ranks"]["rows"]:
+        is_full = row["config"].startswith("full ") and "ckpt-full" in row["config"]
+        missing[is_full].append(-row["error"])
+    assert f"up to {max(missing[True]):.1%} too low in full fine-tuning" in (
+        COUNTED_RANKS.replace(" %", "%")
+    )
+    assert f"at most {max(missing[False]):.1%} too low otherwise" in (
+        COUNTED_RANKS.replace(" %", "%")
+    )
+    assert (len(missing[True]), len(missing[False])) == (23, 69)
     assert mixtures["error_max"] < COUNTED_RANK_ERROR and mixtures["error_median"] < 0.001
     of_counted = (
         f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%}"
