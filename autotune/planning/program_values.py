@@ -112,6 +112,7 @@ class Program:
         tree = _parsed("\n".join(cells))
         if tree is None:
             raise UsageError(f"{path} is not valid Python", remedy="correct the program")
+        tree.body = _without_cells(tree.body)
         self.tree = tree
         self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         # The attributes that the program assigns
@@ -567,6 +568,22 @@ def _inner(statement: ast.stmt) -> list[ast.stmt]:
             block.body if isinstance(block, ast.ExceptHandler | ast.match_case) else [block]
         )
     ]
+
+
+def _without_cells(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the statements of a program, with those of marimo's cells at the top level.
+
+    A cell is a function whose arguments and results are names that all cells share.
+    """
+    found: list[ast.stmt] = []
+    for statement in body:
+        makers = statement.decorator_list if isinstance(statement, _Function) else []
+        names = {ast.unparse(one).partition("(")[0] for one in makers}
+        if isinstance(statement, _Function) and "app.cell" in names:
+            found += [one for one in statement.body if not isinstance(one, ast.Return)]
+        else:
+            found.append(statement)
+    return found
 
 
 def _cells(path: Path) -> list[str]:

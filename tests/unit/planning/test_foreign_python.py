@@ -134,6 +134,27 @@ def test_a_notebook_is_read_without_its_commands(tmp_path: Path) -> None:
         program(tmp_path, "[]", "train.ipynb")
 
 
+def test_a_notebook_of_marimo_is_read(tmp_path: Path) -> None:
+    text = """
+        import marimo
+        app = marimo.App()
+
+        @app.cell
+        def _():
+            length = 64
+            model = FastLanguageModel.from_pretrained("a/b")
+            return (length, model)
+
+        @app.cell(hide_code=True)
+        def _(length, model):
+            model_1 = FastLanguageModel.get_peft_model(model, r=4)
+            SFTTrainer(model_1, args=SFTConfig(max_length=length))
+            return
+    """
+    found = program(tmp_path, text)
+    assert (found.model, found.config.lora_rank, found.config.seq_len) == ("a/b", 4, 64)
+
+
 def test_an_error_in_a_notebook_names_the_cell(tmp_path: Path) -> None:
     sources = [
         "%%bash\nif",
