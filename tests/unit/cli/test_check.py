@@ -159,7 +159,9 @@ def test_the_verdict_is_the_first_line(
 def test_a_4_bit_base_is_not_proposed_in_bfloat16(printed: Callable[..., str]) -> None:
     """TRL loads the weights that are not in 4 bits in float32, unless dtype says otherwise."""
     text = printed(changed(TRL_7B, load_in_4bit=True, gradient_checkpointing=True))
-    assert ", the unquantised weights of the base in bfloat16; to measure it: " in text
+    (faster,) = (line for line in text.splitlines() if line.startswith("  faster"))
+    assert ", dtype: bfloat16; to measure it: " in faster
+    assert "load_in_4bit" not in faster and "quantization=nf4" in faster
 
 
 def test_the_first_screen_leaves_out_what_details_shows(
