@@ -58,7 +58,7 @@ def dry_count(
 
     The answer holds the memory and the work of the step, or the reason why the dry probe failed.
     """
-    if config.knows_ends and (config.packing or not config.has_mask):
+    if config.knows_ends:
         # Replace the configured attention by torch's own flash attention, which needs the same
         # memory and no extra package. Without a mask, torch's attention cannot separate packed
         # examples, although the configured attention can. So treat each packed row as a single

@@ -1,8 +1,4 @@
-"""Reads a training from the arguments of a command, in a shell script, or from ms-swift's keys.
-
-The script is not executed. ms-swift wraps TRL's GRPO trainer, so its arguments are translated to
-TRL's keys.
-"""
+"""Reads a training from the arguments of a command in a shell script, which is not executed."""
 
 import re
 import shlex
@@ -12,26 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import UsageError
-from autotune.core.files import is_file, load_data, load_yaml, read_user_text
-from autotune.planning.foreign_file import quote
+from autotune.core.files import is_file, load_yaml, read_user_text
 from autotune.planning.foreign_python import read_program
 from autotune.planning.program_arguments import Command
 from autotune.report.values.check import SWIFT
 
 SCRIPTS = (".sh", ".bash")
-# The commands whose arguments are read. For a command of TRL, the group is the objective.
+# The commands whose arguments are read
 _COMMAND = re.compile(
-    r"(?:\bswift\s+rlhf\b|\bswift/cli/rlhf\.py\b|\btrl\s+(grpo|sft|dpo|kto|reward)\b)"
+    r"(?:\bswift(?:\s+|/cli/)(?P<swift>sft|pt|rlhf)\b|\btrl\s+(?P<objective>grpo|sft|dpo|kto|reward)\b)"
 )
-_ACCEPTED = "`swift rlhf`, `trl sft`, `trl dpo`, `trl kto`, `trl reward` or `trl grpo`"
+_ACCEPTED = (
+    "`swift sft`, `swift pt`, `swift rlhf`, `trl sft`, `trl dpo`, `trl kto`, `trl reward` or "
+    "`trl grpo`"
+)
 # A Python program that a command starts
 _PROGRAM = re.compile(r"\b(?:python3?|torchrun|accelerate|deepspeed)\b[^#;&|]*?\s([\w./-]+\.py)\b")
-_MEGATRON = re.compile(r"\bmegatron\s+rlhf\b|_megatron/rlhf\.py\b")
+_MEGATRON = re.compile(r"\bmegatron\s+(?:sft|pt|rlhf)\b|_megatron/(?:sft|pt|rlhf)\.py\b")
 # accelerate counts the processes of all hosts, and the other tools those of each host.
 _PROCESSES = re.compile(r"--num[-_]processes[=\s]\s*['\"]?(\d{1,6}\b|\$[^\s'\"]+)")
 _PROCESSES_OF_HOST = re.compile(
     r"(?:NPROC_PER_NODE=|--(?:nproc[-_]per[-_]node|num[-_]gpus)[=\s]\s*)(\d{1,6})\b"
 )
+_VISIBLE = re.compile(r"CUDA_VISIBLE_DEVICES=['\"]?([\d,]+)")
 _HOSTS = re.compile(r"(?:NNODES=|--nnodes[=\s]\s*)(\d{1,6})\b")
 _ACCELERATE = re.compile(r"--config[-_]file[=\s]\s*['\"]?([^\s'\"]+)")
 # What accelerate shares and offloads, as arguments of its command instead of keys of its file
@@ -43,9 +42,10 @@ _SHARING = re.compile(
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _SET = re.compile(r"(?:export\s+)?(\w+)=('[^'$]*'|\"[^\"$`]*\"|[^\s'\"$`;&|()]*)\s*(?:#.*)?;?")
 _SETS = re.compile(r"(?:^|[\s;&(])(?:export\s+|read\s+|for\s+)?(\w+)(?=\+?=|\s+in\s)")
+# An integer computation of two numbers, as in $(expr 16 / 4) and $((16 / 4))
+_COMPUTED = re.compile(r"\$\((?:expr\s+|\()\s*(\d{1,9})\s*\\?([-+*/])\s*(\d{1,9})\s*\)?\)")
 _PREFIX = re.compile(r"(?:^|\s)(\w+)=([^\s'\"$]+)(?=\s)")
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
-SWIFT_ROWS = 16  # the sequences of a step, if ms-swift's file does not set the accumulation
 
 
 def read_script(path: Path) -> tuple[dict[str, Any], str]:
@@ -59,13 +59,18 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     variables = _variables(lines)
     lines = [_VARIABLE.sub(partial(_substituted, variables), line) for line in lines]
+    lines = [_COMPUTED.sub(_computed, line) for line in lines]
     for line in lines:
         command = _COMMAND.search(line)
         if command is None:
             continue
         values = _arguments(_words(path, line[command.end() :]))
-        _add_launcher(values, line[: command.start()], path)
-        return values | ({"objective": command[1]} if command[1] else {}), ""
+        launcher = line[: command.start()]
+        _add_launcher(values, launcher, path)
+        if command["objective"]:
+            return values | {"objective": command["objective"]}, ""
+        _refuse_split_layers(launcher, path)
+        return values | {SWIFT: command["swift"]}, ""
 
     if any(map(_MEGATRON.search, lines)):
         raise UsageError(
@@ -103,6 +108,23 @@ def _add_launcher(values: dict[str, Any], launcher: str, path: Path) -> None:
         values.setdefault("num_processes", number)
     if (settings := _ACCELERATE.search(launcher)) and "fsdp" not in values:
         values.setdefault("accelerate_config", settings[1])
+
+
+def _refuse_split_layers(launcher: str, path: Path) -> None:
+    """Raise UsageError if ms-swift's processes have several GPUs each.
+
+    Each process then puts the first layers on its first GPU, and the last on its last.
+    """
+    if "accelerate" in launcher or "deepspeed" in launcher:
+        return  # their own files or defaults say how many processes start
+    visible = _VISIBLE.search(launcher)
+    processes = _PROCESSES_OF_HOST.search(launcher)
+    if visible and len(visible[1].strip(",").split(",")) > (int(processes[1]) if processes else 1):
+        raise UsageError(
+            f"{path}: more GPUs are visible than processes start, so ms-swift puts the layers on "
+            "several GPUs one after another, which is not supported",
+            remedy="set NPROC_PER_NODE to the number of GPUs in CUDA_VISIBLE_DEVICES",
+        )
 
 
 def _processes(launcher: str) -> int | str | None:
@@ -148,6 +170,14 @@ def _substituted(variables: Mapping[str, str], use: re.Match[str]) -> str:
     return variables.get(use[1] or use[2], use[0])
 
 
+def _computed(match: re.Match[str]) -> str:
+    """Return the value of a computation, as the shell computes it."""
+    first, sign, second = int(match[1]), match[2], int(match[3])
+    if sign == "/":
+        return str(first // second) if second else match[0]
+    return str({"+": first + second, "-": first - second, "*": first * second}[sign])
+
+
 def _environment(launcher: str) -> dict[str, str]:
     """Return the variables that the words before a program set for it."""
     given = dict(_PREFIX.findall(launcher))
@@ -188,89 +218,3 @@ def refuse_variables(values: Mapping[str, Any]) -> None:
                 f"{key}: the script is not executed, so the value of {value} is unknown",
                 remedy="write the value itself",
             )
-
-
-def is_swift(values: Mapping[str, Any]) -> bool:
-    """Return whether these are the arguments of ms-swift for GRPO.
-
-    Raises UsageError for another objective of ms-swift.
-    """
-    kind = values.get("rlhf_type")
-    if kind is not None and kind != "grpo":
-        raise UsageError(
-            f"rlhf_type: of ms-swift, only grpo is supported, not {quote(kind)}",
-            remedy="pass the file of a run for grpo, or of another tool",
-        )
-    return kind == "grpo"
-
-
-def swift_as_trl(values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return ms-swift's arguments as TRL's keys, and a sentence about arguments that are not read.
-
-    Raises UsageError for a value that no key of TRL has.
-    """
-    table = _table()
-    given = {
-        key: value
-        for key, value in values.items()
-        if value is not None and key not in table["without_effect"]
-    }
-    refuse_variables(given)
-    if "tuner_type" in given:
-        given["train_type"] = given.pop("tuner_type")
-    complete = table["defaults"] | given
-    complete.setdefault("gradient_accumulation_steps", _accumulation(complete))
-    translated: dict[str, Any] = {"objective": "grpo", SWIFT: True}
-    unread = []
-    for key, value in complete.items():
-        if key in table["values"]:
-            known = table["values"][key]
-            meaning = next((trl for choice, trl in known.items() if choice == value), None)
-            if meaning is None:
-                raise UsageError(
-                    f"{key}: {quote(value)} is not supported",
-                    remedy=f"write one of {', '.join(map(str, known))}",
-                )
-            translated |= meaning
-        elif key in table["keys"]:
-            translated[table["keys"][key]] = value
-        else:
-            unread.append(key)
-    attention = translated.get("attn_implementation")
-    if isinstance(attention, str):
-        translated["attn_implementation"] = table["attentions"].get(attention, attention)
-    if not translated["use_peft"]:
-        for key in ("lora_r", "lora_target_modules", "lora_dropout", "lora_alpha"):
-            translated.pop(key, None)
-    return translated, f"not counted: {', '.join(sorted(unread))}" if unread else ""
-
-
-def _accumulation(values: Mapping[str, Any]) -> int:
-    """Return the micro batches of a step, if ms-swift's file does not give their number."""
-    rows, processes = values["per_device_train_batch_size"], values.get("num_processes", 1)
-    if not isinstance(rows, int) or not isinstance(processes, int) or rows < 1 or processes < 1:
-        return 1
-    return -(-SWIFT_ROWS // (rows * processes))  # rounded up
-
-
-def trl_as_swift(edits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return edits of TRL's keys as edits of ms-swift's arguments."""
-    table = _table()
-    names = {theirs: ours for ours, theirs in table["keys"].items()}
-    written: dict[str, Any] = {}
-    for key, value in edits.items():
-        found = next(
-            (
-                (ours, choice)
-                for ours, choices in table["values"].items()
-                for choice, trl in choices.items()
-                if trl == {key: value}
-            ),
-            (names.get(key, key), value),
-        )
-        written[found[0]] = found[1]
-    return written
-
-
-def _table() -> dict[str, Any]:
-    return dict(load_data("autotune.planning", "swift_keys"))

@@ -27,13 +27,7 @@ from autotune.core.rollout_types import COLOCATED
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.counted_memory import shape_of
-from autotune.planning.foreign_arguments import (
-    SCRIPTS,
-    is_swift,
-    read_script,
-    refuse_variables,
-    swift_as_trl,
-)
+from autotune.planning.foreign_arguments import SCRIPTS, read_script, refuse_variables
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_knobs import PACKED_EXPERTS, WITHOUT_LIGER, knobs_of
@@ -46,6 +40,7 @@ from autotune.planning.foreign_refusals import (
     without_dropout,
 )
 from autotune.planning.foreign_rollouts import rollouts_of, with_rollout_keys
+from autotune.planning.foreign_swift import is_swift, swift_as_trl
 from autotune.planning.program_values import NOTEBOOK
 from autotune.report.values.check import SWIFT, TRANSFORMERS, ForeignConfig
 from autotune.trainer.settings import is_expert_parameter

@@ -12,6 +12,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_file import MAX_COUNT, File
 from autotune.prediction.estimate import Evaluation
+from autotune.report.values.check import SWIFT, TRANSFORMERS
 
 _OFF: tuple[Any, ...] = (None, False, "", "no", "none", "false", "No", "NO")
 
@@ -83,7 +84,8 @@ def _loss(file: File, tool: str, config: TrainConfig) -> str:
     Liger's fused loss avoids storing the logits in training, but not in evaluations. Cut Cross
     Entropy and TRL avoid storing them in both.
     """
-    fused = tool == "trl" or (file.flag("cut_cross_entropy", default=True) and _has_cut(file))
+    own = tool == "trl" and not file.has(TRANSFORMERS, SWIFT)
+    fused = own or (file.flag("cut_cross_entropy", default=True) and _has_cut(file))
     return config.loss if fused else "full"
 
 

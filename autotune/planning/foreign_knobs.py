@@ -11,7 +11,8 @@ from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_file import File, Refused, quote, table
 from autotune.planning.foreign_objective import REMEDY, objective_knobs, objective_of, whole_number
 from autotune.planning.foreign_rollouts import older_key
-from autotune.report.values.check import FP32_BASE, TRANSFORMERS
+from autotune.planning.foreign_swift import OWN_LOSS
+from autotune.report.values.check import FP32_BASE, SWIFT, TRANSFORMERS
 from autotune.trainer.settings import is_expert_parameter
 
 # A key that no file has. `run_check` adds this key to the values of a run if a dry probe cannot
@@ -296,17 +297,21 @@ def _trl_knobs(file: File) -> dict[str, Any]:
     file.note(offload and checkpointing == "none", "less_memory", key="activation_offloading")
     file.note(recompute_options.flag("selective"), "more_memory", key="selective")
     file.note(file.text("accelerate_config").startswith(("fsdp", "zero")), "sharded")
-    plain, liger = file.has(TRANSFORMERS), file.flag("use_liger_kernel")
-    file.note(objective_of(file, "trl") is Objective.SFT and not plain, "chunked_loss")
-    file.note(plain and liger, "fused_loss")
+    plain, liger = file.has(TRANSFORMERS, SWIFT), file.flag("use_liger_kernel")
+    is_sft = objective_of(file, "trl") is Objective.SFT
+    file.note(is_sft and not plain, "chunked_loss")
+    fused = not plain or (liger and not file.has(OWN_LOSS))
+    file.note(is_sft and plain and fused, "fused_loss")
+    file.note(is_sft and file.has(SWIFT) and not fused, "swift")
 
     return {
         "method": "lora" if lora else "full",
         "precision": precision,
         "quantization": _quantization(file.flag("load_in_4bit"), file.flag("load_in_8bit")),
         "checkpointing": checkpointing,
-        # transformers' own Trainer computes the logits of all tokens in float32.
-        "loss": "full" if plain and not liger else "chunked",
+        # transformers' own Trainer, from which ms-swift's derives, computes the logits of all
+        # tokens in float32.
+        "loss": "chunked" if fused else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,
     }

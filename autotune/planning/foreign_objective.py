@@ -5,7 +5,9 @@ from typing import Any
 from autotune.core.objective import NOT_OFFERED, Objective
 from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_file import File, Refused, quote, table
+from autotune.report.values.check import SWIFT
 
+WITH_LOGITS = {"llamafactory": "LLaMA-Factory", "axolotl": "Axolotl's TRL 1.8"}
 REMEDY = (
     "pass the file of a supported run: for sft, dpo, kto, grpo or reward, with LoRA or full "
     "fine-tuning, of a checkpoint that is not quantised"
@@ -122,9 +124,8 @@ def objective_knobs(
             "write 2 or more",
         )
 
-    full_logits = tool == "llamafactory" or (
-        tool == "axolotl" and objective is not Objective.REWARD
-    )
+    own_trainer = tool == "axolotl" or file.has(SWIFT)
+    full_logits = tool == "llamafactory" or (own_trainer and objective is not Objective.REWARD)
     if objective is Objective.GRPO:
         return {"loss": "chunked", "packing": False}
     if full_logits and objective is Objective.REWARD:
@@ -133,7 +134,7 @@ def objective_knobs(
         file.note(
             True,
             "whole_logits",
-            tool="LLaMA-Factory" if tool == "llamafactory" else "Axolotl's TRL 1.8",
+            tool=SWIFT if file.has(SWIFT) else WITH_LOGITS[tool],
         )
 
     for key in table("other_references"):

@@ -34,12 +34,12 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_arguments import trl_as_swift
 from autotune.planning.foreign_config import adapt_to_model, locate_refusal, parse, read_file
 from autotune.planning.foreign_dataset import absent_dataset, local_dataset
 from autotune.planning.foreign_file import Refused
 from autotune.planning.foreign_knobs import FUSED_LOSS
 from autotune.planning.foreign_sharding import shard_run
+from autotune.planning.foreign_swift import trl_as_swift
 from autotune.planning.observations import Say, ignore_message
 from autotune.planning.plan import plan_task
 from autotune.planning.rollout_checks import engine_notes, refuse_engine, with_prompts

@@ -532,7 +532,7 @@ CHECKS = (
     Case(
         name="31-other-tools-yaml",
         sources="LLaMA-Factory 9618",
-        right="Files of torchtune and ms-swift are identified as such.",
+        right="Files of torchtune and of ms-swift 2 are identified as such.",
         files={
             "tune.yaml": _yaml(
                 model={"_component_": "torchtune.models.phi3.lora_phi3_mini", "lora_rank": 8},
@@ -541,12 +541,11 @@ CHECKS = (
                 dtype="bf16",
             ),
             "swift.yaml": _yaml(
-                model="Qwen/Qwen3-8B",
-                train_type="lora",
-                torch_dtype="bfloat16",
-                target_modules="all-linear",
+                model_id_or_path="Qwen/Qwen3-8B",
+                sft_type="lora",
+                dtype="bf16",
+                lora_target_modules="ALL",
                 dataset=["mine.jsonl"],
-                deepspeed="zero3",
             ),
         },
         steps=(
@@ -558,7 +557,7 @@ CHECKS = (
             Command(
                 line="check swift.yaml --gpu rtx-4090",
                 code=2,
-                has=(r"swift\.yaml is a file of ms-swift, which is not supported",),
+                has=(r"swift\.yaml is a file of ms-swift 2, which is not supported",),
             ),
         ),
     ),

@@ -20,9 +20,9 @@ def check_command(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="The YAML of TRL, Axolotl or LLaMA-Factory, a Python program or a notebook with a "
-            "trainer of TRL or transformers, or a script that starts one or has the command `trl` "
-            "or `swift rlhf`.",
+            help="The YAML of TRL, Axolotl, LLaMA-Factory or ms-swift, a Python program or a "
+            "notebook with a trainer of TRL or transformers, or a script that starts one or has "
+            "the command `trl` or `swift`.",
         ),
     ],
     gpu: Gpu = None,

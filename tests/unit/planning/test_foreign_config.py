@@ -1434,7 +1434,7 @@ def test_a_file_that_a_run_names_and_that_is_absent_is_named(read):
             "dtype: bf16\n",
             "torchtune",
         ),
-        ("model: org/m\ntrain_type: lora\ntorch_dtype: bfloat16\nlora_rank: 8\n", "ms-swift"),
+        ("model_id_or_path: org/m\nsft_type: lora\nlora_rank: 8\n", "ms-swift 2"),
         ("task: llm-sft\nbase_model: org/m\nproject_name: p\nparams: {lr: 1}\n", "AutoTrain"),
         ("base_model: org/m\ninput_features: [1]\noutput_features: [1]\n", "Ludwig"),
         ("checkpoint_dir: m\nout_dir: o\nlora_r: 8\ntrain: {micro_batch_size: 1}\n", "LitGPT"),

@@ -14,9 +14,10 @@ from autotune.core.objective import Objective
 from autotune.core.probe_types import Phase
 from autotune.core.rollout_types import COLOCATED, SERVER, TRANSFORMERS
 from autotune.planning import foreign_rollouts
-from autotune.planning.foreign_arguments import read_script, swift_as_trl, trl_as_swift
+from autotune.planning.foreign_arguments import read_script
 from autotune.planning.foreign_config import parse, read_file
 from autotune.planning.foreign_sharding import strategy_of
+from autotune.planning.foreign_swift import swift_as_trl, trl_as_swift
 from autotune.planning.run_check import check
 from autotune.problem.rollouts import Rollouts
 from autotune.report.values.check import CheckReport, ForeignConfig
@@ -269,7 +270,7 @@ def test_scripts_are_not_executed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="model: the script is not executed, so the value"):
         read_file(script)
     script.write_text("python train.py\n")
-    with pytest.raises(UsageError, match=r"no command `swift rlhf`, `trl sft`, .* or `trl grpo`"):
+    with pytest.raises(UsageError, match=r"no command `swift sft`, .*`trl sft`, .* or `trl grpo`"):
         read_file(script)
     script.write_text("megatron rlhf --rlhf_type grpo\n")
     with pytest.raises(UsageError, match="Megatron splits the model in its own way"):
@@ -343,7 +344,7 @@ def test_a_word_that_is_no_yaml_is_a_text(word: str, tmp_path: Path) -> None:
         ({"sleep_level": {"a": 1}}, "sleep_level: {'a': 1} is not supported"),
         ({"attn_impl": ["sdpa"]}, "attn_implementation: a name is needed"),
         ({"num_processes": 10**400}, "num_processes: a number from 1 to"),
-        ({"rlhf_type": "dpo"}, "rlhf_type: of ms-swift, only grpo is supported, not 'dpo'"),
+        ({"rlhf_type": "ppo"}, "rlhf_type: of ms-swift, .* are supported, not 'ppo'"),
         ({"vllm_gpu_memory_utilization": 3}, "vllm_gpu_memory_utilization: a number from 0.01 to"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
