@@ -42,8 +42,8 @@ _SHARING = re.compile(
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _SET = re.compile(r"(?:export\s+)?(\w+)=('[^'$]*'|\"[^\"$`]*\"|[^\s'\"$`;&|()]*)\s*(?:#.*)?;?")
 _SETS = re.compile(r"(?:^|[\s;&(])(?:export\s+|read\s+|for\s+)?(\w+)(?=\+?=|\s+in\s)")
-# An integer computation of two numbers, as in $(expr 16 / 4) and $((16 / 4))
-_COMPUTED = re.compile(r"\$\((?:expr\s+|\()\s*(\d{1,9})\s*\\?([-+*/])\s*(\d{1,9})\s*\)?\)")
+# A computation with whole numbers, as in $(expr 16 / 4) and $((16 / 4))
+_COMPUTED = re.compile(r"\$\((?:expr\s+|\()([-+*/\\\d\s]{1,99})\)?\)")
 _PREFIX = re.compile(r"(?:^|\s)(\w+)=([^\s'\"$]+)(?=\s)")
 _ENDS = (";", "&&", "||", "|", "&", ">", ">>", "2>&1")  # words after which a command has ended
 
@@ -171,11 +171,17 @@ def _substituted(variables: Mapping[str, str], use: re.Match[str]) -> str:
 
 
 def _computed(match: re.Match[str]) -> str:
-    """Return the value of a computation, as the shell computes it."""
-    first, sign, second = int(match[1]), match[2], int(match[3])
-    if sign == "/":
-        return str(first // second) if second else match[0]
-    return str({"+": first + second, "-": first - second, "*": first * second}[sign])
+    """Return the value of a computation, as the shell computes it, or its own text."""
+    text = match[1].replace("\\*", "*")
+    for signs in ("*/", "-+"):
+        while pair := re.search(rf"(\d+)\s*([{signs}])\s*(\d+)", text):
+            first, sign, second = int(pair[1]), pair[2], int(pair[3])
+            if sign == "/" and not second:
+                return match[0]
+            values = {"*": first * second, "-": first - second, "+": first + second}
+            value = first // second if sign == "/" else values[sign]
+            text = f"{text[: pair.start()]}{value}{text[pair.end() :]}"
+    return text.strip() if text.strip().isdecimal() else match[0]
 
 
 def _environment(launcher: str) -> dict[str, str]:

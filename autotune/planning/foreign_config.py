@@ -63,7 +63,7 @@ def adapt_to_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     """
     config = run.config
     kind = model.text_type
-    refuse_targets(run.format, config, kind)
+    refuse_targets(SWIFT if run.tool == SWIFT else run.format, config, kind)
     if config.attention == "sdpa" and model.lacks("sdpa"):
         config = replace(config, attention="eager")
 
@@ -405,10 +405,12 @@ def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
 def _read_named_file(path: Path, name: str) -> dict[str, Any] | None:
     """Return the content of a YAML or JSON file that a run names, or None if it is absent.
 
-    The file is looked up beside the run's file, then in the current directory. Raises UsageError
-    for a damaged file.
+    The file is looked up beside the run's file, then in the current directory, then in the folders
+    above the run's file, because scripts usually start at the top of their project. Raises
+    UsageError for a damaged file.
     """
-    file = next((one for one in (path.parent / name, Path(name)) if is_file(one)), None)
+    folders = (path.parent, Path(), *path.absolute().parents)
+    file = next((folder / name for folder in folders if is_file(folder / name)), None)
     if file is None:
         return None
     text = read_user_text(file)

@@ -117,8 +117,8 @@ def refuse_targets(tool: str, config: TrainConfig, model_type: str) -> None:
     experts = _joined_experts(model_type)
     if experts is None:
         return
-    # With all-linear, Axolotl and LLaMA-Factory adapt only linear layers. Fused experts are a
-    # parameter, not a linear layer, so these two tools do not adapt them.
+    # With all-linear, Axolotl, LLaMA-Factory and ms-swift adapt only linear layers. Fused experts
+    # are a parameter, not a linear layer, so these tools do not adapt them.
     if config.lora_targets == ALL_LINEAR and tool == "trl":
         names |= set(experts["names"])
     targeted = names & set(experts["names"])

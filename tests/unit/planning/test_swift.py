@@ -1,14 +1,16 @@
 """Runs of ms-swift other than GRPO: supervised, more pre-training, preferences, reward models."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
-from autotune.planning.foreign_config import read_file
+from autotune.planning.foreign_config import adapt_to_model, read_file
 from autotune.planning.foreign_sharding import strategy_of
 from autotune.planning.run_check import check
 from autotune.report.values.check import ForeignConfig
@@ -162,17 +164,38 @@ def test_layers_on_several_gpus_one_after_another_are_refused(tmp_path: Path) ->
         of_script(tmp_path, text)
 
 
+def test_a_script_in_a_folder_of_a_project_names_files_from_its_top(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "lora"
+    folder.mkdir(parents=True)
+    sharding = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
+    (folder / "fsdp2.json").write_text(json.dumps(sharding))
+    launcher = "CUDA_VISIBLE_DEVICES=0,1 accelerate launch --config_file examples/lora/fsdp2.json"
+    arguments = "swift/cli/sft.py --model Qwen/Qwen3-8B --max_length 512"
+    run = of_script(folder, f"{launcher} {arguments}")
+    assert run.num_gpus == 2 and strategy_of(run.values) == "fsdp2"
+
+
+def test_adapters_on_all_linear_layers_of_a_mixture_leave_out_its_experts(tmp_path: Path) -> None:
+    """transformers 5 fuses them into a parameter. With TRL, the dropout would stop the run."""
+    run = of_keys(tmp_path, model="Qwen/Qwen3-30B-A3B")
+    adapted = adapt_to_model(run, resolve_model("qwen3-30b-a3b"))
+    assert adapted.config.lora_dropout == 0.0
+
+
 def test_arguments_that_are_not_counted_are_named(tmp_path: Path) -> None:
-    run = of_keys(tmp_path, freeze_vit=False, learning_rate=1e-4, system="Be brief.")
-    assert run.ignored == "not counted: freeze_vit"
+    changes = {"freeze_vit": False, "padding_free": True, "learning_rate": 1e-4, "system": "Hi."}
+    assert of_keys(tmp_path, **changes).ignored == "not counted: freeze_vit, padding_free"
 
 
-@pytest.mark.parametrize("sum_", ["$(expr 32 / 4)", "$((2 * 4))", "$(( 16 - 8 ))", "$(expr 4 + 4)"])
+@pytest.mark.parametrize(
+    "sum_", ["$(expr 64 / 4 / 2)", "$((2 + 2 * 3))", "$(( 16 - 8 ))", r"$(expr 2 \* 4)"]
+)
 def test_a_script_may_compute_with_whole_numbers(sum_: str, tmp_path: Path) -> None:
     run = of_script(tmp_path, LORA.replace("$(expr 16 / $nproc)", sum_))
     assert run.accumulation == 8
 
 
-def test_a_division_by_zero_stays_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sum_", ["$(expr 16 / 0)", "$((1 - 9))", "$(expr 4 +)", "$(nproc)"])
+def test_what_cannot_be_computed_stays_unknown(sum_: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gradient_accumulation_steps: the script is not executed"):
-        of_script(tmp_path, LORA.replace("/ $nproc", "/ 0"))
+        of_script(tmp_path, LORA.replace("$(expr 16 / $nproc)", sum_))
