@@ -110,7 +110,7 @@ def test_the_change_that_makes_several_gpus_fit_is_named() -> None:
     assert gpu_answer(made).change == str(made.change)
 
 
-def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(
+def test_flash_attention_is_counted_as_torchs_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its package is seldom installed where nothing is trained; the leanest configuration of a
@@ -134,7 +134,7 @@ def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(
     whole = replace(config, attention="sdpa", padding="max_length")
     assert [request.config for request in asked] == [
         replace(config, attention="sdpa"),
-        masked,
+        replace(masked, attention="sdpa"),
         whole,
         whole,
     ]
