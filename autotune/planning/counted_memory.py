@@ -60,8 +60,8 @@ def dry_count(
     """
     if config.knows_ends:
         # Replace the configured attention by torch's own flash attention, which needs the same
-        # memory and no extra package. Padded rows keep their mask, whose few bytes count too. Without
-        # a mask, torch's attention cannot separate packed examples, although the configured
+        # memory and no extra package. Padded rows keep their mask, whose few bytes count too.
+        # Without a mask, torch's attention cannot separate packed examples, although the configured
         # attention can. So treat each packed row as a single example.
         config = replace(
             config,
