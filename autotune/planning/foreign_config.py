@@ -31,7 +31,7 @@ from autotune.planning.foreign_arguments import SCRIPTS, read_script, refuse_var
 from autotune.planning.foreign_evaluation import evaluation_of
 from autotune.planning.foreign_file import ASSUMED, MAX_COUNT, File, Refused, quote, table
 from autotune.planning.foreign_knobs import PACKED_EXPERTS, WITHOUT_LIGER, knobs_of
-from autotune.planning.foreign_objective import REMEDY, objective_of, whole_number
+from autotune.planning.foreign_objective import REMEDY, WHOLE_LOGITS, objective_of, whole_number
 from autotune.planning.foreign_python import PROGRAMS, read_program
 from autotune.planning.foreign_refusals import (
     refuse_at_start,
@@ -548,6 +548,7 @@ def _read(file: File, tool: str) -> ForeignConfig:
         notes=tuple(dict.fromkeys(file.notes)),
         minor=frozenset(file.minor),
         needs_more=not file.noted.isdisjoint(table("needs_more")),
+        whole_logits=WHOLE_LOGITS in file.noted,
     )
 
 

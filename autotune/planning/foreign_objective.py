@@ -7,6 +7,7 @@ from autotune.export.keys import default_of, key_of
 from autotune.planning.foreign_file import File, Refused, quote, table
 from autotune.report.values.check import SWIFT
 
+WHOLE_LOGITS = "whole_logits"  # the note about a loss that holds the logits of a micro batch
 WITH_LOGITS = {"llamafactory": "LLaMA-Factory", "axolotl": "Axolotl's TRL 1.8"}
 REMEDY = (
     "pass the file of a supported run: for sft, dpo, kto, grpo or reward, with LoRA or full "
@@ -133,7 +134,7 @@ def objective_knobs(
     elif full_logits:
         file.note(
             True,
-            "whole_logits",
+            WHOLE_LOGITS,
             tool=SWIFT if file.has(SWIFT) else WITH_LOGITS[tool],
         )
 

@@ -25,7 +25,7 @@ from autotune.prediction.estimate import (
     memory_of,
     step_time_of,
 )
-from autotune.prediction.memory_formula import EVALUATES, MemoryBreakdown
+from autotune.prediction.memory_formula import EVALUATES, MemoryBreakdown, largest_logits_gib
 from autotune.prediction.observed_speed import Observation
 from autotune.prediction.rollout_memory import largest, phases
 from autotune.prediction.step_time import StepTimeEstimate, host_of
@@ -202,7 +202,7 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
         return None
 
     if sizes is None or (is_int8 and low.counted):
-        bounds = _bounded_count(run, low, high)
+        bounds = _bounded_count(run, low, _with_whole_logits(model, run, high))
         if run.uncounted is None:
             return bounds
         return replace(bounds, least=_least(model, run, steps, bounds.least))
@@ -218,7 +218,21 @@ def _bounds(model: ModelSpec, run: ForeignConfig, steps: int) -> MemoryBounds | 
         low = replace(low, activations=low.activations - moved_gib, host=low.host + moved_gib)
     if run.uncounted is not None:
         low = _least(model, run, steps, low)
-    return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
+    is_unknown = config.dora or is_int8 or run.needs_more
+    return MemoryBounds(
+        least=low, most=None if is_unknown else _with_whole_logits(model, run, high)
+    )
+
+
+def _with_whole_logits(
+    model: ModelSpec, run: ForeignConfig, memory: MemoryBreakdown
+) -> MemoryBreakdown:
+    """Return the memory with the most that the logits take if the loss holds all of them."""
+    if not run.whole_logits:
+        return memory
+    rows = run.config.micro_batch_size * run.objective.rows_per_example
+    logits = largest_logits_gib(model, rows * run.config.seq_len)
+    return replace(memory, logits=max(memory.logits, logits))
 
 
 def _least(

@@ -106,6 +106,12 @@ def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]
     return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
 
+# Bytes of each logit if a whole micro batch has its logits at once. In a forward pass, the logits
+# exist in 32 bits, and before that in 16. In the update, the least is the logits and their
+# gradient; the most has two parts of the gradient, their sum and its cast besides.
+WHOLE_LOGITS = ((4, 8), (8, 20))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
     """The memory at the peak of a step in GiB, by term, without the CUDA context.
@@ -856,3 +862,8 @@ def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
         config.method == "full" or config.precision == "bf16_pure" or config.quantization == "nf4"
     )
     return (4 if is_half else 8) * sizes.intermediate + 3 * sizes.hidden
+
+
+def largest_logits_gib(model: ModelSpec, tokens: int) -> float:
+    """Return an upper bound of the GiB of an update's logits if all `tokens` have them at once."""
+    return gib(WHOLE_LOGITS[True][1] * tokens * model.vocab_size)

@@ -18,7 +18,7 @@ from autotune.core.rollout_types import BATCHED_TOKENS, COLOCATED, SERVER, TRANS
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.estimate import MemoryBounds
-from autotune.prediction.memory_formula import NF4_STATISTICS, MemoryBreakdown
+from autotune.prediction.memory_formula import NF4_STATISTICS, WHOLE_LOGITS, MemoryBreakdown
 from autotune.problem.rollouts import Rollouts
 
 # GiB that vLLM holds beyond its share, mostly CUDA graphs: 29.9 GiB were in use with 102 graphs and
@@ -30,10 +30,6 @@ ASLEEP = (0.3, 1.9)
 # Nothing was measured: the upper bound assumes that they take as much as half of the cache.
 GROWN_CACHE = 1.5
 CACHE_BYTES = 2  # for each value of the cache: vLLM's cache has the dtype of the weights, 16 bits
-# Bytes of each logit if a whole micro batch has its logits at once. In a forward pass, the logits
-# exist in 32 bits, and before that in 16. In the update, the least is the logits and their
-# gradient; the most has two parts of the gradient, their sum and its cast besides.
-WHOLE_LOGITS = ((4, 8), (8, 20))
 SAMPLING_BYTES = 12  # for each logit of the next token: the logits, the scores, the probabilities
 
 

@@ -68,8 +68,9 @@ class ForeignConfig:
     `epochs` is None if `max_steps` ends the run. `max_examples` is the limit over all datasets
     together. Each of `notes` is a sentence on an assumption, or on a setting that affects memory or
     speed and that `config` lacks; `minor` has the notes that only say how the run is counted. If
-    `needs_more` is true, one of these settings needs memory that
-    the estimate leaves out. `evaluation` is None if the run does not evaluate between its steps.
+    `needs_more` is true, one of these settings needs memory that the estimate leaves out. If
+    `whole_logits` is true, the loss holds the logits of a whole micro batch, which `config` lacks.
+    `evaluation` is None if the run does not evaluate between its steps.
     `rollouts` is None unless the run generates the completions that it is trained on. `uncounted`
     has the memory savings that no formula covers. `on_one_gpu` is the strategy of a run of
     DeepSpeed on one GPU, which the knob `sharding` cannot express. `ignored` is a sentence that
@@ -89,6 +90,7 @@ class ForeignConfig:
     minor: frozenset[str] = frozenset()
     objective: Objective = Objective.SFT
     needs_more: bool = False
+    whole_logits: bool = False
     evaluation: Evaluation | None = None
     rollouts: Rollouts | None = None
     uncounted: Uncounted | None = None

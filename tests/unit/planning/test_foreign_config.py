@@ -1226,7 +1226,7 @@ OTHERS: list[tuple[str, str, str, str]] = [
     ("trl", "desirable_weight: 1.0", "kto", ""),
     ("trl", "center_rewards_coefficient: 0.01", "reward", ""),
     ("axolotl", "rl: ipo", "dpo", "Axolotl's TRL 1.8 computes the logits of all sequences at once"),
-    ("axolotl", "rl: kto", "kto", "the run needs more memory than estimated"),
+    ("axolotl", "rl: kto", "kto", "the upper end for all logits with their gradients"),
     ("axolotl", "reward_model: true", "reward", ""),
     (
         "axolotl",
@@ -1264,8 +1264,9 @@ def test_a_file_for_another_objective_is_read(
     padding = "max_length" if (tool, objective) == ("axolotl", "reward") else "masked"
     assert (run.config.padding, run.config.loss, run.config.packing) == (padding, "chunked", False)
     assert any(note in one for one in run.notes)
-    counted = tool == "trl" or (tool == "axolotl" and objective == "reward")
-    assert run.needs_more is not counted or plain.needs_more
+    assert run.whole_logits is (tool != "trl" and objective != "reward")
+    left_out = "ref_model" in lines or (tool, objective) == ("llamafactory", "reward")
+    assert run.needs_more is (left_out or plain.needs_more)
 
 
 def test_pairs_are_neither_packed_nor_single_answers_of_kto() -> None:

@@ -115,7 +115,17 @@ def test_preferences_and_rewards(
     run = of_keys(tmp_path, rlhf_type=kind, beta=0.1, rpo_alpha=0.1, per_device_train_batch_size=2)
     assert run.objective is objective and not run.ignored
     assert any("ms-swift computes the logits of all sequences" in one for one in run.notes) is holds
-    assert run.needs_more is holds
+    assert run.whole_logits is holds and not run.needs_more
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("dpo", 2 * 2), ("kto", 2)])
+def test_all_logits_of_a_comparison_are_the_upper_end(kind: str, rows: int, tmp_path: Path) -> None:
+    """The vocabulary of Qwen3 has 151,936 words."""
+    of_keys(tmp_path, rlhf_type=kind, per_device_train_batch_size=2)
+    bounds = check(tmp_path / "swift.yaml", {"gpu": "h100", "model": "qwen3-8b"}).checked.bounds
+    assert bounds.most is not None
+    assert bounds.most.logits == pytest.approx(20 * rows * 1024 * 151_936 / 2**30)
+    assert bounds.least.logits < bounds.most.logits / 4
 
 
 def test_the_command_says_the_objective(tmp_path: Path) -> None:
