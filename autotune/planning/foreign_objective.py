@@ -115,8 +115,10 @@ def objective_knobs(
         key = key_of(tool, "packing")
         raise Refused(key, f"sequences of {objective} are not packed", "switch it off")
 
-    # KTO compares the answers of a micro batch, except with the loss apo_zero_unpaired.
-    compares = tool != "llamafactory" and file.names("loss_type") != ("apo_zero_unpaired",)
+    # KTO compares the answers of a micro batch, except with the loss apo_zero_unpaired. TRL and
+    # Axolotl refuse a single answer; the other tools train on it.
+    checks = tool != "llamafactory" and not file.has(SWIFT)
+    compares = checks and file.names("loss_type") != ("apo_zero_unpaired",)
     if objective is Objective.KTO and compares and whole_number(file, tool, "micro_batch_size") < 2:
         key = key_of(tool, "micro_batch_size")
         raise Refused(

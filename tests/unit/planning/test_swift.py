@@ -112,7 +112,7 @@ def test_packed_rows_have_the_length_of_a_pack(tmp_path: Path) -> None:
 def test_preferences_and_rewards(
     kind: str, objective: Objective, holds: bool, tmp_path: Path
 ) -> None:
-    run = of_keys(tmp_path, rlhf_type=kind, beta=0.1, rpo_alpha=0.1, per_device_train_batch_size=2)
+    run = of_keys(tmp_path, rlhf_type=kind, beta=0.1, rpo_alpha=0.1)
     assert run.objective is objective and not run.ignored
     assert any("ms-swift computes the logits of all sequences" in one for one in run.notes) is holds
     assert run.whole_logits is holds and not run.needs_more
