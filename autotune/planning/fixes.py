@@ -17,6 +17,7 @@ from autotune.planning.run_estimate import CheckContext, bounds_of, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.report.values.check import (
     FP32_BASE,
+    SWIFT,
     TRANSFORMERS,
     CheckedRun,
     Edits,
@@ -73,7 +74,7 @@ def fixes_of(run: ForeignConfig, *, has_experts: bool = False) -> Iterator[Fix]:
     if FP32_BASE in run.notes:
         yield SAME_RESULT, {"dtype": "bfloat16"}
     fused = fused_loss(values) if tool == "axolotl" else table.get("loss")
-    if run.tool == TRANSFORMERS:
+    if run.tool in (TRANSFORMERS, SWIFT):
         fused = {"use_liger_kernel": True}
     if config.loss == "full" and fused:
         yield SAME_RESULT, fused

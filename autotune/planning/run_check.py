@@ -419,7 +419,7 @@ def _find_faster(
         config=best.config,
         times=times,
         command=_run_command(spec, run, workload, batch),
-        edits=changes.edits,
+        edits=trl_as_swift(changes.edits) if run.tool == SWIFT else changes.edits,
         own=changes.own,
     )
 

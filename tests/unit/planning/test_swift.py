@@ -10,6 +10,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
+from autotune.planning.fixes import fixes_of
 from autotune.planning.foreign_config import adapt_to_model, read_file
 from autotune.planning.foreign_sharding import strategy_of
 from autotune.planning.run_check import check
@@ -172,6 +173,14 @@ def test_layers_on_several_gpus_one_after_another_are_refused(tmp_path: Path) ->
     text = LORA.replace("NPROC_PER_NODE=$nproc ", "")
     with pytest.raises(UsageError, match="more GPUs are visible than processes start"):
         of_script(tmp_path, text)
+
+
+def test_changes_are_in_the_arguments_of_ms_swift(tmp_path: Path) -> None:
+    run = of_keys(tmp_path, attn_impl="eager", max_length=2048)
+    assert {"use_liger_kernel": True} in [edits for _, edits in fixes_of(run)]
+    faster = check(tmp_path / "swift.yaml", {"gpu": "h100", "model": "qwen3-8b"}).faster
+    assert faster is not None
+    assert faster.edits["use_liger_kernel"] is True and faster.edits["attn_impl"] == "sdpa"
 
 
 def test_a_script_in_a_folder_of_a_project_names_files_from_its_top(tmp_path: Path) -> None:
