@@ -35,6 +35,8 @@ def evaluation_of(
         rows=_rows(file, tool, config),
         loss=config.loss if objective is not Objective.SFT else _loss(file, tool, config),
         kept_tokens=_kept_examples(file) * config.seq_len,
+        # ms-swift computes no logits of tokens without a label (`use_logits_to_keep`).
+        answers_only=file.has(SWIFT) and objective is Objective.SFT,
     )
 
 

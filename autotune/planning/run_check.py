@@ -565,6 +565,7 @@ def _evaluation_notes(context: CheckContext, checked: CheckedRun) -> Iterator[st
     rows = evaluation.batch_of(run.config).micro_batch_size
     source = key if key in run.values else f"{key}, by default"
     logits = ", with the logits of all tokens" if evaluation.loss == "full" else ""
+    logits += " that count in the loss" * evaluation.answers_only
     yield (
         f"The evaluation, not the training, sets the memory peak: {rows:,} examples at a time "
         f"({source}){logits}. A training step needs {fmt_gib(step.reported.peak_reserved_gib)}."

@@ -163,9 +163,10 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     if evaluated is None:
         return None
     most = evaluated.most
+    least = bounds.least if evaluation.answers_only else evaluated.least
     return bounds.include_evaluation(
         MemoryBounds(
-            least=evaluation.with_kept(evaluated.least),
+            least=evaluation.with_kept(least),
             most=None if most is None else evaluation.with_kept(most),
         )
     )

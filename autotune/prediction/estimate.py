@@ -90,12 +90,14 @@ class Evaluation:
 
     `rows` is the number of examples in a batch, or None for the training's micro batch. `loss` is a
     value of the knob `loss`. The GPU holds the predictions and labels of `kept_tokens` tokens until
-    the metrics are computed.
+    the metrics are computed. If `answers_only` is true, only tokens that count in the loss have
+    logits: between none and all of them.
     """
 
     rows: int | None
     loss: str
     kept_tokens: int = 0
+    answers_only: bool = False
 
     def batch_of(self, config: TrainConfig) -> TrainConfig:
         """Return `config` with the evaluation's batch as its micro batch."""

@@ -10,6 +10,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.objective import Objective
+from autotune.core.probe_types import Phase
 from autotune.planning.fixes import fixes_of
 from autotune.planning.foreign_config import adapt_to_model, read_file
 from autotune.planning.foreign_sharding import strategy_of
@@ -96,6 +97,18 @@ def test_the_loss_of_liger_holds_no_logits_unless_tokens_have_weights(
     run = of_keys(tmp_path, **({"use_liger_kernel": True, "split_dataset_ratio": 0.1} | changes))
     assert run.config.loss == loss
     assert run.evaluation is not None and run.evaluation.loss == "full"
+
+
+def test_an_evaluation_has_logits_of_some_tokens_up_to_all(tmp_path: Path) -> None:
+    """In training, Liger's loss holds none."""
+    run = {"use_liger_kernel": True, "max_length": 8192, "split_dataset_ratio": 0.1}
+    of_keys(tmp_path, **run, eval_strategy="no")
+    alone = check(tmp_path / "swift.yaml", {"gpu": "h100", "model": "qwen3-8b"}).checked.bounds
+    of_keys(tmp_path, **run)
+    both = check(tmp_path / "swift.yaml", {"gpu": "h100", "model": "qwen3-8b"})
+    assert both.checked.bounds.least == alone.least
+    assert both.checked.bounds.reported.phase is Phase.EVALUATE
+    assert any("the logits of all tokens that count in the loss" in note for note in both.notes)
 
 
 def test_packed_rows_have_the_length_of_a_pack(tmp_path: Path) -> None:
