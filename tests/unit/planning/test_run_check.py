@@ -1188,17 +1188,13 @@ def test_a_file_of_trl_for_another_objective_needs_what_its_formula_says(
     assert found.checked.estimate.tokens_per_s
 
 
-def test_axolotls_answers_need_more_than_is_counted(answer: Callable[..., CheckReport]) -> None:
-    """Its TRL makes all logits: on a card with room it is too close to tell, on one that lacks the
-    rest it is not.
-    """
+def test_axolotls_answers_may_hold_all_logits(answer: Callable[..., CheckReport]) -> None:
+    """Its TRL makes all of them: the upper end of the memory has them, and the lower end none."""
     text = changed(AXOLOTL, rl="dpo", sample_packing=False)
     found = answer(text, "h200")
-    assert (
-        found.checked.bounds.most is None
-        and found.checked.state == TIGHT
-        and "dpo" in printed(found)
-    )
+    least, most = found.checked.bounds.bounds_gib
+    assert most is not None and most > 1.5 * least
+    assert found.checked.state == FITS and "dpo" in printed(found)
     assert answer(text, "t4").checked.state == OOM
     assert (
         answer(changed(AXOLOTL, reward_model=True, sample_packing=False), "h200").checked.state
