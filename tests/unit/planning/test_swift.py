@@ -72,6 +72,14 @@ def test_full_fine_tuning_keeps_all_weights_in_bf16(tmp_path: Path) -> None:
     assert half.config.precision == "fp16_mixed"
 
 
+def test_four_bits_are_quantised_twice_by_default(tmp_path: Path) -> None:
+    config = of_keys(tmp_path, quant_method="bnb", quant_bits=4).config
+    assert (config.quantization, config.double_quant) == ("nf4", True)
+    once = of_keys(tmp_path, quant_bits=4, bnb_4bit_use_double_quant=False).config
+    assert not once.double_quant
+    assert of_keys(tmp_path).config.quantization == "none"
+
+
 def test_a_run_evaluates_only_if_it_has_examples_for_it(tmp_path: Path) -> None:
     assert of_keys(tmp_path).evaluation is None
     assert of_keys(tmp_path, eval_strategy="steps").evaluation is None
