@@ -53,7 +53,7 @@ def dry_count(
 ) -> DryAnswer:
     """Run a dry probe of a training step of the whole model, or of a copy with `depth` layers.
 
-    The step is that of autotune's trainer, or of the trainer `other`. With `experts`, the model has
+    The trainer is autotune's, or `other`. With `experts`, the model has
     only one GPU's part of its experts.
 
     The answer holds the memory and the work of the step, or the reason why the dry probe failed.

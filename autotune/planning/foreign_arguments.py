@@ -16,7 +16,8 @@ from autotune.report.values.check import SWIFT
 SCRIPTS = (".sh", ".bash")
 # The commands whose arguments are read
 _COMMAND = re.compile(
-    r"(?:\bswift(?:\s+|/cli/)(?P<swift>sft|pt|rlhf)\b|\btrl\s+(?P<objective>grpo|sft|dpo|kto|reward)\b)"
+    r"\bswift(?:\s+|/cli/)(?P<swift>sft|pt|rlhf)\b"
+    r"|\btrl\s+(?P<objective>grpo|sft|dpo|kto|reward)\b"
 )
 _ACCEPTED = (
     "`swift sft`, `swift pt`, `swift rlhf`, `trl sft`, `trl dpo`, `trl kto`, `trl reward` or "
@@ -94,7 +95,7 @@ def read_script(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _add_launcher(values: dict[str, Any], launcher: str, path: Path) -> None:
-    """Add what the words before the training command say about several GPUs.
+    """Add the settings for several GPUs from the words before the training command.
 
     Raises UsageError for an argument of accelerate that decides how they share the work.
     """

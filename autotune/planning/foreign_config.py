@@ -405,11 +405,12 @@ def _deepspeed_settings(path: Path, file_name: Any) -> dict[str, Any]:
 def _read_named_file(path: Path, name: str) -> dict[str, Any] | None:
     """Return the content of a YAML or JSON file that a run names, or None if it is absent.
 
-    The file is looked up beside the run's file, then in the current directory, then in the folders
-    above the run's file, because scripts usually start at the top of their project. Raises
-    UsageError for a damaged file.
+    The file is looked up beside the run's file, then in the current directory. A name with a folder
+    may also start at a folder above the run's file, because scripts usually start at the top of
+    their project. Raises UsageError for a damaged file.
     """
-    folders = (path.parent, Path(), *path.absolute().parents)
+    above = path.absolute().parents if Path(name).parent != Path() else ()
+    folders = (path.parent, Path(), *above)
     file = next((folder / name for folder in folders if is_file(folder / name)), None)
     if file is None:
         return None
@@ -512,18 +513,13 @@ def _read(file: File, tool: str) -> ForeignConfig:
     accumulation = _accumulation(file, tool, micro_batch)
     gpus = table("data_parallel") + table("parallel")
     num_gpus = math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None
-    rollouts = None
-    if objective is Objective.GRPO:
-        rollouts = rollouts_of(file, tool, micro_batch, accumulation, num_gpus)
-        seq_len = rollouts.longest
-    else:
-        seq_len = file.whole(
-            key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len")
-        )
+    generates = objective is Objective.GRPO
+    rollouts = rollouts_of(file, tool, micro_batch, accumulation, num_gpus) if generates else None
+    seq_len = rollouts.longest if rollouts else _seq_len(file, tool)
 
-    # The trainers for objectives other than SFT pass an attention mask for every row, and so does
-    # transformers' own.
-    masks = objective is not Objective.SFT or file.has(TRANSFORMERS)
+    # The trainers for objectives other than SFT pass an attention mask for every row, and so do
+    # transformers' own and ms-swift's.
+    masks = objective is not Objective.SFT or file.has(TRANSFORMERS, SWIFT)
     padding = "masked" if masks else "longest"
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else padding
     config = TrainConfig(
@@ -550,6 +546,12 @@ def _read(file: File, tool: str) -> ForeignConfig:
         needs_more=not file.noted.isdisjoint(table("needs_more")),
         whole_logits=WHOLE_LOGITS in file.noted,
     )
+
+
+def _seq_len(file: File, tool: str) -> int:
+    """Return the largest number of tokens in a row."""
+    keys = (key_of(tool, "seq_len"), "max_seq_length")
+    return file.whole(*keys, default=default_of(tool, "seq_len"))
 
 
 def _accumulation(file: File, tool: str, micro_batch: int) -> int:

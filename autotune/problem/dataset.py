@@ -249,7 +249,7 @@ def dataset_errors() -> Iterator[None]:
 
 
 def _where_to_look(path: Path) -> str:
-    """Return a remedy for a path without a file: where it starts, and what is there instead."""
+    """Return a remedy for a path without a file: its start, and the files that exist there."""
     start = "" if path.is_absolute() else f"the path starts at {Path.cwd()}; "
     folder = path.parent
     if not folder.is_dir():
