@@ -35,6 +35,7 @@ RESULTS = {
 # What a summary holds that no row tells.
 PLANTED = {"old", "new", "planted", "seconds"}
 BESIDE_ROWS = {
+    "gpu_gate": PLANTED,
     "gpu_gate_memory": PLANTED,
     "gpu_gate_slowdown": PLANTED,
     "cap": {"cap_gib"},
@@ -822,7 +823,6 @@ def rounded(value: Any) -> Any:
 
 UNMEASURED = {
     "day_zero_fast",
-    "gpu_gate",
 }  # results whose first measurement is still to be made
 
 
