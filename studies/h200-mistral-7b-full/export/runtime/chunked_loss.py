@@ -56,11 +56,14 @@ def has_plain_head(model: Any) -> bool:
         del layers.forward, head.forward
 
 
-def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
+def chunked_loss(model: Any, *, in_head: bool = False) -> Callable[..., torch.Tensor]:
     """Return a Trainer's `compute_loss_func` for this causal language model.
 
     After this call, the loss function runs the head, and the model's forward pass no longer does.
-    Raises ValueError if the model changes its logits after the head.
+    With `in_head`, the head itself returns the loss, because its weights are gathered only while it
+    runs; the returned function then has an attribute `expect`, which LeanTrainer calls with the
+    labels and the number of items before the model runs. Raises ValueError if the model changes its
+    logits after the head.
     """
     if not has_plain_head(model):
         name = type(model).__name__
@@ -70,6 +73,9 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
 
     head = model.get_output_embeddings()
     compute_logits = partial(type(head).forward, head)
+    if in_head:
+        return _loss_in_head(head, compute_logits)
+
     pending: list[tuple[torch.Tensor, torch.autocast]] = []
 
     def store_input(hidden: torch.Tensor) -> torch.Tensor:
@@ -89,19 +95,53 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         hidden, autocast = pending.pop()
-        targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
-        has_grad = torch.is_grad_enabled()
-        trained = [weight for weight in head.parameters() if weight.requires_grad and has_grad]
         with autocast:
-            total: torch.Tensor = _ChunkedCrossEntropy.apply(
-                compute_logits, hidden.flatten(0, -2), targets, *trained
-            )
-        if num_items_in_batch is None:
-            return total / (targets != IGNORED).sum()
-        return total / num_items_in_batch
+            return _mean_loss(head, compute_logits, hidden, labels, num_items_in_batch)
 
     head.forward = store_input
     return loss
+
+
+def _loss_in_head(
+    head: nn.Module, compute_logits: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """Return a `compute_loss_func` that reads the loss from the output of the head."""
+    expected: list[tuple[torch.Tensor, torch.Tensor | int | None]] = []
+
+    def compute(hidden: torch.Tensor) -> torch.Tensor:
+        """Replace the head's `forward`: return the loss as one logit."""
+        labels, num_items = expected.pop()
+        return _mean_loss(head, compute_logits, hidden, labels, num_items).reshape(1, 1, 1)
+
+    def loss(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        of_head: torch.Tensor = outputs.logits
+        return of_head.reshape(())
+
+    def expect(labels: torch.Tensor, num_items: torch.Tensor | int | None) -> None:
+        expected[:] = [(labels, num_items)]
+
+    loss.expect = expect  # type: ignore[attr-defined]
+    head.forward = compute
+    return loss
+
+
+def _mean_loss(
+    head: nn.Module,
+    compute_logits: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    num_items: torch.Tensor | int | None,
+) -> torch.Tensor:
+    """Return the sum of all losses, divided by the number of items or of targets."""
+    targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
+    has_grad = torch.is_grad_enabled()
+    trained = [weight for weight in head.parameters() if weight.requires_grad and has_grad]
+    total: torch.Tensor = _ChunkedCrossEntropy.apply(
+        compute_logits, hidden.flatten(0, -2), targets, *trained
+    )
+    return total / ((targets != IGNORED).sum() if num_items is None else num_items)
 
 
 def _target_positions(targets: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,10 @@ def _multiply_on_cpu(
     use_fast_accum: bool,
 ) -> torch.Tensor:
     """Multiply 8-bit factors in fp32: torch's own product takes minutes on some CPUs."""
-    return (rows.float() @ factor.float() * (row_scale * scale)).to(out_dtype)
+    product = rows.float() @ factor.float() * (row_scale * scale)
+    # A cast that changes nothing returns an alias. For an alias, compiled autograd functions of
+    # torch 2.11 get zeros instead of gradients.
+    return product if out_dtype is product.dtype else product.to(out_dtype)
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

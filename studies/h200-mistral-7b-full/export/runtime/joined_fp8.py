@@ -128,9 +128,13 @@ class _Products(torch.autograd.Function):
         parts = [largest_of(one) * own for one, own in zip(gradients, scales, strict=True)]
         factor, restore = scale_to(torch.stack(parts).amax(), GRADIENT_DTYPE)
         limit = torch.finfo(GRADIENT_DTYPE).max
+        # Autocast, which compiled code sees here, joins no 8-bit floats, but it joins bytes.
         values = torch.cat(
             [
-                (one.float() * (factor * own)).clamp(-limit, limit).to(GRADIENT_DTYPE)
+                (one.float() * (factor * own))
+                .clamp(-limit, limit)
+                .to(GRADIENT_DTYPE)
+                .view(torch.uint8)
                 for one, own in zip(gradients, scales, strict=True)
             ],
             1,
@@ -165,8 +169,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return both parts of the gradient of x (M x K), and the gradients of A and B without s.
 
-    `values` (M x N) holds the gradients of all outputs in 8 bits, and the scalar `restore` is their
-    scale. `gradients` are the same in 16 bits, one tensor for each member.
+    `values` (M x N) holds the bytes of the gradients of all outputs in 8-bit floats, and the scalar
+    `restore` is their scale. `gradients` are the same in 16 bits, one tensor for each member.
     """
     number = len(gradients)
     sizes = [one.shape[1] for one in gradients]
@@ -188,7 +192,9 @@ def _gradients(
     # allocated on the main stream, so that each stream can reuse the memory.
     with run_beside(values.device, run_narrow):
         one = torch.ones_like(restore)
-        of_rows = multiply(values, across.t(), restore, one, dtype=rows.dtype, fast=False)
+        of_rows = multiply(
+            values.view(GRADIENT_DTYPE), across.t(), restore, one, dtype=rows.dtype, fast=False
+        )
     return of_rows, of_narrow, of_a, of_b
 
 

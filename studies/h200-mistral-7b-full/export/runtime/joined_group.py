@@ -6,6 +6,7 @@ of groups with a base in 8-bit floats.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ ADAPTER = "default"  # the name that PEFT gives to a model's only adapter
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Group:
+class Group(ABC):
     """PEFT linear layers that share an input of K values and have N outputs in total.
 
     `rank` (r) is the rank of one adapter, and R is the sum of the members' ranks. A subclass holds
@@ -64,30 +65,30 @@ class Group:
             self._replace(module, _member_class)
             module.place = place
 
+    @abstractmethod
     def _store(self) -> None:
         """Allocate the tensors of the group."""
-        raise NotImplementedError
 
     def _replace(self, module: nn.Module, make: Callable[[type], type]) -> None:
         self._replaced.append((module, type(module)))
         module.__class__ = make(type(module))
         module.__dict__["joined"] = self
 
+    @abstractmethod
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors of the group: `a`, `b` and the matrices of the base."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extra_bytes(self) -> int:
         """Return the bytes that the group takes in addition to the weights of the base."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refresh(self) -> None:
         """Copy sB, after A was copied into `a`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def multiply(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the outputs (M x size) of each member, without bias, for inputs (M x K)."""
-        raise NotImplementedError
 
     def outputs_of(self, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return the outputs (... x size) of each member for inputs (... x K)."""

@@ -35,6 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
+from .float8_training import train_in_fp8
 from .grouped_lora import adapted_experts, group_experts
 from .joined_lora import JoinedLayers
 from .packed_experts import (
@@ -134,14 +135,21 @@ def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) 
     return quantized | {"dequantize": True}
 
 
-def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
+def load_in_first_rank(
+    source: str, settings: ModelSettings, *, shards_by_fsdp: bool
+) -> PreTrainedModel:
     """Load the base into host memory in the first rank, and without values in other ranks.
 
-    accelerate sends the other ranks their shards (see `sharing_arguments`). transformers reads the
-    two environment variables that are set here; without them, it would load the model in all ranks.
+    accelerate (see `sharing_arguments`) or `zero_shards` sends the other ranks their shards.
+    transformers reads the two environment variables that are set here; without them, it would load
+    the model in all ranks. They stay set only if FSDP shards the model.
     """
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    return load(source, settings, torch.device("cpu"))
+    variables = dict.fromkeys(("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "true")
+    os.environ |= variables
+    base = load(source, settings, torch.device("cpu"))
+    for name in () if shards_by_fsdp else variables:
+        del os.environ[name]
+    return base
 
 
 def outline(
@@ -354,6 +362,8 @@ def trainable_model(
         base.requires_grad_(True)
         for tower in frozen.values():
             tower.requires_grad_(False)
+        if settings.fp8_products != "none":
+            train_in_fp8(decoder_layers(base), settings.fp8_products)
         return base
 
     # PEFT imports bitsandbytes, which imports torch's compiler. A base without adapters needs none

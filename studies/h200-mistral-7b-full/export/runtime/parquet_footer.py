@@ -1,9 +1,5 @@
 # -*- coding: utf-8 -*-
-"""Reads the sizes in a Parquet file's footer, which is written in Thrift's compact protocol.
-
-This module reads the footer before pyarrow does, because pyarrow 26 crashes the process on some
-damaged footers.
-"""
+"""Reads a Parquet file's footer, which is written in Thrift's compact protocol."""
 
 import os
 from pathlib import Path
@@ -25,7 +21,7 @@ def least_bytes(path: Path) -> int:
     Raises ValueError for a damaged footer.
     """
     try:
-        groups = _read_footer(path).get(ROW_GROUPS, [])
+        groups = read_footer(path).get(ROW_GROUPS, [])
         return sum(map(_group_bytes, groups))
     except (IndexError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("its footer is damaged") from None
@@ -37,8 +33,8 @@ def _group_bytes(group: dict[int, Any]) -> int:
     return int(ROW_BYTES * group[NUM_ROWS] + sum(sizes))
 
 
-def _read_footer(path: Path) -> dict[int, Any]:
-    """Return the file's metadata.
+def read_footer(path: Path) -> dict[int, Any]:
+    """Return the file's metadata. Raises ValueError for an incomplete file.
 
     The last 8 bytes of the file, after the metadata, are the metadata's size and a constant.
     """
@@ -49,15 +45,18 @@ def _read_footer(path: Path) -> dict[int, Any]:
         if magic != MAGIC or size > end:
             raise ValueError("it is not a complete Parquet file")
         file.seek(end - size)
-        return _Thrift(file.read(size)).struct()
+        return Thrift(file.read(size)).struct()
 
 
-class _Thrift:
-    """Reads a struct of Thrift as a dict from the ids of its fields to their values."""
+class Thrift:
+    """Reads a struct of Thrift as a dict from the ids of its fields to their values.
+
+    `place` is the place of the byte after what was read.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._place = 0
+        self.place = 0
 
     def struct(self) -> dict[int, Any]:
         """Read the fields up to the end of a struct."""
@@ -89,12 +88,12 @@ class _Thrift:
         raise IndexError(kind)
 
     def _byte(self) -> int:
-        self._place += 1
-        return self._data[self._place - 1]
+        self.place += 1
+        return self._data[self.place - 1]
 
     def _bytes(self, size: int) -> bytes:
-        found = self._data[self._place : self._place + size]
-        self._place += size
+        found = self._data[self.place : self.place + size]
+        self.place += size
         return found
 
     def _varint(self) -> int:

@@ -3,7 +3,7 @@
 
 The library saves a dataset in a folder, or loads it from the Hugging Face Hub (`hub_data`).
 Python's own modules read JSON and CSV, and `tables` reads Parquet and Arrow. Files are read in
-parts, so that memory never holds a whole file.
+parts, so that memory never holds a whole file; of an Arrow file, a part is a batch of its rows.
 """
 
 import csv
@@ -19,6 +19,7 @@ from .tables import READERS as TABLES
 from .tables import TableError
 
 JSON_CHUNK = 2**20  # characters of a JSON file to read at once
+TEXT = (".jsonl", ".json", ".csv")  # the formats whose files have lines of text
 NOT_ROWS = ("state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 
 Located = tuple[str, dict[str, Any]]  # a row's location, which messages show, and the row's columns
@@ -31,10 +32,23 @@ class BadDataset(ValueError):
     """
 
 
+class MissingFile(BadDataset):
+    """Raised for a file that does not exist."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"there is no file {path}")
+        self.path = path
+
+
+class BrokenLine(BadDataset):
+    """Raised for a line that is no text or no JSON object, so that nothing can be read from it."""
+
+
 def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
     """Yield each row of a dataset with its location.
 
-    Raises BadDataset. Raises ImportError if a file needs pyarrow and pyarrow is not installed.
+    Raises BadDataset. Raises ImportError if a file is compressed and neither cramjam nor pyarrow is
+    installed.
     """
     is_cached = is_on_hub(path)
     for file in find_files(path, split):
@@ -43,9 +57,22 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
                 # Locations show the name of the dataset on the Hub, not the folder of the cache.
                 yield where.replace(f"{file.parent}/", f"{path}/") if is_cached else where, row
         except UnicodeError as error:
-            raise BadDataset(f"{file} is not UTF-8: {error}") from None
+            raise _not_text(file, error) from None
         except OSError as error:
             raise BadDataset(f"cannot read {file}: {error.strerror or error}") from None
+
+
+def _not_text(file: Path, error: UnicodeError) -> BadDataset:
+    """Return the error for a file that is not UTF-8, with the first line that is not."""
+    if file.suffix.lower() in TEXT:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as found:
+                    byte = f"byte 0x{line[found.start]:02x} in position {found.start + 1}"
+                    return BrokenLine(f"{file}:{number}: not UTF-8: {byte} of the line")
+    return BadDataset(f"{file} is not UTF-8: {error}")
 
 
 def find_files(path: Path, split: str | None = None) -> list[Path]:
@@ -80,7 +107,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
         raise BadDataset(f"{path} has no file of {', '.join(READERS)}{suffix}")
     for file in chosen:
         if not file.is_file():  # the file may be a broken link or a pipe
-            raise BadDataset(f"there is no file {file}")
+            raise MissingFile(file)
     return chosen
 
 
@@ -92,7 +119,7 @@ def is_on_hub(path: Path) -> bool:
 def _check_file(path: Path, split: str | None) -> Path:
     """Return `path` if it is a file of a known format; otherwise raise BadDataset."""
     if not path.is_file():
-        raise BadDataset(f"there is no file {path}")
+        raise MissingFile(path)
     if path.suffix.lower() not in READERS:
         raise BadDataset(f"the format of {path.name} is none of {', '.join(READERS)}")
     if split:
@@ -141,7 +168,7 @@ def _read_json_lines(path: Path) -> Iterator[Located]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise BadDataset(f"{where}: not JSON: {_reason(error)}") from None
+                raise BrokenLine(f"{where}: not JSON: {_reason(error, line)}") from None
             yield where, _check_object(where, row)
 
 
@@ -177,8 +204,7 @@ def _read_json(path: Path) -> Iterator[Located]:
                 if not more:
                     if not is_array and place == len(text):
                         return
-                    reason = _reason(error)
-                    raise BadDataset(f"{path}:{line}: not JSON: {reason}") from None
+                    raise BrokenLine(f"{path}:{line}: not JSON: {_reason(error)}") from None
                 text = text[place:] + more
                 place = 0
                 counted = 0
@@ -188,8 +214,17 @@ def _read_json(path: Path) -> Iterator[Located]:
             place = end
 
 
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+def _reason(error: Exception, line: str | None = None) -> str:
+    """Return why a text is not JSON; in a `line` of its own, also the place of the mistake."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    if line is None:
+        return error.msg
+    if error.pos >= len(line.rstrip()):
+        return "the line ends before its object does"
+    return f"{error.msg} at character {error.pos + 1}".replace(" at at ", " at ")
 
 
 def _skip_space(text: str, place: int, besides: str = "") -> int:
@@ -200,7 +235,7 @@ def _skip_space(text: str, place: int, besides: str = "") -> int:
 
 def _check_object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BadDataset(f"{where}: not a JSON object")
+        raise BrokenLine(f"{where}: not a JSON object")
     if _is_by_columns(row):
         raise BadDataset(
             f"{where}: this is a table by columns, not by rows: write it with"

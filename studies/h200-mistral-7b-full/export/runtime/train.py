@@ -30,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-from . import model_builder, ranks, rows
+from . import image_rows, labels, model_builder, ranks, rows
 from .answers import Prompt, first_example
 from .chunked_loss import chunked_loss
 from .clock import Clock
@@ -100,7 +100,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     )
     train_rows = make_rows(settings, trained)
     eval_rows = held_out or make_rows(settings, drawn)
-    check_number(len(train_rows), settings)
+    check_number(len(train_rows))
     return train(
         settings, options, base, device, train_rows, eval_rows, trained, bool(held_out), origin
     )
@@ -133,7 +133,7 @@ def train_on_images(
         examples = random_image_examples(settings, base.config)
 
     number = len(examples) - options.held_out
-    check_number(number, settings)
+    check_number(number)
     counted = [examples[index][0] for index in range(min(number, COUNTED_ROWS))]
     train_rows = Subset(examples, range(number))
     eval_rows = Subset(examples, range(number, len(examples)))
@@ -160,13 +160,11 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
     return Origin(facts)
 
 
-def check_number(number: int, settings: RunSettings) -> None:
-    """End the process if the rows do not fill a micro batch."""
-    size = settings.micro_batch_size
-    if number < size:
+def check_number(number: int) -> None:
+    """End the process if there are no rows to train on."""
+    if number < 1:
         sys.exit(
-            f"train.py: error: {number} examples do not fill a micro batch of {size}:"
-            " give more examples"
+            "train.py: error: no example is left to train on: give more examples, or hold out fewer"
         )
 
 
@@ -187,7 +185,7 @@ def train(
     computed before and after the training.
     """
     # The model
-    choose_attention(any_length=settings.padding == "longest")
+    choose_attention(cudnn=settings.padding != "longest")
     if settings.padding == "masked":
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
@@ -204,9 +202,13 @@ def train(
     # needs the head that is trained.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
-    trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
+    filled = fill_batches(settings, train_rows)
+    trainer = make_trainer(settings, options, model, loss, clock, filled, eval_rows, joined)
     trainer.add_callback(origin)
-    if model_builder.is_outline(model) and not is_loaded_in_first_rank:
+    is_outline = model_builder.is_outline(model)
+    if settings.is_larger_than_gpu and (
+        settings.sharding == "zero3" or (is_outline and not is_loaded_in_first_rank)
+    ):
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
 
     # A model is sharded only once, when the training begins. A model that will be sharded is
@@ -309,7 +311,11 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
     """Load the base with its weights: into host memory if the base is larger than the device."""
     if loads_in_first_rank(settings, options):
-        return model_builder.load_in_first_rank(options.model, settings.model_settings)
+        return model_builder.load_in_first_rank(
+            options.model,
+            settings.model_settings,
+            shards_by_fsdp=settings.sharding.startswith("fsdp2"),
+        )
     if settings.objective == CLASSIFICATION:
         return load_classifier(settings, options, device)
     return model_builder.load(options.model, settings.model_settings, device)
@@ -339,6 +345,15 @@ def make_rows(settings: RunSettings, examples: Sequence[torch.Tensor]) -> rows.R
     if not settings.packing:
         return rows.Rows(examples)
     return rows.Rows(examples, rows.pack([len(example) for example in examples], settings.seq_len))
+
+
+def fill_batches(settings: RunSettings, train_rows: Sequence[Any]) -> rows.WholeBatches:
+    """Return the rows with blank rows that fill the last micro batch."""
+    size = settings.micro_batch_size * settings.num_gpus
+    if settings.images:
+        return rows.WholeBatches(train_rows, size, image_rows.BLANK)
+    blank = labels.BLANK if settings.objective == CLASSIFICATION else rows.BLANK
+    return rows.WholeBatches(train_rows, size, [blank])
 
 
 def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Tensor]:
@@ -406,7 +421,9 @@ def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., t
     """Return the Trainer's `compute_loss_func`, or None if the model computes the loss."""
     if settings.objective == CLASSIFICATION:
         return label_loss
-    return chunked_loss(base) if settings.loss == "chunked" else None
+    if settings.loss != "chunked":
+        return None
+    return chunked_loss(base, in_head=settings.sharding == "zero3")
 
 
 def random_examples(

@@ -42,7 +42,8 @@ class Clock(TrainerCallback):
 
         Args:
             saves: whether a stopped run saves a checkpoint.
-            progress: a file that gets a line of JSON after each step.
+            progress: a file that gets a line of JSON after each step, and another one if the
+                step's loss is logged.
         """
         self._saves = saves
         self._progress = None
@@ -140,12 +141,23 @@ class Clock(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Keep the last training loss that was logged."""
-        self._loss = (logs or {}).get("loss", self._loss)
+        """Keep a training loss that was logged, and report its step again, with this loss.
+
+        The Trainer logs the loss of a step after `on_step_end`.
+        """
+        loss = (logs or {}).get("loss")
+        if loss is not None:
+            self._loss = loss
+            self._report(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and stop the run if a signal has arrived."""
+        """Report the step, and stop the run if a signal has arrived.
+
+        The loss of the last step is logged, too, so that the run does not end with an older loss.
+        """
         self._report(state)
+        if state.global_step >= state.max_steps:
+            control.should_log = True
 
         self._is_stopped = self._should_stop(state.global_step)
         if self._is_stopped:

@@ -86,7 +86,7 @@ class Float8Linear(nn.Linear):
 
     def store(self, weight: torch.Tensor) -> None:
         """Cast a weight [out, in] and store it."""
-        values, scale = _cast(weight.float(), VALUE_DTYPE)
+        values, scale = cast(weight.float(), VALUE_DTYPE)
         self.weight_fp8.copy_(values)
         self.scale.copy_(scale)
 
@@ -122,16 +122,31 @@ def _multiply(
 ) -> torch.Tensor:
     """Cast rows [..., k] to an 8-bit dtype, and multiply them by an 8-bit factor [k, n].
 
-    `scale` is the scale of the 8-bit factor. `fast` accumulates in fewer bits, as is usual in
-    forward passes. Gradients would lose too much precision with `fast`.
+    `scale` is the scale of the 8-bit factor.
     """
-    values, row_scale = _cast(rows.reshape(-1, rows.shape[-1]), dtype)
-    multiply = _multiply_on_cpu if values.device.type == "cpu" else torch._scaled_mm
-    # The first factor must be stored row by row, the second column by column.
-    product = multiply(
-        values.contiguous(), factor, row_scale, scale, out_dtype=rows.dtype, use_fast_accum=fast
-    )
+    values, row_scale = cast(rows.reshape(-1, rows.shape[-1]), dtype)
+    product = multiply(values.contiguous(), factor, row_scale, scale, dtype=rows.dtype, fast=fast)
     return product.reshape(*rows.shape[:-1], factor.shape[1])
+
+
+def multiply(
+    rows: torch.Tensor,
+    factor: torch.Tensor,
+    row_scale: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """Multiply two 8-bit factors [m, k] and [k, n], and return the product [m, n] in `dtype`.
+
+    The first factor must be stored row by row, the second column by column. A scale restores its
+    factor's values: either both scales are scalars, or the first is [m, 1] and the second [1, n].
+    `fast` accumulates in fewer bits, as is usual in forward passes. Gradients would lose too much
+    precision with `fast`.
+    """
+    product = _multiply_on_cpu if rows.device.type == "cpu" else torch._scaled_mm
+    return product(rows, factor, row_scale, scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _multiply_on_cpu(
@@ -144,18 +159,36 @@ def _multiply_on_cpu(
     use_fast_accum: bool,
 ) -> torch.Tensor:
     """Multiply 8-bit factors in fp32: torch's own product takes minutes on some CPUs."""
-    return (rows.float() @ factor.float() * (row_scale * scale)).to(out_dtype)
+    product = rows.float() @ factor.float() * (row_scale * scale)
+    # A cast that changes nothing returns an alias. For an alias, compiled autograd functions of
+    # torch 2.11 get zeros instead of gradients.
+    return product if out_dtype is product.dtype else product.to(out_dtype)
 
 
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values in an 8-bit dtype, and the scale (fp32, a scalar) that restores them.
 
     The tensor's largest absolute value becomes the largest value of the dtype. On an H200, one
     scale for each tensor was 5 % faster than one scale for each row.
     """
-    least, most = values.aminmax()  # abs() would allocate another tensor
-    largest = torch.maximum(-least, most).float().clamp(min=LEAST)
-    limit = torch.finfo(dtype).max
+    factor, _ = scale_to(largest_of(values), dtype)
     # A GPU rounds a scalar factor to the dtype of the values before it multiplies them.
-    factor = (limit / largest).clamp(max=torch.finfo(values.dtype).max).to(values.dtype)
+    factor = factor.clamp(max=torch.finfo(values.dtype).max).to(values.dtype)
+    limit = torch.finfo(dtype).max
     return (values * factor).clamp(-limit, limit).to(dtype), 1 / factor.float()
+
+
+def scale_to(largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factor (fp32) that makes `largest` the dtype's largest value, and its inverse."""
+    factor = torch.finfo(dtype).max / largest.float().clamp(min=LEAST)
+    return factor, 1 / factor
+
+
+def largest_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value, a scalar.
+
+    The largest value of each row is computed first. A compiler computes it inside the kernel that
+    makes the rows, so the values need not be read again. abs() would allocate another tensor.
+    """
+    least, most = values.aminmax(dim=-1)
+    return torch.maximum(-least, most).amax()

@@ -53,11 +53,13 @@ class MicroBatchGraphs:
                     f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
                     " needs a CUDA graph"
                 )
-            # The capture skips the packing check. The first run must skip the check too: otherwise
-            # the capture would compile the layers again, and fail.
-            with skip_packing_check():
+            # The capture makes no masks. The first run must make none either: otherwise the capture
+            # would compile the layers again, and fail. A compilation during the capture is an error
+            # that names the cause.
+            with skip_masks():
                 loss = self._step(batch).clone()
-                self._graphs[shape] = self._capture(batch)
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    self._graphs[shape] = self._capture(batch)
             return loss
 
         graph, inputs, loss = self._graphs[shape]
@@ -89,18 +91,22 @@ class MicroBatchGraphs:
 
 
 @contextmanager
-def skip_packing_check() -> Iterator[None]:
-    """Stop transformers from checking whether rows are packed.
+def skip_masks() -> Iterator[None]:
+    """Stop transformers from making masks for rows that are not packed and have no padding mask.
 
-    The check reads from the device whether positions restart. During a capture, the host cannot
-    read from the device, and transformers would then make a mask without the check.
+    transformers reads from the device whether positions restart. During a capture, the host cannot
+    read from the device, and transformers would then make a mask without this check. Before 5.23,
+    transformers made a causal mask in every capture. With a mask, attention uses a slower kernel,
+    and compiled layers are compiled again.
     """
-    find = masking_utils.find_packed_sequence_indices
+    find, is_tracing = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.is_tracing = lambda *args: False
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
+        masking_utils.is_tracing = is_tracing
 
 
 def is_capturing() -> bool:

@@ -1,12 +1,15 @@
 # -*- coding: utf-8 -*-
-"""Loads a dataset of the Hugging Face Hub with the library `datasets`.
+"""Loads a dataset of the Hugging Face Hub with the library `datasets`, or without it.
 
 The library keeps the rows as Arrow files in its cache, and reads them from there without a network.
+Without the library, `hub_download` gets the Parquet files that the Hub has of the dataset.
 """
 
 import functools
 import re
 from pathlib import Path
+
+from .hub_download import NotDownloaded, download
 
 # Matches a dataset's name with an optional configuration: org/name or org/name:config
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
@@ -31,22 +34,26 @@ def is_hub_name(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
 
 @functools.cache
 def load_files(dataset: str, split: str) -> tuple[Path, ...]:
-    """Return the Arrow files of a split, and download them if the cache does not have them.
+    """Return the files of a split, and download them if the cache does not have them.
 
-    Raises CannotLoad, or ImportError if the library `datasets` is not installed.
+    The files are in Arrow's format, or in Parquet without the library `datasets`. Raises
+    CannotLoad.
     """
     # A part of a split such as train[:10%] is refused, because the files hold whole splits.
     if not SPLIT_NAME.fullmatch(split):
         raise CannotLoad(f"{split} is not the name of a split: give --split NAME, such as train")
+    name, _, config = dataset.partition(":")
     try:
         import datasets
     except ImportError:
-        raise ImportError(
-            f"there is no file or folder {dataset}, and a dataset of the Hub needs the library"
-            " datasets: pip install datasets, or give a local file"
-        ) from None
+        try:
+            return download(name, config, split)
+        except NotDownloaded as error:
+            raise CannotLoad(
+                f"there is no file or folder {dataset}, and the Hub does not give it: {error}; give"
+                " a local path or org/name:config, or pip install datasets"
+            ) from None
 
-    name, _, config = dataset.partition(":")
     try:
         loaded = datasets.load_dataset(name, config or None, split=split, keep_in_memory=False)
     except Exception as error:  # the network and the files of a dataset raise many kinds of errors

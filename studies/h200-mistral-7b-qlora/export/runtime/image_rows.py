@@ -24,6 +24,7 @@ from .reading import BadDataset, read_rows
 
 # An example's tokens (see `rows`), and the tensors of its images.
 ImageExample = tuple[torch.Tensor, Tensors]
+BLANK: ImageExample = (rows.BLANK, {})
 RANDOM_ROWS = 16  # the most different random rows; a run with more rows repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
 # Parts of the names of the tokens that a processor puts around and between image tokens

@@ -14,7 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from .examples import BATCH, label_of
 from .reading import Located
-from .rows import Row, collate, num_tokens
+from .rows import IGNORED, Row, collate, num_tokens
+
+BLANK = torch.tensor([-1, IGNORED])  # an example whose label the loss ignores
 
 
 class LabelEncoder:
@@ -68,5 +70,5 @@ def label_loss(
     function of transformers returns the mean of each micro batch, and the Trainer would add up
     these means.
     """
-    total = cross_entropy(outputs.logits.float(), labels, reduction="sum")
-    return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+    total = cross_entropy(outputs.logits.float(), labels, reduction="sum", ignore_index=IGNORED)
+    return total / ((labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)

@@ -25,6 +25,7 @@ from .graphs import MicroBatchGraphs
 from .joined_lora import JoinedLayers
 from .model_builder import materialize
 from .settings import LIGER_KERNELS, deepspeed_settings
+from .zero_shards import partition
 
 # The Trainer's name for the number of tokens that the losses of a step are divided by
 NUM_ITEMS = "num_items_in_batch"
@@ -48,6 +49,8 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         # to clip them.
         "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,
         "logging_steps": 10,
+        # Short runs show a loss, too. Probes never time their first step.
+        "logging_first_step": True,
         # The Trainer's filter would hide a loss that is NaN, and would wait for the device in every
         # micro batch.
         "logging_nan_inf_filter": False,
@@ -111,10 +114,13 @@ def _copies(settings: Any) -> dict[str, Any]:
 def shard_outline(trainer: Trainer, device: torch.device) -> None:
     """Shard a model that no device can hold whole, and allocate this rank's shard of each matrix.
 
-    accelerate would shard the model when the training begins, but it identifies weights by their
-    addresses, and weights without memory have no address. accelerate later leaves this model
-    unchanged, because it is already sharded.
+    Under FSDP2, accelerate would shard the model when the training begins, but it identifies
+    weights by their addresses, and weights without memory have no address. accelerate and DeepSpeed
+    later leave this model unchanged, because it is already sharded.
     """
+    if trainer.is_deepspeed_enabled:
+        partition(trainer.model, device)
+        return
     trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     materialize(trainer.model, device)
 
@@ -251,8 +257,20 @@ class LeanTrainer(Trainer):
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.graphs = MicroBatchGraphs(run, trained)
 
+        # A graph replays no Python code, so the copies of the adapters are refreshed here.
+        if self.joined is not None:
+            self.joined.follow()
         items = {} if num_items_in_batch is None else {NUM_ITEMS: num_items_in_batch}
         return self.graphs.run(self._prepare_inputs(inputs) | items)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss. A loss in the head gets the labels before the model runs."""
+        expect = getattr(self.compute_loss_func, "expect", None)
+        if expect is not None:
+            expect(inputs["labels"], kwargs.get(NUM_ITEMS))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sampler of the rows. If `row_lengths` is given, it groups rows by length."""

@@ -73,14 +73,15 @@ def attend_windows_at_once(model: nn.Module) -> None:
             tower.config._attn_implementation = varlen.WINDOWS
 
 
-def choose_attention(*, any_length: bool, flash: bool = True) -> None:
-    """Exclude cuDNN from torch's own choice of kernels (sdpa) if rows may have any length.
+def choose_attention(*, cudnn: bool, flash: bool = True) -> None:
+    """Allow or exclude kernels in torch's own choice of attention (sdpa).
 
-    cuDNN makes an execution plan for each new row length. On an H200, making a plan took 0.1 s of a
-    micro batch of 0.5 s. If `flash` is false, cuDNN and flash attention are both excluded, so that
-    the card behaves like an older card with a compute capability below 8.0.
+    cuDNN makes an execution plan for each new row length, so it should be excluded if rows may have
+    any length. On an H200, making a plan took 0.1 s of a micro batch of 0.5 s. If `flash` is false,
+    cuDNN and flash attention are both excluded, so that the card behaves like an older card with a
+    compute capability below 8.0.
     """
-    torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
+    torch.backends.cuda.enable_cudnn_sdp(flash and cudnn)
     torch.backends.cuda.enable_flash_sdp(flash)
 
 

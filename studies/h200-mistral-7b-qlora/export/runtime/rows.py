@@ -17,6 +17,7 @@ from . import token_cache
 from .varlen import add_segments
 
 IGNORED = -100  # the label of a token that the loss ignores
+BLANK = torch.tensor([-1, -1])  # an example without a token to train on
 
 # The examples of a row. Each example is a tensor of token ids. A token that is not trained on is
 # stored as -1 - token.
@@ -154,6 +155,28 @@ class Rows(Sequence[Row]):
     def __getitem__(self, place: int) -> Row:  # type: ignore[override]
         indices = [place] if self._groups is None else self._groups[place]
         return [self._examples[index] for index in indices]
+
+
+class WholeBatches(Sequence[Any]):
+    """Rows, followed by as many blank rows as fill the last micro batch of all GPUs.
+
+    An epoch thus trains on every row, and all micro batches have the same number of rows. A blank
+    row has no label, so it changes neither the loss nor the gradients. An optimizer step never has
+    only blank rows, because their number is below `size`, the rows of a micro batch of all GPUs.
+    """
+
+    def __init__(self, rows: Sequence[Any], size: int, blank: Any) -> None:
+        self._rows = rows
+        self._blank = blank
+        self._number = math.ceil(len(rows) / size) * size
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, place: int) -> Any:  # type: ignore[override]
+        if place >= self._number:
+            raise IndexError(place)
+        return self._rows[place] if place < len(self._rows) else self._blank
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:

@@ -90,6 +90,9 @@ class ModelSettings:
     joined: bool = False
     # Compute the adapters of all experts in grouped matrix products (see `grouped_lora`)
     grouped: bool = False
+    # The scales of 8-bit products in full fine-tuning: tensorwise or rowwise; or none for products
+    # in 16 bits (see `float8_training`)
+    fp8_products: str = "none"
     quantize_experts: bool = False  # store the routed experts of the model in nf4, too
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary

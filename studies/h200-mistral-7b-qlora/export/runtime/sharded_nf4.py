@@ -71,6 +71,7 @@ def shard_4_bit_layers(model: nn.Module, device: torch.device) -> None:
 
         kind: Any = type(module)
         module.weight = nn.Parameter(whole.view(torch.bfloat16), requires_grad=False)
+        module.quant_state = None  # bitsandbytes would keep the scales of the whole layer
         module.__class__ = _sharded_class(kind)
         module.layout, module.whole_shape = layout, shape
         module.double_quant = double_quant

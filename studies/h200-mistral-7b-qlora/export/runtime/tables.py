@@ -1,8 +1,8 @@
 # -*- coding: utf-8 -*-
-"""Reads the rows of Parquet and Arrow files with pyarrow, in small parts, up to a memory limit.
+"""Reads the rows of Parquet and Arrow files in parts, up to a memory limit.
 
-pyarrow trusts the offsets in an Arrow file, so a corrupt file would crash the process if it were
-not validated. A few hundred bytes of Parquet may expand to gigabytes.
+A few hundred bytes of such a file may expand to gigabytes, so the rows are counted while they are
+read.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from . import arrow_batches, parquet_pages
 from .parquet_footer import ROW_BYTES, VALUE_BYTES, least_bytes
 
-PART_ROWS = 64  # rows to convert to Python at once; 1,000 rows at once are not faster
-READ_BYTES = 2**20  # bytes of a column to read at once
 # All rows of a file may take at most FREE_BYTES in memory, plus GROWTH bytes for each byte of the
 # file. If the rows take more, TableError is raised. Valid files grow too: a column that repeats a
 # long text in each row grows a hundredfold.
@@ -29,24 +28,22 @@ class TableError(ValueError):
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file. Raises TableError, and ImportError without pyarrow."""
-    pyarrow = _import_pyarrow(path)
-    with _table_errors(pyarrow):
+    """Yield the rows of a Parquet file.
+
+    Raises TableError, and ImportError without a package that decompresses the file.
+    """
+    with _table_errors():
         Growth(path).add(least_bytes(path))
-        with pyarrow.parquet.ParquetFile(path, buffer_size=READ_BYTES) as file:
-            yield from _rows(file.iter_batches(PART_ROWS), Growth(path))
+        yield from _counted(parquet_pages.read_rows(path), Growth(path))
 
 
 def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an Arrow file. Raises TableError, and ImportError without pyarrow."""
-    pyarrow = _import_pyarrow(path)
-    with _table_errors(pyarrow), pyarrow.memory_map(str(path)) as source:
-        try:
-            batches = pyarrow.ipc.open_stream(source)
-        except pyarrow.ArrowInvalid:  # this file has Arrow's file format, not its stream format
-            file = pyarrow.ipc.open_file(source)
-            batches = map(file.get_batch, range(file.num_record_batches))
-        yield from _rows(batches, Growth(path))
+    """Yield the rows of an Arrow file, in the stream format or in the file format.
+
+    Raises TableError, and ImportError without a package that decompresses the file.
+    """
+    with _table_errors():
+        yield from _counted(arrow_batches.read_rows(path, Growth(path).add), Growth(path))
 
 
 class Growth:
@@ -72,39 +69,25 @@ def size_of(value: Any) -> int:
         return VALUE_BYTES + len(value)
     if isinstance(value, dict):
         return ROW_BYTES + sum(map(size_of, value.values()))
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return VALUE_BYTES + sum(map(size_of, value))
     return VALUE_BYTES
 
 
-def _rows(batches: Any, growth: Growth) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        batch.validate(full=True)  # a corrupt offset would otherwise crash the process
-        for start in range(0, batch.num_rows, PART_ROWS):
-            for row in batch.slice(start, PART_ROWS).to_pylist():
-                growth.add(size_of(row))
-                yield row
-
-
-def _import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ImportError(
-            f"{path.name} is read with pyarrow: pip install pyarrow, or give JSON lines"
-        ) from None
-    return pyarrow
+def _counted(rows: Iterator[dict[str, Any]], growth: Growth) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        growth.add(size_of(row))
+        yield row
 
 
 @contextmanager
-def _table_errors(pyarrow: Any) -> Iterator[None]:
-    """Convert errors of pyarrow, and of values that Python cannot represent, to TableError."""
+def _table_errors() -> Iterator[None]:
+    """Convert the errors of damaged files to TableError."""
     try:
         yield
     except (TableError, UnicodeError):
         raise
-    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+    except (ValueError, OverflowError, MemoryError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise TableError(reason) from None
 

@@ -1,6 +1,6 @@
 # -*- coding: utf-8 -*-
-"""Trains a model. Probes run these files, and the export copies them unchanged beside train.py.
+"""Trains a model. Probes (short measured runs) and exported scripts run these files.
 
-These files import no other autotune package. Their imports of each other are relative, so that
-they also work in the exported copy, which is called `runtime`.
+The export copies these files unchanged beside train.py, into a package called `runtime`. They
+import no other autotune package, and import each other by relative names, so that the copy works.
 """

@@ -1,8 +1,8 @@
 # -*- coding: utf-8 -*-
-"""Answers a prompt with the model of a training, before and after the training.
+"""Lets the model answer a prompt before and after its training.
 
-The prompt is written as in the examples: in the chat template if they are conversations, otherwise
-as plain text.
+The prompt has the form of the examples: if the examples are conversations, the chat template
+renders the prompt; otherwise the prompt is plain text.
 """
 
 from contextlib import AbstractContextManager
@@ -13,7 +13,9 @@ from .forms import Chat, Plain, parse_row, texts_of
 from .reading import read_rows
 
 TOKENS = 48  # the largest number of tokens in an answer
-PLAIN_WORDS = 8  # a text without a prompt is asked to continue its first words, at most a half
+# If an example has no prompt, its first words are the prompt: at most this number of words, and at
+# most half of all words.
+PLAIN_WORDS = 8
 
 
 def first_example(path: Path, split: str | None, *, has_template: bool = True) -> Plain | Chat:
@@ -22,7 +24,7 @@ def first_example(path: Path, split: str | None, *, has_template: bool = True) -
 
 
 def first_prompt(path: Path, split: str | None) -> str:
-    """Return the prompt of the first example: of a conversation, the first text of the user."""
+    """Return the first example's prompt; in a conversation, the first text of the user."""
     example = first_example(path, split)
     if isinstance(example, Plain):
         words = example.completion.split()
@@ -41,7 +43,7 @@ class Prompt:
     """A prompt and the tokenizer that reads it."""
 
     def __init__(self, text: str, tokenizer: Any, example: Plain | Chat) -> None:
-        """`example` is one of the dataset's, and determines the form of the prompt."""
+        """Render the prompt in the form of `example`, an example from the dataset."""
         self._tokenizer = tokenizer
         if isinstance(example, Chat) and tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
@@ -53,7 +55,7 @@ class Prompt:
             self._tokens = tokenizer(text)["input_ids"]
 
     def answer(self, model: Any, computing: AbstractContextManager[Any]) -> str:
-        """Return the most likely answer with text, at most TOKENS tokens.
+        """Return the model's answer by greedy decoding, of at most TOKENS tokens.
 
         `computing` sets the precision.
         """
@@ -63,12 +65,13 @@ class Prompt:
         end = self._tokenizer.eos_token_id
         was_training = model.training
         model.eval()
-        # The whole sequence is computed for each token. This is slow, but needs no cache, which the
-        # attention of a training may not support.
+        # For each new token, the whole sequence is computed again. This is slow, but needs no
+        # key-value cache, which the attention implementation may not support.
         with torch.no_grad(), computing:
             for _ in range(TOKENS):
                 logits = model(input_ids=tokens, use_cache=False).logits[:, -1]
-                # A model that was not trained on this form may end at once, which shows nothing.
+                # A model that was not trained on this form of prompt may end its answer at once. An
+                # empty answer would be useless, so the end token is forbidden until there is text.
                 if end is not None and not self._text(tokens):
                     logits[:, end] = -torch.inf
                 following = logits.argmax(-1, keepdim=True)
@@ -80,4 +83,5 @@ class Prompt:
 
     def _text(self, tokens: Any) -> str:
         """Return the text after the prompt."""
-        return str(self._tokenizer.decode(tokens[0, len(self._tokens) :].tolist())).strip()
+        answer = tokens[0, len(self._tokens) :].tolist()
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True)).strip()

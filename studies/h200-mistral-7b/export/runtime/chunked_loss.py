@@ -16,15 +16,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
 from .graphs import is_capturing
+from .settings import chunk_tokens
 
-# Tokens in a chunk. With a vocabulary of 128,000, a chunk's logits, their fp32 copy and its
-# gradient take about 1.2 GiB.
-CHUNK_TOKENS = 1024
 IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """Replaces the output of a model's layers. It holds only the hidden states.
+    """Replaces the output of a model's layers, and holds only the hidden states.
 
     Other outputs are None.
     """
@@ -45,7 +43,7 @@ def has_plain_head(model: Any) -> bool:
     if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
 
-    # These placeholder tensors need the right number of dimensions and the model's device, but may
+    # The placeholder tensors need the right number of dimensions and the model's device, but may
     # have any size.
     hidden = weight.new_zeros(1, 1, 1)
     tokens = hidden[..., 0].long()
@@ -58,11 +56,14 @@ def has_plain_head(model: Any) -> bool:
         del layers.forward, head.forward
 
 
-def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
+def chunked_loss(model: Any, *, in_head: bool = False) -> Callable[..., torch.Tensor]:
     """Return a Trainer's `compute_loss_func` for this causal language model.
 
     After this call, the loss function runs the head, and the model's forward pass no longer does.
-    Raises ValueError if the model changes its logits after the head.
+    With `in_head`, the head itself returns the loss, because its weights are gathered only while it
+    runs; the returned function then has an attribute `expect`, which LeanTrainer calls with the
+    labels and the number of items before the model runs. Raises ValueError if the model changes its
+    logits after the head.
     """
     if not has_plain_head(model):
         name = type(model).__name__
@@ -72,10 +73,13 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
 
     head = model.get_output_embeddings()
     compute_logits = partial(type(head).forward, head)
+    if in_head:
+        return _loss_in_head(head, compute_logits)
+
     pending: list[tuple[torch.Tensor, torch.autocast]] = []
 
     def store_input(hidden: torch.Tensor) -> torch.Tensor:
-        """Replace the head's forward: only store its input and the autocast state.
+        """Replace the head's `forward`: store the input and the autocast state, compute nothing.
 
         The loss needs the autocast state, because the autocast context ends before the loss is
         computed.
@@ -91,26 +95,60 @@ def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
         outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         hidden, autocast = pending.pop()
-        targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
-        has_grad = torch.is_grad_enabled()
-        trained = [weight for weight in head.parameters() if weight.requires_grad and has_grad]
         with autocast:
-            total: torch.Tensor = _ChunkedCrossEntropy.apply(
-                compute_logits, hidden.flatten(0, -2), targets, *trained
-            )
-        if num_items_in_batch is None:
-            return total / (targets != IGNORED).sum()
-        return total / num_items_in_batch
+            return _mean_loss(head, compute_logits, hidden, labels, num_items_in_batch)
 
     head.forward = store_input
     return loss
 
 
-def _target_positions(targets: torch.Tensor) -> torch.Tensor:
-    """Return the positions that have a target, a token to be predicted.
+def _loss_in_head(
+    head: nn.Module, compute_logits: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """Return a `compute_loss_func` that reads the loss from the output of the head."""
+    expected: list[tuple[torch.Tensor, torch.Tensor | int | None]] = []
 
-    While a CUDA graph is captured, return all positions, because the host cannot read how many have
-    a target.
+    def compute(hidden: torch.Tensor) -> torch.Tensor:
+        """Replace the head's `forward`: return the loss as one logit."""
+        labels, num_items = expected.pop()
+        return _mean_loss(head, compute_logits, hidden, labels, num_items).reshape(1, 1, 1)
+
+    def loss(
+        outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        of_head: torch.Tensor = outputs.logits
+        return of_head.reshape(())
+
+    def expect(labels: torch.Tensor, num_items: torch.Tensor | int | None) -> None:
+        expected[:] = [(labels, num_items)]
+
+    loss.expect = expect  # type: ignore[attr-defined]
+    head.forward = compute
+    return loss
+
+
+def _mean_loss(
+    head: nn.Module,
+    compute_logits: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    num_items: torch.Tensor | int | None,
+) -> torch.Tensor:
+    """Return the sum of all losses, divided by the number of items or of targets."""
+    targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
+    has_grad = torch.is_grad_enabled()
+    trained = [weight for weight in head.parameters() if weight.requires_grad and has_grad]
+    total: torch.Tensor = _ChunkedCrossEntropy.apply(
+        compute_logits, hidden.flatten(0, -2), targets, *trained
+    )
+    return total / ((targets != IGNORED).sum() if num_items is None else num_items)
+
+
+def _target_positions(targets: torch.Tensor) -> torch.Tensor:
+    """Return the positions that have a target: a token to predict.
+
+    While a CUDA graph is captured, return all positions, because the host cannot read the number of
+    positions with a target.
     """
     if is_capturing():
         return torch.arange(len(targets), device=targets.device)
@@ -137,11 +175,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if needs_gradients:
             gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)]
 
-        for positions in _target_positions(targets).split(CHUNK_TOKENS):
+        for positions in _target_positions(targets).split(chunk_tokens(len(targets))):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[positions].detach().requires_grad_(needs_gradients)
-                # No variable holds the logits, so they are freed before the next chunk's logits
-                # exist.
+                # Do not assign the logits to a variable, so that they are freed before the next
+                # chunk's logits are allocated.
                 loss = cross_entropy(
                     compute_logits(chunk).float(), targets[positions], reduction="sum"
                 )
@@ -150,8 +188,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][positions] = of_hidden
                 for gradient in gradients[1:]:
-                    # No variable holds this chunk's gradient, because it would stay in memory
-                    # during the next chunk.
+                    # Do not assign the chunk's gradient to a variable, because the gradient would
+                    # then stay in memory during the next chunk.
                     gradient += of_weights.pop(0)
             total += loss.detach()
 

@@ -18,12 +18,12 @@ from transformers import TrainerCallback
 from .ranks import AGAIN_S
 from .terminal import leave_terminal
 
-# The key in torch's store whose value is the step after which all ranks stop.
+# The key in torch's distributed store whose value is the step after which all ranks stop.
 STOP = "stop after step"
 # The exit code of a run that SIGTERM stopped: a checkpoint was saved, and `--resume` continues from
 # it.
 PREEMPTED = 75
-# The signal of a closed terminal; Windows has no such signal.
+# A program gets this signal when its terminal is closed. Windows has no such signal.
 HANGUP = getattr(signal, "SIGHUP", None)
 GIB = 2**30
 
@@ -42,7 +42,8 @@ class Clock(TrainerCallback):
 
         Args:
             saves: whether a stopped run saves a checkpoint.
-            progress: a file that gets a line of JSON after each step.
+            progress: a file that gets a line of JSON after each step, and another one if the
+                step's loss is logged.
         """
         self._saves = saves
         self._progress = None
@@ -53,19 +54,19 @@ class Clock(TrainerCallback):
         # Each of the following lists has one entry for the start of each step, and one entry for
         # the end of the run.
         self._starts: list[float] = []
-        # The same moments as CUDA events; on a CPU, a copy of `_starts`.
+        # The starts in `_starts` as CUDA events; on a CPU, a copy of `_starts`.
         self._events: list[Any] = []
         self._tokens = [0]  # tokens since the previous start, with padding
         # Number of graphs that torch.compile had made before this start.
         self._graphs: list[int] = []
         # Seconds of evaluations and saves between this start and the next start.
         self._pauses: list[float] = []
-        # When an evaluation or a save after the step began, if there was any.
+        # The time when an evaluation or a save began after the step, or None if there was none.
         self._ends: list[Any] = []
         self._peaks_allocated: list[float] = []  # the peak in GiB during the step before this start
         self._peaks_reserved: list[float] = []
 
-        # When the last step ended, if an evaluation or a save follows.
+        # The time when the last step ended, if an evaluation or a save follows.
         self._step_ended: float | None = None
         self._loss: float | None = None
         self._signal: int | None = None
@@ -101,8 +102,7 @@ class Clock(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of the run, and report the pause after the last step."""
-        # A run that resumes from its last checkpoint may have no steps left, and then has no
-        # pauses.
+        # If a run resumes from its last checkpoint, it may have no steps left, and so no pauses.
         if any(self._pauses[-1:]):
             self._report(state)
         self.mark()
@@ -127,7 +127,7 @@ class Clock(TrainerCallback):
         self._ends.append(None)
 
     def _event(self, now: float) -> Any:
-        """Return a CUDA event that follows all work issued so far; on a CPU, return `now`."""
+        """Return a CUDA event after all work launched so far; on a CPU, return `now`."""
         if not torch.cuda.is_available():
             return now
         event = torch.cuda.Event(enable_timing=True)
@@ -141,12 +141,23 @@ class Clock(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Keep the last training loss that was logged."""
-        self._loss = (logs or {}).get("loss", self._loss)
+        """Keep a training loss that was logged, and report its step again, with this loss.
+
+        The Trainer logs the loss of a step after `on_step_end`.
+        """
+        loss = (logs or {}).get("loss")
+        if loss is not None:
+            self._loss = loss
+            self._report(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the step, and stop the run if a signal has arrived."""
+        """Report the step, and stop the run if a signal has arrived.
+
+        The loss of the last step is logged, too, so that the run does not end with an older loss.
+        """
         self._report(state)
+        if state.global_step >= state.max_steps:
+            control.should_log = True
 
         self._is_stopped = self._should_stop(state.global_step)
         if self._is_stopped:
@@ -160,7 +171,8 @@ class Clock(TrainerCallback):
     def _should_stop(self, step: int) -> bool:
         """Return whether the run stops after this step.
 
-        All ranks stop after the same step, because a rank that went on would wait for the others.
+        All ranks must stop after the same step, because a rank that continued would wait for the
+        others.
         """
         if not dist.is_initialized():
             return self._signal is not None
@@ -203,9 +215,9 @@ class Clock(TrainerCallback):
     def exit_if_stopped(self) -> None:
         """End the process if a signal stopped the run. The exit code identifies the signal.
 
-        A signal after the last step does not stop the run: the result is still saved. If such a
-        signal stopped the run, some ranks would end and others would wait for them, because ranks
-        receive a signal at different times.
+        A signal after the last step does not stop the run: the result is still saved. Ranks receive
+        a signal at different times, so if ranks stopped here, some of them would end while other
+        ranks wait for them.
         """
         if self._is_stopped and self._signal is not None:
             sys.exit(PREEMPTED if self._signal == signal.SIGTERM else 128 + self._signal)
@@ -221,7 +233,7 @@ class Clock(TrainerCallback):
         """
         self._synchronize()
 
-        # A step is timed if no graph was compiled in it.
+        # Time only the steps that compiled no graph.
         marks = list(zip(self._events, self._ends, self._tokens[1:], self._graphs, strict=False))[
             1:
         ]

@@ -37,8 +37,8 @@ def start(folder: Path) -> None:
     except PermissionError as error:
         sys.exit(f"train.py: error: {error}")
 
-    # The libraries create a million objects. Garbage collection among these objects would take a
-    # fifth of the import time.
+    # The imported libraries create a million objects. Garbage collection among these objects would
+    # take a fifth of the import time.
     gc.disable()
     from .train import main
 
@@ -136,17 +136,17 @@ def _add_study_dataset(given: argparse.Namespace, settings: RunSettings) -> None
 
 
 def ask_obstacle(settings: RunSettings, given: argparse.Namespace) -> str | None:
-    """Return what --ask lacks to answer its prompt, or None if it is not given or lacks nothing."""
+    """Return which condition of --ask is not met, or None if all are met or --ask is not given."""
     if given.ask is None:
         return None
     if given.dataset is None:
-        return "--dataset, whose model has real weights"
+        return "--dataset, because only a run on a dataset has real weights"
     if settings.num_gpus > 1:
         return "a run on one GPU"
     if settings.objective != "sft" or settings.images:
-        return "a training on text to continue (objective sft)"
-    if settings.model_settings.attention == "varlen":  # it needs the ends of packed examples
-        return "another attention than varlen"
+        return "the objective sft without images"
+    if settings.model_settings.attention == "varlen":  # varlen works only for packed rows
+        return "an attention other than varlen"
     return None
 
 
@@ -166,7 +166,7 @@ def _parser(settings: RunSettings) -> argparse.ArgumentParser:
         "--dataset",
         metavar="PATH",
         help="a file (.jsonl, .json, .parquet, .csv, .arrow), a folder of such files,"
-        " a dataset that the library datasets has saved, or org/name[:config] on the Hub"
+        " a dataset saved by the library datasets, or org/name[:config] on the Hub"
         + (" [the study's, in train_config.json]" if settings.dataset else ""),
     )
     add("--split", metavar="NAME", help="the part of --dataset to train on [train, if it exists]")

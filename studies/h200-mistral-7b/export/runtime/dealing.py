@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 
 def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
-    """Return the indices of a step's rows in the order of the micro batches that take them.
+    """Return the indices of a step's rows in the order in which the micro batches take them.
 
     `lengths` are in tokens, and each micro batch takes `size` rows. Rows of similar length share a
-    micro batch, which keeps padding small. At the same time, all ranks compute micro batches of
-    similar length, which keeps waits short. The order does not change the sum of the step's
-    gradients.
+    micro batch, which keeps padding small. At any time, all ranks compute micro batches of similar
+    length, so that ranks wait little for each other. The order does not change the sum of the
+    step's gradients.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     micro_batches = [order[start : start + size] for start in range(0, len(order), size)]
@@ -19,11 +19,12 @@ def balance_rows(lengths: Sequence[int], size: int, ranks: int) -> list[int]:
 
 
 def deal(longest: Sequence[int], ranks: int) -> list[int]:
-    """Return the indices of micro batches in an order for the ranks.
+    """Return the indices of micro batches in the order in which the ranks take them.
 
-    Rank 0 takes the first, rank 1 the second, and so on. `longest` holds the length of each micro
-    batch, in descending order. Each rank gets one of every `ranks` consecutive micro batches. The
-    longest of these goes to the rank with the fewest tokens so far.
+    The ranks take turns: rank 0 takes the first micro batch, rank 1 the second, and so on.
+    `longest` holds the length of each micro batch, in descending order. Each rank gets one of every
+    `ranks` consecutive micro batches, and the longest of these goes to the rank with the fewest
+    tokens so far.
     """
     taken_by = ranks_of(longest, ranks)
     return sorted(range(len(longest)), key=lambda index: (index // ranks, taken_by[index]))

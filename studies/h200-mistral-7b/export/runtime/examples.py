@@ -32,11 +32,12 @@ from .reading import BadDataset, Located
 from .tables import size_of
 from .time_limit import time_limit
 
-BATCH = 1000  # rows to tokenise in one call, because a tokenizer works on several rows in parallel
+# The most rows to tokenise in one call. A fast tokenizer tokenises the rows of a call in parallel.
+BATCH = 1000
 BATCH_BYTES = 2**24  # a batch ends once its rows take this number of bytes in memory
-# Limit of the processor time in seconds to render a row, which usually takes milliseconds.
+# The most seconds of CPU time for rendering a row. Rendering usually takes milliseconds.
 RENDER_S = 10.0
-# Replaces an answer's text, to find the answer in the rendered conversation.
+# This mark replaces an answer's text, to find the place of the answer in the rendered conversation.
 MARK = "[[the answer stands here]]"
 
 LOST_THOUGHTS = "the chat template leaves out thoughts of the assistant"
@@ -48,13 +49,14 @@ DROPPED = "arguments of the tokenizer in chat_template_kwargs are ignored"
 
 EMPTY = "an answer is empty, so the model learns to end its turn without an answer"
 UNREAD = "{} is not read, so the model never sees it: if it should, rename it to a known name"
-# The most different notes; without this limit, keys with random names would each add a note.
+# The largest number of different notes for the user. Without this limit, keys with random names
+# would each add a note.
 MOST_NOTES = 20
 
 # The note for each kind of text that a template leaves out.
 NOTES = {"thought": LOST_THOUGHTS, "tools": LOST_TOOLS}
 
-# Matches the beginning of the block with which a chat template marks the assistant's text.
+# Matches the beginning of the block that a chat template puts around the assistant's text.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Ranges = list[tuple[int, int]]  # the start and end of each range of characters to train on
@@ -216,8 +218,8 @@ class Encoder:
     def _uses_marks(self, form: Plain | Chat) -> TypeGuard[Chat]:
         """Return whether the template itself marks the tokens to train on.
 
-        The template would also mark an answer that a flag excludes from the training. So the
-        template's marks are not used for rows with such a flag.
+        The template would also mark an answer that a flag (such as `train: false`) excludes from
+        the training. So the template's marks are not used for rows with such a flag.
         """
         if not isinstance(form, Chat) or any(map(is_untrained, form.messages)):
             return False
@@ -248,9 +250,8 @@ class Encoder:
             if ranges is None:
                 yield index, tokens[first:]
                 continue
-            # Only the end of a token counts: a token that reaches into an answer belongs to the
-            # answer, as in TRL. A token's start is not reliable, because it may leave out a leading
-            # space.
+            # A token belongs to an answer if it ends in the answer, as in TRL. Its start is not
+            # reliable: some tokenizers report a start after the token's leading space.
             ends = [end for _, end in encoded["offset_mapping"][place]]
             is_trained = [any(start < end <= stop for start, stop in ranges) for end in ends]
             yield index, _mask(tokens, is_trained)[first:]
@@ -261,7 +262,7 @@ class Encoder:
         return int(start is not None and tokens[:2] == [start, start])
 
     def _target(self, form: Plain | Chat) -> str:
-        """Return the part of this example to train on: completion, assistant or all."""
+        """Return which tokens of this example to train on: `completion`, `assistant` or `all`."""
         if isinstance(form, Plain):
             if self.loss_on in ("completion", "assistant") and form.prompt is None:
                 raise BadExample(
@@ -297,8 +298,8 @@ class Encoder:
         if target == "completion":
             first = answers[0]
             prompt = self._render(form, messages[:first], add_generation_prompt=True)
-            # Some templates end a prompt with text that is missing in the whole conversation. The
-            # completion therefore begins at the first difference of the two texts.
+            # Some templates end a prompt with text that they do not write into the whole
+            # conversation. The completion therefore begins where the two texts first differ.
             ranges = [(_common_length(prompt, text), len(text))]
         else:
             ranges = [self._find_answer(form, text, index) for index in answers]
@@ -352,15 +353,13 @@ class Encoder:
     def _variables(self, form: Chat) -> dict[str, Any]:
         """Return the variables that a row gives to the chat template.
 
-        Variables with the name of an argument of the tokenizer are left out.
-
-        A row must not set arguments of the tokenizer: one of these arguments replaces the chat
-        template.
+        Variables with the name of an argument of the tokenizer are left out. A row must not set
+        these arguments, because one of them replaces the chat template.
         """
         return {name: form.options[name] for name in form.options if name not in self._arguments}
 
     def _find_answer(self, form: Chat, text: str, index: int) -> tuple[int, int]:
-        """Return the start and the end, in `text`, of the answer that is the message `index`.
+        """Return where an answer, the message `index`, starts and ends in the rendered `text`.
 
         The start is after the prompt, and the end is after the end-of-turn text.
         """
@@ -373,8 +372,8 @@ class Encoder:
             is_open = self._opening and text.startswith(self._opening, len(prompt))
             return len(prompt) + (len(self._opening) if is_open else 0), len(through)
 
-        # This template renders messages differently if more messages follow. So replace each text
-        # of the answer with a mark, and search the rendered text for the marks.
+        # This template renders a message differently if other messages follow it. So replace each
+        # text of the answer with a mark, and search the rendered text for the marks.
         marked = [*messages[:index], _with_marks(messages[index])]
         head, tail = _text_outside_marks(self._render(form, [*marked, *messages[index + 1 :]]))
         head_alone, tail_alone = _text_outside_marks(self._render(form, marked))
@@ -399,8 +398,8 @@ class Encoder:
         """
         start = head.rfind(self._opening) + len(self._opening)
         before = texts_of(form.messages[index - 1]) if index else []
-        # If the previous message stands after the opening, the opening belongs to an earlier
-        # answer.
+        # If the text of an earlier message comes after the opening, the opening belongs to an
+        # earlier answer.
         is_own = not any(text.strip() in head[start:] for _, text in before)
         if self._opening and self._opening in head and is_own:
             return len(head) - start
@@ -463,7 +462,7 @@ def describe(notes: Counter[str], number: int) -> list[str]:
 
 
 def _refusal(error: Exception) -> str:
-    """Return why a chat template renders no text for a row, as part of a sentence.
+    """Return why a chat template cannot render a row, as a clause for an error message.
 
     The original errors, of Jinja or Python, describe the template's code and not the row.
     """
@@ -475,17 +474,17 @@ def _refusal(error: Exception) -> str:
             return f"the tokenizer's chat template expects an object with {key[1]!r} and finds text"
         return f"a message or a tool lacks {key[1]!r}, which the tokenizer's chat template needs"
     if kinds & {"TemplateError", "TimeoutError"}:
-        return f"the tokenizer's chat template refuses it{text and ': '}{text}"
+        return f"the tokenizer's chat template refuses the example{text and ': '}{text}"
     return (
-        "the tokenizer's chat template cannot render it: a value of a message, a call or a tool"
-        " has another type than the template expects"
+        "the tokenizer's chat template cannot render the example: a value of a message, a call or a"
+        " tool has another type than the template expects"
     )
 
 
 def _with_marks(message: Message) -> Message:
     """Return a message with MARK in place of each of its texts.
 
-    If it has no text, MARK becomes its content.
+    If the message has no text, MARK becomes its content.
     """
     kinds = {kind for kind, _ in texts_of(message)}
     if not kinds:
@@ -531,7 +530,7 @@ def label_of(row: dict[str, Any]) -> int | str:
     if not isinstance(row["text"], str):
         raise ValueError(f"the column text is {row['text']!r:.40}, which is not text")
     label = row["label"]
-    # A table stores a column of whole numbers as floats if some of its values are missing.
+    # Tables store whole numbers as floats if some values of the column are missing.
     if isinstance(label, float) and label.is_integer():
         return int(label)
     if not isinstance(label, int | str):

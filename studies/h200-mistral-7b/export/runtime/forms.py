@@ -2,7 +2,7 @@
 """Parses the rows of a dataset into plain texts and conversations.
 
 A row has messages, a prompt and its completion, an instruction and its output (Alpaca), a
-conversation (ShareGPT), or text. Every fault of a row raises ValueError, with a message that names
+conversation (ShareGPT), or text. Any error in a row raises ValueError, with a message that names
 the wrong value and the expected form.
 """
 
@@ -30,8 +30,9 @@ COLUMNS = (
     "text",
 )
 CHATS = ("messages", "conversations")  # columns that hold a conversation
-BESIDE = ("system", "tools", "chat_template_kwargs")  # columns that may stand beside messages
-OF_PROMPT = ("instruction", "input", "history")  # the columns of Alpaca's prompt
+# Columns that a row with messages may have besides its messages
+SIDE_COLUMNS = ("system", "tools", "chat_template_kwargs")
+PROMPT_COLUMNS = ("instruction", "input", "history")  # the columns of Alpaca's prompt
 FORMS = "messages, conversations, prompt and completion, instruction and output, or text"
 PLACEHOLDER = "<image>"  # LLaMA-Factory's marker for an image in a text
 
@@ -48,7 +49,8 @@ CALL_ROLES = ("function_call", "tool_call")  # roles of messages whose content i
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold a thought
 # A message with one of these keys and the value false or 0 is excluded from the training.
 FLAGS = ("loss", "train", "training", "weight")
-FLAG_NAME = re.compile("mask|train|loss|weight|learn")  # matches the names of flags of other tools
+# Matches the names of such flags in other tools
+FLAG_NAME = re.compile("mask|train|loss|weight|learn")
 # Keys that a tool call without arguments may have.
 CALL_KEYS = ("name", "id", "type", "index", "description")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS, *FLAGS)
@@ -128,11 +130,15 @@ def _parse_columns(
     for name in CHATS:
         if name in columns:
             messages = _with_system(columns, _parse_messages(columns[name], name))
-            return Chat(messages=messages, **beside), (name, *BESIDE)
+            return Chat(messages=messages, **beside), (name, *SIDE_COLUMNS)
     if "prompt" in columns and "completion" in columns:
-        return _parse_prompt(columns, beside), ("prompt", "completion", *BESIDE)
+        return _parse_prompt(columns, beside), ("prompt", "completion", *SIDE_COLUMNS)
     if "instruction" in columns and "output" in columns:
-        return _parse_alpaca(columns, has_template=has_template), (*OF_PROMPT, "output", "system")
+        return _parse_alpaca(columns, has_template=has_template), (
+            *PROMPT_COLUMNS,
+            "output",
+            "system",
+        )
     if "text" in columns:
         return Plain(completion=_check(str, columns["text"], "text")), ("text",)
     return None
@@ -141,7 +147,7 @@ def _parse_columns(
 def _drop_nulls(value: Any) -> Any:
     """Return `value` without the keys whose value is null.
 
-    Formats with columns, such as Parquet, add such keys to rows.
+    Columnar formats such as Parquet give every row all keys, with null for missing values.
     """
     if isinstance(value, dict):
         return {key: _drop_nulls(one) for key, one in value.items() if one is not None}
@@ -152,9 +158,9 @@ NAMES: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
 
 
 def _check(kind: type, value: Any, name: str) -> Any:
-    """Return the value.
+    """Return the value if its type is `kind`.
 
-    If its type is not `kind`, raise ValueError with a message that begins with `name`.
+    Otherwise raise ValueError with a message that begins with `name`.
     """
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {value!r:.40}, which is not {NAMES[kind]}")
@@ -263,7 +269,7 @@ def _check_flags(message: Message, name: str) -> None:
             continue
         if value not in (0, 1):  # True equals 1, and False equals 0
             raise ValueError(
-                f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are known"
+                f"{key} of {name} is {value!r:.40}: only true, false, 1 and 0 are allowed"
             )
         # Some files give every message a weight of 1, so this weight is accepted for all roles.
         if value and message["role"] != "assistant" and key != "weight":
@@ -409,7 +415,7 @@ def texts_of(message: Message) -> list[tuple[str, str]]:
 
 
 def has_empty_answer(form: Plain | Chat) -> bool:
-    """Return whether any answer to train on is empty: without text, thought and tool call."""
+    """Return whether any answer to train on is empty: without text, thought or tool call."""
     if isinstance(form, Plain):
         return not form.completion.strip()
     answers = (one for one in form.messages if one["role"] == "assistant")
@@ -422,7 +428,7 @@ def is_text(part: Any) -> bool:
 
 
 def is_image(part: Any) -> bool:
-    """Return whether this part of a message is a place for an image."""
+    """Return whether this part of a message stands for an image."""
     return isinstance(part, dict) and part.get("type") == "image"
 
 
@@ -470,8 +476,8 @@ def _adapt(message: Message, number: int, template: str) -> Message:
     if role == "developer" and not _names(template, role):
         message = message | {"role": "system"}
 
-    # A template may read a thought under only one of several keys, so store the thought under that
-    # key.
+    # A thought may have one of several keys, and a template may read only one of these keys. So
+    # store the thought under the key that the template reads.
     if not any(key in template for key in THOUGHTS):
         return message
     wanted = next(key for key in THOUGHTS if key in template)
@@ -484,7 +490,7 @@ def _adapt(message: Message, number: int, template: str) -> Message:
 
 
 def _names(template: str, role: str) -> bool:
-    """Return whether a chat template has this role as a quoted string, and so knows it."""
+    """Return whether a chat template knows this role: it contains the role as a quoted string."""
     return f"'{role}'" in template or f'"{role}"' in template
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-MOST_SHAPES = 4  # the most graphs; each length that rows are padded to needs one graph
+MOST_SHAPES = 4  # the most graphs; there is one graph for each length that rows are padded to
 Batch = dict[str, torch.Tensor]
 
 
@@ -24,8 +24,8 @@ class MicroBatchGraphs:
     The first micro batch of a shape runs without a graph, so that libraries load their kernels and
     layers are compiled. Then the graph of this shape is captured, and later micro batches of the
     shape replay it. A graph stores memory addresses, so gradients are added up in permanent
-    buffers. Before each micro batch, a parameter without a gradient gets its buffer, filled with
-    zeros. All graphs share one memory pool.
+    buffers. Before each micro batch, each parameter without a gradient gets its buffer as the
+    gradient, filled with zeros. All graphs share one memory pool.
     """
 
     captured = 0  # number of graphs that this process has captured
@@ -53,11 +53,13 @@ class MicroBatchGraphs:
                     f"micro batches have more than {MOST_SHAPES} shapes, and each shape"
                     " needs a CUDA graph"
                 )
-            # The capture skips the packing check, so the first run must skip it too. If only the
-            # capture skipped the check, the capture would compile the layers again, and fail.
-            with skip_packing_check():
+            # The capture makes no masks. The first run must make none either: otherwise the capture
+            # would compile the layers again, and fail. A compilation during the capture is an error
+            # that names the cause.
+            with skip_masks():
                 loss = self._step(batch).clone()
-                self._graphs[shape] = self._capture(batch)
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    self._graphs[shape] = self._capture(batch)
             return loss
 
         graph, inputs, loss = self._graphs[shape]
@@ -89,20 +91,24 @@ class MicroBatchGraphs:
 
 
 @contextmanager
-def skip_packing_check() -> Iterator[None]:
-    """Stop transformers from checking whether rows are packed.
+def skip_masks() -> Iterator[None]:
+    """Stop transformers from making masks for rows that are not packed and have no padding mask.
 
-    The check reads from the device whether positions restart. During a capture, the check cannot
-    read from the device, and would make a mask instead.
+    transformers reads from the device whether positions restart. During a capture, the host cannot
+    read from the device, and transformers would then make a mask without this check. Before 5.23,
+    transformers made a causal mask in every capture. With a mask, attention uses a slower kernel,
+    and compiled layers are compiled again.
     """
-    find = masking_utils.find_packed_sequence_indices
+    find, is_tracing = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.is_tracing = lambda *args: False
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
+        masking_utils.is_tracing = is_tracing
 
 
 def is_capturing() -> bool:
-    """Return whether kernels that are issued now become part of a graph."""
+    """Return whether a CUDA graph is captured now, so that launched kernels become part of it."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

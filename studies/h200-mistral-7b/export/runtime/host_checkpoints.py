@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-# torch's allocator of pinned memory rounds up to powers of two. So inputs are stored in blocks of
-# this number of bytes, which waste no memory. One allocation for a whole input could waste up to
-# half of its memory.
+# torch's allocator of pinned memory rounds up to powers of two. If a whole input were one
+# allocation, rounding could waste up to half of the memory. Inputs are therefore stored in blocks
+# of this number of bytes, a power of two.
 BLOCK_BYTES = 64 * 2**20
-# Inputs of up to this number of bytes are copied back one layer before they are needed, so the
-# device holds two inputs. Larger inputs are copied back when they are needed. For an 8B model with
-# 32,000 tokens on an H100, copying an input takes only a fortieth of its layer's time, and less for
-# longer rows.
+# Inputs of up to this number of bytes are copied back one layer early, while the layer above is
+# recomputed, so the device holds the inputs of two layers. Larger inputs are copied back when they
+# are needed. For an 8B model with 32,000 tokens on an H100, copying an input takes only a fortieth
+# of its layer's time, and less for longer rows.
 PREFETCHED_BYTES = 2**28
 
 
@@ -113,7 +113,7 @@ class HostCheckpoints:
             stored.copy_event = stream.record_event()
 
     def _copy_stream(self, device: torch.device) -> Any:
-        """Return the stream of the copies, or None on a device without streams."""
+        """Return the CUDA stream that runs the copies, or None on a device without streams."""
         if device.type != "cuda":
             return None
         if self._stream is None:
@@ -141,7 +141,10 @@ class HostCheckpoints:
         return blocks
 
     def _recycle(self, blocks: list[torch.Tensor]) -> None:
-        """Mark blocks as free. Copies run in order on one stream, so reuse needs no wait."""
+        """Mark blocks as free.
+
+        All copies run in order on one stream, so a block can be reused without a wait.
+        """
         for block in blocks:
             self._free_blocks[block.nbytes].append(block)
 

@@ -24,16 +24,18 @@ from .reading import BadDataset, read_rows
 
 # An example's tokens (see `rows`), and the tensors of its images.
 ImageExample = tuple[torch.Tensor, Tensors]
-RANDOM_ROWS = 16  # the number of different random rows; a run with more rows repeats them
+BLANK: ImageExample = (rows.BLANK, {})
+RANDOM_ROWS = 16  # the most different random rows; a run with more rows repeats them
 VALUES = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
-# Parts of the names of tokens that mark images
+# Parts of the names of the tokens that a processor puts around and between image tokens
 TAGS = re.compile("image|global-img|vision|row_[0-9]+_col_[0-9]+")
 
 
 def random_image_examples(settings: Any, config: Any) -> list[ImageExample]:
     """Return random examples with images for the whole run.
 
-    Their lengths and the sizes of their images are those of the rows in the settings.
+    `settings` has the lengths and the image sizes of measured rows. The random examples have the
+    lengths and image sizes of a sample of these rows.
     """
     measured = [
         (length, [SimpleNamespace(**picture) for picture in pictures])
@@ -127,7 +129,7 @@ class ImageRows(Sequence[ImageExample]):
                 ids, more = self._process(piece, pictures[:number])
             # The processor refuses, for example, an image of 1 x 1,000 pixels.
             except ValueError as error:
-                raise BadDataset(f"{where}: the processor refuses it: {error}") from None
+                raise BadDataset(f"{where}: the processor refuses the example: {error}") from None
             pictures = pictures[number:]
             is_image = self._find_image_tokens(ids)
             if number:

@@ -85,7 +85,7 @@ def add_token_types(text: Tensors, config: Any) -> Tensors:
 
 
 def join_values(each: Sequence[Tensors]) -> Tensors:
-    """Join the values of the pictures of all rows in a micro batch.
+    """Join the image tensors of all rows in a micro batch.
 
     Patches, their grids and whole images are concatenated. Tiles stay grouped by row, and each row
     is padded with empty tiles to the same number of tiles.
@@ -104,7 +104,7 @@ def join_values(each: Sequence[Tensors]) -> Tensors:
 
 
 def join_rows(batch: list[Tensors]) -> Tensors:
-    """Join rows into a micro batch: stack tensors of tokens, and join values of pictures."""
+    """Join rows into a micro batch: stack the tensors of tokens, and join the image tensors."""
     pictures = ("pixel_values", "pixel_attention_mask", "image_grid_thw")
     text = {
         name: torch.stack([row[name] for row in batch]) for name in batch[0] if name not in pictures

@@ -1,5 +1,5 @@
 # -*- coding: utf-8 -*-
-"""A Trainer that does not visit every module of a model in every micro batch."""
+"""A Trainer that does not traverse all modules of the model in every micro batch."""
 
 import functools
 import weakref
@@ -25,6 +25,7 @@ from .graphs import MicroBatchGraphs
 from .joined_lora import JoinedLayers
 from .model_builder import materialize
 from .settings import LIGER_KERNELS, deepspeed_settings
+from .zero_shards import partition
 
 # The Trainer's name for the number of tokens that the losses of a step are divided by
 NUM_ITEMS = "num_items_in_batch"
@@ -44,10 +45,12 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         "fp16": settings.precision == "fp16_mixed",
         "use_cpu": on_cpu,
         "learning_rate": settings.learning_rate,
-        # With the optimizer in the backward pass, the norm of all gradients is known too late to
-        # clip them.
+        # If the optimizer steps in the backward pass, the norm of all gradients is known too late
+        # to clip them.
         "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,
         "logging_steps": 10,
+        # Short runs show a loss, too. Probes never time their first step.
+        "logging_first_step": True,
         # The Trainer's filter would hide a loss that is NaN, and would wait for the device in every
         # micro batch.
         "logging_nan_inf_filter": False,
@@ -96,9 +99,10 @@ def sharing_arguments(
 
 
 def _copies(settings: Any) -> dict[str, Any]:
-    """Return the argument that splits the ranks into groups.
+    """Return the argument of TrainingArguments that splits the ranks into groups.
 
-    The ranks of a group together hold all shards of the model. A single group needs no argument.
+    The ranks of each group together hold one whole model in shards. If all ranks are one group, no
+    argument is needed.
     """
     if settings.copies == 1:
         return {}
@@ -110,10 +114,13 @@ def _copies(settings: Any) -> dict[str, Any]:
 def shard_outline(trainer: Trainer, device: torch.device) -> None:
     """Shard a model that no device can hold whole, and allocate this rank's shard of each matrix.
 
-    accelerate would shard the model when the training begins, but it identifies weights by their
-    addresses, and weights without memory have no address. accelerate later leaves this model
-    unchanged, because it is already sharded.
+    Under FSDP2, accelerate would shard the model when the training begins, but it identifies
+    weights by their addresses, and weights without memory have no address. accelerate and DeepSpeed
+    later leave this model unchanged, because it is already sharded.
     """
+    if trainer.is_deepspeed_enabled:
+        partition(trainer.model, device)
+        return
     trainer.model = fsdp2_prepare_model(trainer.accelerator, trainer.model)
     materialize(trainer.model, device)
 
@@ -175,17 +182,17 @@ class _BalancedSampler(Sampler[int]):
 
 
 class LeanTrainer(Trainer):
-    """A Trainer that visits modules only to switch between training and evaluation.
+    """A Trainer that traverses all modules only to switch between training and evaluation.
 
     This Trainer also does not count FLOPs, so `total_flos` stays 0. On a 7B model with adapters,
-    visiting all modules and counting FLOPs would each take the host milliseconds in each micro
+    traversing all modules and counting FLOPs would each take the host milliseconds in each micro
     batch. With a small micro batch, the device would idle meanwhile.
 
     `row_lengths` are the numbers of tokens of the rows to train on. With `row_lengths`, rows of
     similar length share a micro batch. With `dealt`, rows are grouped only with rows of the same
-    optimizer step. For `optimizer_in_backward`, see `step_in_backward`, and for `cuda_graphs` see
-    `graphs`. After each step of the optimizer, the `joined` layers copy their adapters' weights
-    again.
+    optimizer step. For `optimizer_in_backward`, see `step_in_backward`; for `cuda_graphs`, see
+    `graphs`. `joined` are layers with joined adapters, which copy the adapters' weights again after
+    each step of the optimizer (see `joined_lora`).
     """
 
     def __init__(
@@ -250,8 +257,20 @@ class LeanTrainer(Trainer):
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self.graphs = MicroBatchGraphs(run, trained)
 
+        # A graph replays no Python code, so the copies of the adapters are refreshed here.
+        if self.joined is not None:
+            self.joined.follow()
         items = {} if num_items_in_batch is None else {NUM_ITEMS: num_items_in_batch}
         return self.graphs.run(self._prepare_inputs(inputs) | items)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss. A loss in the head gets the labels before the model runs."""
+        expect = getattr(self.compute_loss_func, "expect", None)
+        if expect is not None:
+            expect(inputs["labels"], kwargs.get(NUM_ITEMS))
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the sampler of the rows. If `row_lengths` is given, it groups rows by length."""
@@ -290,13 +309,13 @@ class LeanTrainer(Trainer):
 def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
     """Update each parameter as soon as its gradient exists, and free the gradient.
 
-    Few gradients thus exist at the same time. `make` makes an optimizer for each parameter, and all
-    these optimizers share the state of `optimizer`. `optimizer` keeps the learning rates, and saves
-    and loads as before, but its own step has no effect. Returns the hooks.
+    So only few gradients exist at a time. `make` makes an optimizer for each parameter, and all
+    these optimizers share the state of `optimizer`. `optimizer` keeps the learning rates, and is
+    saved and loaded as before, but its own `step` does nothing. Returns the hooks.
     """
 
     def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:
-        # The state is set in each step, because loading a checkpoint replaces it.
+        # The state is set in each step, because loading a checkpoint replaces `optimizer.state`.
         own.state = optimizer.state
         own.param_groups[0]["lr"] = optimizer.param_groups[group]["lr"]
         own.step()
@@ -338,10 +357,14 @@ def compile_layers(layers: list[nn.Module], activation_budget: float = 1.0) -> N
     pass. torch's partitioner chooses the tensors to recompute: large tensors that take few
     operations.
     """
-    # The graphs of our own functions (joined adapters, products in 8 bits) include all that they
-    # compute, so their code may be cached on disk. The setting is part of the cache's key, so it
-    # must be the same for all layers.
+    # The graphs of our own autograd functions (joined adapters, products in 8 bits) contain
+    # everything that these functions compute, so their code may be cached on disk. This setting is
+    # part of the cache's key, so it must be the same for all layers.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    # By default, Dynamo splits the graph of a layer under DDP, so that gradients can be sent before
+    # the layer's backward pass ends. The backward passes of other layers hide this communication
+    # too, and a layer in parts takes longer to compile.
+    torch._dynamo.config.optimize_ddp = False
     backend = "inductor" if activation_budget == 1.0 else _budgeted_inductor(activation_budget)
     for layer in layers:
         layer.compile(dynamic=False, backend=backend)
@@ -356,8 +379,8 @@ def budget_options(activation_budget: float) -> dict[str, Any]:
     return {"activation_memory_budget": activation_budget, "is_non_builtin_to_include": True}
 
 
-# Each budget has one backend, because Dynamo tells the compiled code of different budgets apart by
-# the backend.
+# Each budget has its own backend, because Dynamo distinguishes the compiled code of different
+# budgets only by the backend.
 @functools.cache
 def _budgeted_inductor(activation_budget: float) -> Callable[..., Any]:
     """Return an Inductor backend for layers that keep this fraction of their activations."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from .forms import MESSAGE_KEYS, Chat, Message, Plain, map_texts, texts_of
 
-# Matches a text of several words, or in a script without spaces. A name or an identifier does not
-# match.
+# Matches several words, or a character outside ASCII, because some scripts have no spaces. A name
+# or an identifier in ASCII does not match.
 WORDS = re.compile(r"\S\s+\S|[^\x00-\x7f]")
 # Matches names of columns and keys whose value counts as text even if it is a single word
 TEXT_NAME = re.compile(
@@ -26,7 +26,7 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TAGS = re.compile(r"</?think(?:ing)?>|<\|channel>|<channel\|>")
 END_TAG = re.compile(r"</think|<channel\|>")
 Render = Callable[[Chat], str]
-# For each lost text, the index of its message and its kind: a kind of `map_texts`, or `tools`
+# For each lost text, the index of its message, and its kind: `tools`, or a kind from `map_texts`
 Lost = list[tuple[int, str]]
 
 
@@ -34,9 +34,9 @@ class LostText:
     """Finds the texts of conversations that are missing in the rendered text.
 
     Conversations of the same structure (roles, and kinds of texts) are rendered once with a unique
-    mark in place of each text. A missing mark shows that the template leaves out the text, however
-    short the text is. Each conversation's own texts are searched too, because a template may treat
-    some texts differently.
+    mark in place of each text. If a mark is missing, the template leaves out any text in this
+    place, even a short one. The real texts of each conversation are searched for too, because a
+    template may treat some texts differently.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def _find_by_marks(form: Chat, render: Render) -> Lost:
     try:
         rendered = render(marked)
         shows_tools = not form.tools or render(replace(marked, tools=None)) != rendered
-    # A template may refuse the marks: then only the conversation's own texts are searched.
+    # A template may raise an error for the marks. Then only the real texts are searched for.
     except Exception:
         return []
     lost = [where for mark, where in marks.items() if mark not in rendered]

@@ -7,7 +7,7 @@ import ctypes
 # them again. Without this setting, glibc returns blocks of 32 MiB and more to the kernel. The
 # logits of a small model are larger, and clearing their pages took 30 % of a step.
 KEPT_BYTES = 2**30
-# Numbers of glibc's malloc.h
+# The numbers of two options of mallopt, from glibc's malloc.h
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 LARGEST = 2**31 - 1
@@ -18,8 +18,8 @@ LARGEST_THRESHOLD = 2**25
 def set_release_threshold(threshold: int) -> None:
     """Let malloc keep freed blocks of less than `threshold` bytes for later allocations.
 
-    Larger blocks return to the kernel. So does free memory at the end of the heap, if it is more
-    than twice the threshold. With a C library other than glibc, this function does nothing.
+    Larger blocks return to the kernel. Free memory at the end of the heap returns too, if it is
+    more than twice the threshold. With a C library other than glibc, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,5 +1,5 @@
 # -*- coding: utf-8 -*-
-"""Builds the model to train: base weights (real or random, quantised), adapters, checkpointing.
+"""Builds the model to train: its base weights (real or random), adapters and checkpointing.
 
 Speed and memory depend on shapes, not on values. Random weights come from a normal distribution,
 because uninitialised memory may hold NaN.
@@ -12,14 +12,13 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
@@ -36,10 +35,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from .float8 import Float8Linear, multiply_in_fp8
-from .grouped_lora import group_experts
+from .float8_training import train_in_fp8
+from .grouped_lora import adapted_experts, group_experts
 from .joined_lora import JoinedLayers
-from .patches import attend_windows_at_once, offload_checkpoints, register_attentions
+from .packed_experts import (
+    PROJECTIONS,
+    compute_packed,
+    pack_random_experts,
+    pack_while_loading,
+    unpacked_shapes,
+)
+from .patches import (
+    attend_windows_at_once,
+    offload_checkpoints,
+    register_attentions,
+    separate_examples,
+)
 from .settings import DEQUANTISED, ModelSettings, quantization_of
+from .sharded_nf4 import fill, fill_shard, is_sharded_4_bit, local_part
 from .tiles import tile_layers
 
 QuantizedLinear = Callable[[tuple[int, int, bool], ModelSettings], nn.Module]
@@ -78,25 +91,31 @@ def load(
 
     quantization = settings.bitsandbytes_arguments()
     if quantized := quantization_of(PreTrainedConfig.get_config_dict(source)[0]):
-        # The config must say how the files are quantised, because transformers reads it there.
+        # The config must say how the files are quantised, because transformers reads the format
+        # only there.
         config.quantization_config = _trainable(quantized, source, settings)
         arguments["config"] = config
     elif quantization is not None:
         arguments["quantization_config"] = BitsAndBytesConfig(**quantization)
 
     in_fp8 = settings.quantization == "fp8"
-    model: PreTrainedModel = _model_class(settings, config).from_pretrained(
-        source,
-        dtype=base_dtype(settings),
-        attn_implementation=_attention(settings, config),
-        # For fp8, there is no device map, so that weights stay in their files until they are cast.
-        device_map=None if in_fp8 else {"": device},
-        use_safetensors=True,
-        trust_remote_code=False,
-        **arguments,
-    )
+    packs = settings.quantize_experts
+    with pack_while_loading(double_quant=settings.double_quant) if packs else nullcontext():
+        model: PreTrainedModel = _model_class(settings, config).from_pretrained(
+            source,
+            dtype=base_dtype(settings),
+            attn_implementation=_attention(settings, config),
+            # For fp8, there is no device map, so that weights stay in their files until they are
+            # cast.
+            device_map=None if in_fp8 else {"": device},
+            use_safetensors=True,
+            trust_remote_code=False,
+            **arguments,
+        )
     if in_fp8:
         multiply_in_fp8(model, device)
+    if packs:
+        compute_packed(model)
     return _finish(model, settings)
 
 
@@ -116,38 +135,73 @@ def _trainable(quantized: dict[str, Any], source: str, settings: ModelSettings) 
     return quantized | {"dequantize": True}
 
 
-def load_in_first_rank(source: str, settings: ModelSettings) -> PreTrainedModel:
+def load_in_first_rank(
+    source: str, settings: ModelSettings, *, shards_by_fsdp: bool
+) -> PreTrainedModel:
     """Load the base into host memory in the first rank, and without values in other ranks.
 
-    accelerate sends the other ranks their shards (see `sharing_arguments`). transformers reads the
-    two environment variables that are set here; without them, it would load the model in all ranks.
+    accelerate (see `sharing_arguments`) or `zero_shards` sends the other ranks their shards.
+    transformers reads the two environment variables that are set here; without them, it would load
+    the model in all ranks. They stay set only if FSDP shards the model.
     """
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    return load(source, settings, torch.device("cpu"))
+    variables = dict.fromkeys(("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "true")
+    os.environ |= variables
+    base = load(source, settings, torch.device("cpu"))
+    for name in () if shards_by_fsdp else variables:
+        del os.environ[name]
+    return base
 
 
 def outline(
     config: Any, settings: ModelSettings, device: torch.device, room_gib: float
 ) -> PreTrainedModel | None:
-    """Build the base without memory for its matrices. Shard the base, then call `materialize`.
+    """Build the base without memory for its matrices.
 
-    Returns None if the unsharded base fits into `room_gib` of the device (in fp32 if the base
-    itself is trained). Returns None if the head and the embedding are one weight, because sharding
-    would turn it into two. Returns None if the base is quantised by bitsandbytes.
+    The caller shards the base, then calls `materialize`. Returns None if the unsharded base fits
+    into `room_gib` of the device (in fp32 if the base itself is trained). Returns None if the head
+    and the embedding share one weight, because sharding would make two separate weights of it.
+    Returns None for an 8-bit base.
     """
-    if settings.bitsandbytes_arguments() is not None:
+    if settings.quantization == "int8" or settings.quantize_experts:
         return None
     register_attentions()
     with torch.device(device), no_init_weights(), _matrices_on_meta():
         model = from_config(config, settings)
 
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if settings.quantization == "nf4":
+        _quantize(model, settings, torch.device("meta"), _outlined_linear)
     element_bytes = base_dtype(settings).itemsize if settings.lora_rank is not None else 4
-    size = element_bytes * sum(parameter.numel() for parameter in model.parameters())
+    size = sum(
+        parameter.numel() * (0.5 if is_packed_shape(parameter) else element_bytes)
+        for parameter in model.parameters()
+    )
     if is_tied or size <= room_gib * 2**30:
         return None
     _fill(model)
     return _finish(model, settings)
+
+
+def is_packed_shape(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter will be packed in 4 bits, but still has its unpacked shape."""
+    return type(parameter).__name__ == "Params4bit"
+
+
+def _outlined_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
+    """Return a 4-bit layer whose weight has no memory."""
+    import bitsandbytes as bnb
+
+    fan_in, fan_out, bias = shape
+    layer: nn.Module = bnb.nn.Linear4bit(
+        fan_in,
+        fan_out,
+        bias,
+        compute_dtype=base_dtype(settings),
+        compress_statistics=settings.double_quant,
+        quant_type="nf4",
+        device="meta",
+    )
+    return layer
 
 
 def is_outline(model: nn.Module) -> bool:
@@ -156,7 +210,7 @@ def is_outline(model: nn.Module) -> bool:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give memory and random values to matrices without memory, or to their shards in this rank."""
+    """Allocate the matrices without memory, or this rank's shards of them, with random values."""
     tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     known = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.is_meta}
     model.to_empty(device=device)
@@ -166,12 +220,16 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             if name in known:
                 tensor.copy_(known[name])
                 continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            # B is zero in new adapters, so that they do not change the model's output.
-            if ".lora_B." in name:
+            local, start = local_part(tensor)
+            layer = model.get_submodule(name.rpartition(".")[0])
+            # LoRA's matrix B is zero in new adapters, so that new adapters do not change the
+            # model's output.
+            if ".lora_B." in name or name.endswith("bias"):
                 local.zero_()
+            elif is_sharded_4_bit(layer):
+                fill_shard(layer, local, start)
             else:
-                local.normal_(0.0, 0.02)
+                fill(local)
 
 
 def build(
@@ -180,10 +238,10 @@ def build(
     device: torch.device,
     quantized_linear: QuantizedLinear | None = None,
 ) -> PreTrainedModel:
-    """Build the base with random weights, frozen, for a transformers config.
+    """Build the base with random, frozen weights from a transformers config.
 
-    `quantized_linear` makes a quantised layer of (in, out, bias). By default, bitsandbytes makes
-    the layer.
+    `quantized_linear` makes a quantised layer from its shape: the numbers of inputs and outputs,
+    and whether it has a bias. By default, bitsandbytes makes the layer.
     """
     register_attentions()
     is_quantized = settings.quantization != "none"
@@ -191,6 +249,7 @@ def build(
         torch.device(device),
         no_init_weights(),
         _linear_layers_on_meta() if is_quantized else nullcontext(),
+        _matrices_on_meta(PROJECTIONS) if settings.quantize_experts else nullcontext(),
     ):
         model = from_config(config, settings)
 
@@ -198,6 +257,8 @@ def build(
         multiply_in_fp8(model, device)
     elif is_quantized:
         _quantize(model, settings, device, quantized_linear or _cached_linear(device))
+    if settings.quantize_experts:
+        pack_random_experts(model, base_dtype(settings), device, double_quant=settings.double_quant)
     _fill(model)
     return _finish(model, settings)
 
@@ -226,7 +287,8 @@ def _model_class(settings: ModelSettings, config: Any) -> Any:
 def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
     """Return the attention implementation, or a dict with one for each part of the config.
 
-    The result is a dict if a tower does not support SDPA: the tower then uses eager attention.
+    The result is a dict if a tower for images or sound does not support SDPA. This tower then uses
+    eager attention.
     """
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
     kinds = {name: MODEL_MAPPING.get(type(part), None) for name, part in parts.items()}
@@ -241,13 +303,14 @@ def _attention(settings: ModelSettings, config: Any) -> str | dict[str, str]:
 
 
 def from_config(config: Any, settings: ModelSettings) -> PreTrainedModel:
-    """Make a model on torch's default device. Its weights are tied, but have no values yet."""
+    """Make a model on torch's default device, with tied weights that have no values yet."""
     if settings.num_labels is not None:
         _set_labels(config, settings.num_labels)
     model: PreTrainedModel = _model_class(settings, config).from_config(
         config, dtype=base_dtype(settings), attn_implementation=_attention(settings, config)
     )
-    # `no_init_weights` skips this call. Without the call, a tied head would be a second weight.
+    # Inside `no_init_weights`, transformers does not tie the weights itself, so a tied head would
+    # have a separate weight.
     model.tie_weights()
     return model
 
@@ -256,6 +319,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     model.config.use_cache = False
     if settings.attention.startswith("sdpa"):
         attend_windows_at_once(model)
+    separate_examples(model)
     _mark_text(model)
     model.requires_grad_(False)
     # This code does the same as PEFT's prepare_model_for_kbit_training, but does not switch on
@@ -292,21 +356,24 @@ def trainable_model(
     name.
     """
     arguments = settings.lora_arguments()
-    frozen = _towers(base) if settings.vision == "frozen" else {}
+    towers = _towers(base)
+    frozen = towers if settings.vision == "frozen" else {}
     if arguments is None:
         base.requires_grad_(True)
         for tower in frozen.values():
             tower.requires_grad_(False)
+        if settings.fp8_products != "none":
+            train_in_fp8(decoder_layers(base), settings.fp8_products)
         return base
 
-    # PEFT is imported here, because it imports bitsandbytes and so torch's compiler. A base without
-    # adapters needs neither bitsandbytes nor the compiler.
+    # PEFT imports bitsandbytes, which imports torch's compiler. A base without adapters needs none
+    # of the three, so PEFT is imported only here.
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
 
-    if frozen:
-        arguments["exclude_modules"] = rf"({'|'.join(map(re.escape, frozen))})(\..*)?"
-    with torch.device(device):
+    if towers:
+        arguments["exclude_modules"] = _modules_without_adapters(base, frozen)
+    with torch.device(device), unpacked_shapes(base):
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
         )
@@ -331,11 +398,28 @@ def trainable_model(
     return model
 
 
+def _modules_without_adapters(base: PreTrainedModel, frozen: Iterable[str]) -> str:
+    """Return a pattern that matches the paths of frozen towers and of whole decoder layers.
+
+    If all linear layers of a mixture of experts get adapters, PEFT matches only the last part of
+    each path. A linear layer in a tower's nn.Sequential may be named 0, like the first decoder
+    layer, so PEFT would match that decoder layer too.
+    """
+    layers = set(map(id, decoder_layers(base)))
+    lists = {
+        path.rpartition(".")[0] for path, module in base.named_modules() if id(module) in layers
+    }
+    whole_layers = rf"({'|'.join(map(re.escape, sorted(lists)))})\.\d+"
+    if not frozen:
+        return whole_layers
+    return rf"({'|'.join(map(re.escape, frozen))})(\..*)?|{whole_layers}"
+
+
 def _exclude_from_ddp(model: nn.Module) -> None:
     """Stop DDP from sending 8-bit weights.
 
-    DDP need not send these weights, because all ranks load the same weights. gloo could not send
-    8-bit floats.
+    DDP need not send these weights, because all ranks load the same weights. gloo cannot send 8-bit
+    floats.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
     weights = [f"{name}.{one}" for name in layers for one in ("weight_fp8", "scale")]
@@ -346,9 +430,10 @@ def _exclude_from_ddp(model: nn.Module) -> None:
 def set_lora_kernels(base: PreTrainedModel, settings: ModelSettings) -> JoinedLayers | None:
     """Let the adapters compute as `settings` require, and return the joined layers, if any.
 
-    JoinedLayers.undo and `restore_experts` undo the change.
+    JoinedLayers.undo and `restore_experts` undo the change. Adapters on experts in 4 bits are
+    always computed by grouped matrix products, because PEFT cannot compute with packed weights.
     """
-    if settings.grouped:
+    if settings.grouped or (settings.quantize_experts and adapted_experts(base)):
         group_experts(base)
     return JoinedLayers(base, decoder_layers(base)) if settings.joined else None
 
@@ -369,8 +454,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside
     ]
 
-    # Some models keep other towers inside the language model, or layers inside layers. Then the
-    # list that has the config's number of layers is returned.
+    # Some models keep other towers inside the language model, or layers inside layers. In such a
+    # model, return the list that has as many layers as the config says.
     base = _base_of(model)
     number = getattr(base.config.get_text_config(), "num_hidden_layers", None) if base else None
     if len(layers) != number:
@@ -383,7 +468,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _base_of(model: nn.Module) -> PreTrainedModel | None:
-    """Return the transformers model, even if PEFT has wrapped it; None if there is none."""
+    """Return the first transformers model in `model`, which PEFT may wrap, or None."""
     found = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     return next(found, None)
 
@@ -423,8 +508,8 @@ def _unhook_towers(base: nn.Module) -> None:
     """Stop the inputs of vision towers from requiring gradients.
 
     If layers are recomputed, transformers and PEFT each make the patch embeddings require
-    gradients. A frozen tower would then have a backward pass. Non-reentrant recomputation does not
-    need these gradients.
+    gradients, and a frozen tower would then have a backward pass. The recomputation here is
+    non-reentrant, and does not need these gradients.
     """
     for tower in _towers(base).values():
         for module in tower.modules():
@@ -469,7 +554,8 @@ def compute_in_tiles(base: PreTrainedModel) -> None:
 
     Adapters and checkpointing must be present already. transformers and PEFT each make the output
     of the embedding require gradients, which would keep that output and its gradient for the whole
-    step. Non-reentrant recomputation does not need this gradient, so this function prevents it.
+    step. The recomputation here is non-reentrant and does not need this gradient, so this function
+    prevents it.
     """
     base.get_input_embeddings()._forward_hooks.clear()
     tile_layers(base, decoder_layers(base))
@@ -484,7 +570,8 @@ def stop_checkpointing(base: PreTrainedModel) -> None:
 def _fill(model: nn.Module) -> None:
     """Fill matrices with random values, and biases and other vectors with zeros.
 
-    The weights of norms keep the value 1.
+    The weights of norms keep the value 1. A random bias of a router (Ernie 4.5) would send all
+    tokens to the same experts.
     """
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):  # `no_init_weights` skipped its initialisation
@@ -497,22 +584,24 @@ def _fill(model: nn.Module) -> None:
             layer = model.get_submodule(name.rpartition(".")[0])
             if isinstance(layer, Float8Linear) and parameter is layer.weight_fp8:
                 layer.store(torch.empty_like(parameter, dtype=layer.dtype).normal_(0.0, 0.02))
-            elif parameter.ndim > 1:
+            elif parameter.ndim > 1 and not name.endswith("bias"):
                 parameter.normal_(0.0, 0.02)
             elif not name.endswith("weight"):
                 parameter.zero_()
 
 
 @contextmanager
-def _matrices_on_meta() -> Iterator[None]:
+def _matrices_on_meta(names: Sequence[str] = ()) -> Iterator[None]:
     """In this block, move each matrix to the meta device when a module registers it.
 
-    Vectors and buffers keep their initial values.
+    With `names`, move only the parameters that have these names. Vectors and buffers keep their
+    initial values.
     """
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.ndim > 1:
+        is_moved = name in names if names else parameter is not None and parameter.ndim > 1
+        if parameter is not None and is_moved:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         original(self, name, parameter)
 
@@ -563,16 +652,17 @@ def _quantize(
 
     attribute = "is_loaded_in_4bit" if settings.quantization == "nf4" else "is_loaded_in_8bit"
     setattr(model, attribute, True)
-    # transformers sets this too. Without it, Jamba multiplies by the packed bytes of a weight.
+    # transformers sets this attribute too. Without this attribute, Jamba multiplies by the packed
+    # bytes of a weight.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._is_quantized = True
 
 
 def _cached_linear(device: torch.device) -> QuantizedLinear:
-    """Return a function that quantises the first layer of each shape, and copies it afterwards.
+    """Return a function that quantises only the first layer of each shape, and then copies it.
 
-    On a 7B model, the copies take 0.5 s instead of 41 s.
+    For a 7B model, this takes 0.5 s; quantising each layer takes 41 s.
     """
     quantized: dict[tuple[int, int, bool], nn.Module] = {}
 

@@ -20,8 +20,8 @@ from .reading import find_files
 from .settings import Options, RunSettings
 from .token_cache import tokenizer_facts
 
-# Settings that are not compared, because they do not change the trained weights, or because other
-# compared values include them
+# Settings that are not compared: they do not change the trained weights, or are included in other
+# values that are compared
 FREE = {"about", "versions", "method", "model", "has_published_weights", "report_to", "run_name"}
 FREE |= {"save_steps", "save_total_limit", "checkpoints_gib", "loader_workers", "allocator"}
 ROWS = ("examples", "lengths", "images")  # settings that describe random rows

@@ -1,8 +1,7 @@
 # -*- coding: utf-8 -*-
-"""Features that transformers cannot switch on: cuDNN's attention and checkpoints in host memory.
+"""Adds features that transformers lacks: cuDNN's attention, and checkpoints in host memory.
 
-Two other features are in modules of their own: attention within segments (`varlen`), and products
-in fp8 (`float8`).
+Other modules add attention within segments (`varlen`) and matrix products in fp8 (`float8`).
 """
 
 from collections.abc import Callable
@@ -13,20 +12,25 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_masks_for_generate, sdpa_mask
 
 from . import varlen
 from .host_checkpoints import HostCheckpoints
+from .settings import BLIND_TO_POSITIONS
 
 CUDNN_ATTENTION = "sdpa_cudnn"
-# For masked rows, cuDNN selects its kernels by the largest of these numbers that divides the rows'
-# length (tested on an H100).
+FLEX_ATTENTION = "flex_attention"
+# With a mask, cuDNN selects its attention kernel by the alignment of the rows' length: the largest
+# of these numbers that divides the length (tested on an H100).
 ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 
 
 def register_attentions() -> None:
-    """Register the attentions "sdpa_cudnn", "varlen" and "flash_windows" in transformers.
+    """Register three attention implementations: "sdpa_cudnn", "varlen" and "flash_windows".
+
+    transformers' "flex_attention" is replaced by a version that works under autocast.
 
     cuDNN's attention needs its own name in the model's config. Dynamo selects compiled code by this
     config, and does not see torch's global switches. "varlen" and "flash_windows" have no
@@ -34,8 +38,32 @@ def register_attentions() -> None:
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
+    AttentionInterface.register(FLEX_ATTENTION, _attend_flexibly)
     AttentionInterface.register(varlen.VARLEN, varlen.attend)
     AttentionInterface.register(varlen.WINDOWS, varlen.attend_windows)
+
+
+def separate_examples(model: Any) -> None:
+    """Give the model masks that separate packed examples, if its own masks do not."""
+    if model.config.model_type in BLIND_TO_POSITIONS:
+        model.base_model.register_forward_pre_hook(_add_masks, with_kwargs=True)
+
+
+def _add_masks(decoder: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = given.get("position_ids")
+    if positions is None or given.get("attention_mask") is not None:
+        return args, given
+    dtype = decoder.get_input_embeddings().weight.dtype
+    # The masks depend only on the dtype, the device and the first two dimensions of the inputs.
+    inputs = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
+    masks = create_masks_for_generate(
+        config=decoder.config,
+        inputs_embeds=inputs,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    return args, given | {"attention_mask": masks}
 
 
 def attend_windows_at_once(model: nn.Module) -> None:
@@ -45,14 +73,15 @@ def attend_windows_at_once(model: nn.Module) -> None:
             tower.config._attn_implementation = varlen.WINDOWS
 
 
-def choose_attention(*, any_length: bool, flash: bool = True) -> None:
-    """Exclude cuDNN from torch's own choice of kernels (sdpa) if rows may have any length.
+def choose_attention(*, cudnn: bool, flash: bool = True) -> None:
+    """Allow or exclude kernels in torch's own choice of attention (sdpa).
 
-    cuDNN makes an execution plan for each new row length. On an H200, making a plan took 0.1 s of a
-    micro batch of 0.5 s. Without `flash`, both cuDNN and flash attention are excluded, so that a
-    newer card behaves like one with a compute capability below 8.0.
+    cuDNN makes an execution plan for each new row length, so it should be excluded if rows may have
+    any length. On an H200, making a plan took 0.1 s of a micro batch of 0.5 s. If `flash` is false,
+    cuDNN and flash attention are both excluded, so that the card behaves like an older card with a
+    compute capability below 8.0.
     """
-    torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
+    torch.backends.cuda.enable_cudnn_sdp(flash and cudnn)
     torch.backends.cuda.enable_flash_sdp(flash)
 
 
@@ -93,6 +122,25 @@ def _checkpoint_on_host(
 ) -> Any:
     with checkpoints.saving():
         return checkpoint(*args, **kwargs)
+
+
+def _attend_flexibly(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute FlexAttention, which needs queries, keys and values of one dtype.
+
+    Under autocast, rotary embeddings may convert queries and keys to 32 bits, but not values.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return flex_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 def _attend(*args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# Images with more pixels are refused, because a file of a few KiB may hold many more. Pillow warns
-# of images above the same limit.
+# Images with more pixels are refused, because even a file of a few KiB may have far more pixels
+# than this. Pillow warns of images above the same limit.
 MAX_PIXELS = 89_478_485
 
 
@@ -40,7 +40,7 @@ def open_file(named: Any, folder: Path) -> BinaryIO:
     if os.path.commonpath([root, full]) != root:
         raise BadPicture(f"it is not below {folder}, the folder of the dataset")
     try:
-        # O_NONBLOCK, which Windows lacks: opening a named pipe does not wait.
+        # With O_NONBLOCK, opening a named pipe does not wait. Windows lacks this flag.
         handle = os.open(full, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError) as error:  # a path with a NUL character raises ValueError
         raise BadPicture(getattr(error, "strerror", None) or str(error)) from None
@@ -59,7 +59,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def read_header(file: BinaryIO) -> Any:
-    """Return Pillow's image of a file, whose pixels are not read yet.
+    """Open a file as an image of Pillow, without reading its pixels.
 
     Raises BadPicture, and ImportError without Pillow.
     """

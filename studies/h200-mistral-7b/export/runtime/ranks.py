@@ -28,11 +28,12 @@ CLEAN_EXITS = (
     75,
     130,
 )  # exit codes of a rank that has finished, and of ranks that SIGTERM or SIGINT stopped
-# Seconds that the other ranks have to print their errors after one rank has failed.
+# The time in seconds that the other ranks get to print their errors after one rank has failed.
 GRACE_S = 5.0
 # A scheduler signals each process of a job, so signals within this number of seconds count as one.
 AGAIN_S = 1.0
-ALONE_S = 600.0  # seconds that ranks have to save after the launcher's death; then they are killed
+# After the launcher's death, the ranks have this number of seconds to save, and are then killed.
+ALONE_S = 600.0
 CAUSES = {"SIGKILL": ": the host may have run out of memory"}
 PR_SET_PDEATHSIG = 1  # the option of Linux's prctl that sends a signal when the parent dies
 LOOPBACK = "lo"  # Linux's network interface that no other machine reaches
@@ -42,7 +43,7 @@ def run(count: int) -> int:
     """Run this program as `count` ranks. Return the exit code of the first failed rank, else 0.
 
     SIGINT and SIGTERM are passed on to the ranks once. A second signal or a failed rank ends all
-    ranks. The death of this process counts as SIGTERM.
+    ranks. If this process dies, the ranks end as after SIGTERM.
     """
     signals: list[tuple[float, int]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -159,7 +160,7 @@ def _wait(
             for rank in running:
                 rank.send_signal(signals[0][1])
         is_repeated = bool(signals) and signals[-1][0] - signals[0][0] > AGAIN_S
-        # After the launcher's death, no second signal can end the ranks, so a deadline does.
+        # After the launcher's death, no second signal can reach the ranks, so a deadline ends them.
         if deadline == float("inf") and os.getppid() != launcher:
             deadline = time.monotonic() + ALONE_S
         if time.monotonic() > deadline or is_repeated:
@@ -170,10 +171,9 @@ def _wait(
 def end_at_once(run: Callable[[], object]) -> NoReturn:
     """Call `run`, and end this process with the exit code of `run`, without freeing any object.
 
-    Freeing can hang. If DDP's reducer has the last reference to gloo's group, it holds Python's
-    lock and joins a thread that waits for this lock. A shutdown of the interpreter can deadlock
-    with this thread too, or end with SIGABRT. The hang, the deadlock and the SIGABRT were seen with
-    torch 2.13.
+    Freeing can hang: if DDP's reducer has the last reference to gloo's group, the reducer holds the
+    GIL while it joins a thread that waits for the GIL. A shutdown of the interpreter can deadlock
+    with this thread too, or end with SIGABRT. All three were seen with torch 2.13.
     """
     code: object = 0
     kept: list[object] = []  # keeps the result or the exception, so that no object is freed
@@ -205,7 +205,7 @@ def begin_rank() -> None:
 
     Ranks have their own sessions, so that signals of a terminal do not reach them. Until the
     training handles signals, SIGINT ends a rank at once. The rank has nothing to save yet, and may
-    wait for the other ranks in C++, where Python handles no signal.
+    be waiting for the other ranks in C++ code, during which Python handles no signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _end_with(int(os.environ.get(SUPERVISOR, os.getppid())))
@@ -220,7 +220,7 @@ def _end_with(parent: int) -> None:
 
 
 def join(backend: str) -> None:
-    """Join the other ranks by the launcher's file, or by the address that torchrun gives."""
+    """Join the other ranks through the launcher's file, or at the address that torchrun gives."""
     from torch import distributed as dist
 
     meeting = os.environ.get(MEETING)

@@ -17,6 +17,7 @@ from . import token_cache
 from .varlen import add_segments
 
 IGNORED = -100  # the label of a token that the loss ignores
+BLANK = torch.tensor([-1, -1])  # an example without a token to train on
 
 # The examples of a row. Each example is a tensor of token ids. A token that is not trained on is
 # stored as -1 - token.
@@ -74,7 +75,7 @@ def read_lengths(path: str, seq_len: int) -> list[int]:
 def num_targets(example: torch.Tensor) -> int:
     """Return the number of tokens to train on.
 
-    The first token does not count, because it is never predicted.
+    The first token of an example does not count, because a model never predicts it.
     """
     return int((example[1:] >= 0).sum())
 
@@ -95,7 +96,7 @@ def split(
     """Return the examples to train on, and the last `held_out` examples as rows.
 
     Examples to train on are truncated to `seq_len` tokens, and held-out rows to `held_out_tokens`.
-    Examples without a token to train on are left out, because their loss is not a number.
+    Examples without a token to train on are left out, because their loss would be NaN.
     """
     num_trained = len(examples) - held_out
     if held_out < 0 or num_trained < 1 or (held_out and held_out_tokens < 2):
@@ -156,6 +157,28 @@ class Rows(Sequence[Row]):
         return [self._examples[index] for index in indices]
 
 
+class WholeBatches(Sequence[Any]):
+    """Rows, followed by as many blank rows as fill the last micro batch of all GPUs.
+
+    An epoch thus trains on every row, and all micro batches have the same number of rows. A blank
+    row has no label, so it changes neither the loss nor the gradients. An optimizer step never has
+    only blank rows, because their number is below `size`, the rows of a micro batch of all GPUs.
+    """
+
+    def __init__(self, rows: Sequence[Any], size: int, blank: Any) -> None:
+        self._rows = rows
+        self._blank = blank
+        self._number = math.ceil(len(rows) / size) * size
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, place: int) -> Any:  # type: ignore[override]
+        if place >= self._number:
+            raise IndexError(place)
+        return self._rows[place] if place < len(self._rows) else self._blank
+
+
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Pack examples into rows by best-fit decreasing; return the examples' indices for each row.
 
@@ -163,7 +186,8 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     that has room for it.
     """
     rows: list[list[int]] = []
-    # (minus the number of free tokens, index of the row), ascending: the emptiest row comes first
+    # Pairs (minus the number of free tokens, index of the row) in ascending order, so the emptiest
+    # row comes first
     rooms: list[tuple[int, float]] = []
 
     for example in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -196,8 +220,8 @@ def collate(
     of the longest row. Only held-out rows may be longer than the last of `padded_lengths`.
 
     Positions restart at 0 in each packed example, which tells the model not to attend to other
-    examples. Three kinds of tokens have no label: the first token of an example, padding, and
-    tokens that are not trained on.
+    examples. Three kinds of tokens get the label IGNORED: the first token of an example, padding,
+    and tokens that are not trained on.
     """
     longest = max(num_tokens(row) for row in rows)
     length = next((length for length in padded_lengths if length >= longest), longest)

@@ -1,5 +1,5 @@
 # -*- coding: utf-8 -*-
-"""The settings of a training, and their file: train_config.json. This module needs no torch."""
+"""The settings of a training run, stored in train_config.json. This module needs no torch."""
 
 import json
 import os
@@ -12,18 +12,35 @@ from typing import Any
 # versions of torch know only the old name.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
+# Forces a way to compute the grouped matrix products of experts on a GPU (`grouped_lora._way`).
+PRODUCT_VARIABLE = "AUTOTUNE_GROUPED_PRODUCT"
 # Liger's losses stay off, because `loss` is a separate setting.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 # Checkpoints of these formats are trained in 16 bits: transformers dequantises the weights when it
 # loads them.
 DEQUANTISED = ("fp8", "mxfp4")
-# The parameters of a mixture's experts, by the ends of their paths. Each parameter holds one
-# projection of all experts. Experts without a gate have `up_proj`.
+# The endings of the paths of experts' parameters. Each parameter holds one projection of all
+# experts of a layer. Experts without a gate have `up_proj` instead of `gate_up_proj`.
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
-# A model of up to this fraction of a GPU's memory limit is built unsharded on the GPU, and then
-# sharded. A larger model is built as shards. The rest of the memory is for the shards, which exist
-# beside the unsharded model for a while.
+# transformers makes the masks of these model types without positions, so packed examples would
+# attend to each other. The trainer makes the masks itself.
+BLIND_TO_POSITIONS = ("gpt_oss",)
+# A model whose size is at most this fraction of a GPU's memory limit is built unsharded on the GPU,
+# and then sharded. A larger model is built as shards from the beginning. The other 10 % of the
+# limit is for the shards, which exist beside the unsharded model for a while.
 UNSHARDED_SHARE = 0.9
+# Tokens in a chunk of the chunked loss. With a vocabulary of 128,000, the logits of 1,024 tokens,
+# their fp32 copy and its gradient take about 1.2 GiB.
+CHUNK_TOKENS = 1024
+
+
+def chunk_tokens(tokens: int) -> int:
+    """Return the number of tokens in a chunk of the chunked loss, for a micro batch of `tokens`.
+
+    A micro batch that would fit into one chunk is split into two chunks, because a run with small
+    micro batches usually has little memory.
+    """
+    return min(tokens, CHUNK_TOKENS // 2 if tokens <= CHUNK_TOKENS else CHUNK_TOKENS)
 
 
 def quantization_of(config: dict[str, Any]) -> Any:
@@ -53,8 +70,8 @@ class ModelSettings:
     kbit_preparation: bool  # keep in fp32 all weights of the base that are not quantised
     lora_rank: int | None  # the adapters' rank, or None in full fine-tuning
     lora_alpha: int | None  # the numerator of the adapters' scale
-    # Names of the modules and the experts' parameters with adapters, or None for every linear layer
-    # but the head
+    # Names of the modules and of the experts' parameters that get adapters, or None if every linear
+    # layer but the head gets adapters
     lora_targets: list[str] | None
     # Modules whose path ends in one of these names are trained without adapters, with all their
     # weights
@@ -63,14 +80,20 @@ class ModelSettings:
     rslora: bool  # use rank-stabilised LoRA
     lora_dropout: float  # the dropout probability of the adapters' inputs
     adapters_in_fp32: bool  # keep the adapters in fp32, even if the base is in 16 bits or fewer
-    # Recompute every n-th layer in the backward pass; None recomputes no layer
+    # Recompute every n-th layer in the backward pass, or no layer if this is None
     checkpoint_every: int | None
     offload: bool  # move the inputs of recomputed layers to the host's memory
     # The fraction of its activations that a compiled layer keeps for the backward pass
     activation_budget: float = 1.0
     tiled: bool = False  # compute norms, projections and MLPs over tiles of tokens
-    joined: bool = False  # join the products of adapters with the products of the base
-    grouped: bool = False  # compute the adapters of experts as grouped products
+    # Compute the adapters inside the matrix products of the base (see `joined_lora`)
+    joined: bool = False
+    # Compute the adapters of all experts in grouped matrix products (see `grouped_lora`)
+    grouped: bool = False
+    # The scales of 8-bit products in full fine-tuning: tensorwise or rowwise; or none for products
+    # in 16 bits (see `float8_training`)
+    fp8_products: str = "none"
+    quantize_experts: bool = False  # store the routed experts of the model in nf4, too
     # Number of values that the head returns for a row, or None for one value for each token of
     # the vocabulary
     num_labels: int | None = None
@@ -215,7 +238,7 @@ class Options:
 
 
 def one_gpu(visible: str) -> dict[str, str]:
-    """Return the environment variables that show torch only the first GPU of `visible`.
+    """Return the environment variables that hide all GPUs but the first of `visible` from torch.
 
     `visible` is a value of CUDA_VISIBLE_DEVICES. transformers' Trainer would split each batch over
     all GPUs that it sees. The variables also make CUDA number GPUs as nvidia-smi does, because

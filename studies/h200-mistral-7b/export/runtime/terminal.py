@@ -14,8 +14,8 @@ def leave_terminal(*, if_closed: bool = False) -> None:
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for handle in (1, 2):
-        # Output to a file or a pipe is kept. The descriptor of a closed terminal is still a device,
-        # but `isatty` is false.
+        # Output to a file or a pipe is kept. The descriptor of a closed terminal still names a
+        # device, but `isatty` is false for it.
         with suppress(OSError):  # the program was started without this descriptor
             is_device = stat.S_ISCHR(os.fstat(handle).st_mode)
             if is_device and not (if_closed and os.isatty(handle)):

@@ -1,10 +1,10 @@
 # -*- coding: utf-8 -*-
 """Computes a layer's norms, projections and MLP in tiles of tokens, which limits their memory.
 
-Norms, projections and MLPs compute each token independently, so only their input has to be kept.
-The backward pass recomputes one tile, takes its gradients, and frees it before the next tile. Other
-memory of a layer still grows with the length of the row: a few tensors of the hidden size, the
-queries, keys and values, and the workspace of the attention kernel.
+Norms, projections and MLPs compute each token independently, so only their input is kept. The
+backward pass recomputes one tile, computes its gradients, and frees the tile before it begins the
+next tile. Other memory of a layer still grows with the length of the row: a few tensors of the
+hidden size, the queries, keys and values, and the workspace of the attention kernel.
 """
 
 import itertools
@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 # In tiles of 4,096 tokens, the matrix products of an 8B model are as fast as for a whole row, and
-# the MLP needs half a GiB. Only a 4-bit base is slower, because it unpacks its weights for each
-# tile.
+# the MLP needs half a GiB. Tiles are slower only with a 4-bit base, whose weights are unpacked
+# again for each tile.
 TILE_TOKENS = 4096
 
 
@@ -127,8 +127,8 @@ class _Tiles(torch.autograd.Function):
             if of_inputs is not None:
                 of_inputs[:, part] = of_tile.pop(0)
             for total in of_weights:
-                # No variable holds this tile's gradient, because it would stay in memory during the
-                # next tile.
+                # Do not assign the tile's gradient to a variable, because the gradient would then
+                # stay in memory during the next tile.
                 total += of_tile.pop(0)
         return None, of_inputs, *of_weights
 

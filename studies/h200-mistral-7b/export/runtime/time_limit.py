@@ -25,8 +25,8 @@ def _end(number: int, frame: Any) -> None:
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError if the `with` block takes more than `seconds` of processor time.
 
-    Do not nest blocks. The limit needs a timer that only the main thread has, and that Windows
-    lacks. In other threads and on Windows, the time is not limited.
+    Do not nest blocks. Outside the main thread and on Windows, the time is not limited, because
+    there is no timer.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield

@@ -26,8 +26,8 @@ VERSION = 3  # increase this version if the format or the meaning of the files c
 # not listed, the estimate is 1.
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}
 SAY_EVERY_S = 2.0
-# Seconds without a write, after which a temporary folder counts as left by a killed process and is
-# removed.
+# A temporary folder without writes for this number of seconds is removed, because a killed process
+# must have left it.
 ABANDONED_S = 3600.0
 
 

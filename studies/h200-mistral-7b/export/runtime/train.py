@@ -30,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-from . import model_builder, ranks, rows
+from . import image_rows, labels, model_builder, ranks, rows
 from .answers import Prompt, first_example
 from .chunked_loss import chunked_loss
 from .clock import Clock
@@ -52,17 +52,19 @@ from .origin import Origin, describe, find_difference
 from .patches import choose_attention, load_attention
 from .reading import BadDataset, read_rows
 from .settings import Options, RunSettings
+from .sharded_nf4 import shard_4_bit_layers
 from .token_cache import CannotKeep, tokenise
 from .varlen import VARLEN
 
 CLASSIFICATION = "classification"  # a value of `RunSettings.objective`
 SEED = 0
 # torch compiles a layer for at most this number of input shapes. Further shapes would run without
-# compilation. The limit covers all shapes that the measurement compiled.
+# compilation. The limit is above the number of shapes that the study's probe compiled.
 RECOMPILE_LIMIT = 64
 # The number of rows with images whose tokens are counted, as a sample of all rows.
 COUNTED_ROWS = 64
-# The least number of different random examples; a run with more examples repeats them.
+# A short list of lengths is repeated as often as fits into this number of random examples. A run
+# with more examples repeats these examples.
 RANDOM_EXAMPLES = 64
 
 
@@ -98,7 +100,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> LeanTra
     )
     train_rows = make_rows(settings, trained)
     eval_rows = held_out or make_rows(settings, drawn)
-    check_number(len(train_rows), settings)
+    check_number(len(train_rows))
     return train(
         settings, options, base, device, train_rows, eval_rows, trained, bool(held_out), origin
     )
@@ -131,7 +133,7 @@ def train_on_images(
         examples = random_image_examples(settings, base.config)
 
     number = len(examples) - options.held_out
-    check_number(number, settings)
+    check_number(number)
     counted = [examples[index][0] for index in range(min(number, COUNTED_ROWS))]
     train_rows = Subset(examples, range(number))
     eval_rows = Subset(examples, range(number, len(examples)))
@@ -140,12 +142,12 @@ def train_on_images(
 
 
 def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
-    """Return the callback that stores the origin of this run in its checkpoints, if it saves any.
+    """Return the callback that stores this run's origin (see `origin`) in its checkpoints, if any.
 
     Ends the process if the checkpoint to continue from has another origin.
     """
-    # Only the first rank saves, so only it checks the origin. If the first rank ends, the other
-    # ranks end too.
+    # Only the first rank saves checkpoints, so only the first rank checks the origin. If the first
+    # rank ends, the other ranks end too.
     is_first = settings.num_gpus == 1 or os.environ["RANK"] == "0"
     if not options.saves or not is_first:
         return TrainerCallback()
@@ -158,13 +160,11 @@ def check_origin(settings: RunSettings, options: Options) -> TrainerCallback:
     return Origin(facts)
 
 
-def check_number(number: int, settings: RunSettings) -> None:
-    """End the process if the rows do not fill a micro batch."""
-    size = settings.micro_batch_size
-    if number < size:
+def check_number(number: int) -> None:
+    """End the process if there are no rows to train on."""
+    if number < 1:
         sys.exit(
-            f"train.py: error: {number} examples do not fill a micro batch of {size}:"
-            " give more examples"
+            "train.py: error: no example is left to train on: give more examples, or hold out fewer"
         )
 
 
@@ -185,13 +185,15 @@ def train(
     computed before and after the training.
     """
     # The model
-    choose_attention(any_length=settings.padding == "longest")
+    choose_attention(cudnn=settings.padding != "longest")
     if settings.padding == "masked":
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
     is_loaded_in_first_rank = loads_in_first_rank(settings, options)
     adapter_device = torch.device("cpu") if is_loaded_in_first_rank else device
     model = add_adapters(base, settings, adapter_device)
+    if settings.sharding.startswith("fsdp2") and settings.model_settings.quantization == "nf4":
+        shard_4_bit_layers(model, device)
     if settings.model_settings.tiled:
         model_builder.compute_in_tiles(base)
     joined = model_builder.set_lora_kernels(base, settings.model_settings)
@@ -200,9 +202,13 @@ def train(
     # needs the head that is trained.
     loss = select_loss(settings, base)
     clock = Clock(options.saves, options.progress)
-    trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows, joined)
+    filled = fill_batches(settings, train_rows)
+    trainer = make_trainer(settings, options, model, loss, clock, filled, eval_rows, joined)
     trainer.add_callback(origin)
-    if model_builder.is_outline(model) and not is_loaded_in_first_rank:
+    is_outline = model_builder.is_outline(model)
+    if settings.is_larger_than_gpu and (
+        settings.sharding == "zero3" or (is_outline and not is_loaded_in_first_rank)
+    ):
         shard_outline(trainer, torch.device("cpu") if settings.offload else device)
 
     # A model is sharded only once, when the training begins. A model that will be sharded is
@@ -244,7 +250,7 @@ def train(
 
 
 def answer(prompt: Prompt | None, model: nn.Module, trainer: LeanTrainer) -> list[str]:
-    """Return the model's answer as a list; empty without a prompt."""
+    """Return a list with the model's answer, or an empty list if there is no prompt."""
     if prompt is None:
         return []
     return [prompt.answer(model, trainer.compute_loss_context_manager())]
@@ -291,7 +297,7 @@ def initialize_device(settings: RunSettings) -> torch.device:
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # If the model is offloaded, gradients are on the CPU, where gloo adds up their norm.
+        # If the model is offloaded, gradients are on the CPU, and gloo reduces their norm there.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
     ranks.join(backend)
     return PartialState(cpu=not torch.cuda.is_available()).device
@@ -303,9 +309,13 @@ def loads_in_first_rank(settings: RunSettings, options: Options) -> bool:
 
 
 def load(settings: RunSettings, options: Options, device: torch.device) -> PreTrainedModel:
-    """Load the base with its weights. If the device is too small, load it into host memory."""
+    """Load the base with its weights: into host memory if the base is larger than the device."""
     if loads_in_first_rank(settings, options):
-        return model_builder.load_in_first_rank(options.model, settings.model_settings)
+        return model_builder.load_in_first_rank(
+            options.model,
+            settings.model_settings,
+            shards_by_fsdp=settings.sharding.startswith("fsdp2"),
+        )
     if settings.objective == CLASSIFICATION:
         return load_classifier(settings, options, device)
     return model_builder.load(options.model, settings.model_settings, device)
@@ -324,7 +334,8 @@ def build(settings: RunSettings, shape: dict[str, Any], device: torch.device) ->
 def held_out_share(settings: RunSettings, options: Options) -> float:
     """Return the fraction of the examples to hold out and evaluate during the training.
 
-    It is 0 for random examples, and with --held-out, which holds out a number of examples instead.
+    The fraction is 0 for random examples. With --held-out, which holds out a number of examples
+    instead, the fraction is also 0.
     """
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
@@ -334,6 +345,15 @@ def make_rows(settings: RunSettings, examples: Sequence[torch.Tensor]) -> rows.R
     if not settings.packing:
         return rows.Rows(examples)
     return rows.Rows(examples, rows.pack([len(example) for example in examples], settings.seq_len))
+
+
+def fill_batches(settings: RunSettings, train_rows: Sequence[Any]) -> rows.WholeBatches:
+    """Return the rows with blank rows that fill the last micro batch."""
+    size = settings.micro_batch_size * settings.num_gpus
+    if settings.images:
+        return rows.WholeBatches(train_rows, size, image_rows.BLANK)
+    blank = labels.BLANK if settings.objective == CLASSIFICATION else rows.BLANK
+    return rows.WholeBatches(train_rows, size, [blank])
 
 
 def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Tensor]:
@@ -401,7 +421,9 @@ def select_loss(settings: RunSettings, base: PreTrainedModel) -> Callable[..., t
     """Return the Trainer's `compute_loss_func`, or None if the model computes the loss."""
     if settings.objective == CLASSIFICATION:
         return label_loss
-    return chunked_loss(base) if settings.loss == "chunked" else None
+    if settings.loss != "chunked":
+        return None
+    return chunked_loss(base, in_head=settings.sharding == "zero3")
 
 
 def random_examples(
@@ -409,8 +431,8 @@ def random_examples(
 ) -> list[torch.Tensor]:
     """Return random token ids as the examples of the whole run.
 
-    Their lengths are those of the study's examples, or those in the file of --lengths. `config` is
-    the model's.
+    The lengths represent the lengths of the study's examples, or come from the file of --lengths.
+    `config` is the model's config.
     """
     vocab_size = config.get_text_config().vocab_size
     lengths = settings.lengths

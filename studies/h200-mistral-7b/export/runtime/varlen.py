@@ -29,10 +29,10 @@ Tensors = tuple[torch.Tensor, ...]
 class Segments:
     """The ends of the examples in a micro batch whose rows are concatenated.
 
-    A row's padding counts as a separate example. `ends` (int32) has one entry more than the rows
-    have tokens. It begins with 0 and the end of each example. The last end fills all further
-    entries, so the shape of `ends` does not depend on the number of examples. `counts` (2 values,
-    on the host) are the number of examples and the tokens of the longest example.
+    A row's padding counts as a separate example. `ends` (int32) begins with 0 and the end of each
+    example. All further entries repeat the last end, until `ends` has one entry more than the rows
+    have tokens. So the shape of `ends` does not depend on the number of examples. `counts` (2
+    values, on the host) has the number of examples and the number of tokens in the longest example.
     """
 
     def __init__(self, ends: torch.Tensor, counts: torch.Tensor) -> None:
@@ -114,9 +114,9 @@ def attend_windows(
 
     Queries, keys and values are 1 x heads x length x size. `cu_seq_lens_q` (windows + 1, int32)
     holds 0 and the ends of the windows. One kernel computes all windows. Without this function,
-    transformers computes the windows one after another. In each layer, it waits until the device
-    has sent their lengths. If FlashAttention does not support the inputs, this function also
-    computes the windows one after another.
+    transformers would compute the windows one after another, and in each layer wait until the
+    device has sent the windows' lengths. If FlashAttention does not support the inputs, this
+    function also computes the windows one after another.
     """
     if _supports_flash(query):
         counts = torch.tensor([len(cu_seq_lens_q) - 1, max_length_q])
@@ -166,8 +166,8 @@ def _attend_segments(
     return attended.view(rows, length, heads, size)
 
 
-# --- The kernel and its gradients. Both are operators of torch, so compiled code does not depend on
-# the segments, which change with each micro batch.
+# --- The kernel and its gradients. The two functions are operators of torch, so compiled code does
+# not depend on the segments, which change with each micro batch.
 
 
 def _attend_on_gpu(
@@ -212,7 +212,7 @@ def _differentiate_on_gpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number, longest = counts.tolist()
     ends = ends[: number + 1]
-    # The state of a random generator, which only dropout would read.
+    # The state of a random number generator, which only dropout would read. There is no dropout.
     state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty(0)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
