@@ -48,13 +48,15 @@ class Display(AbstractContextManager["Display"]):
 
     `quiet` suppresses all output except JSON. `events` adds a JSON line on stdout for each event.
     With `events` or `as_json`, stdout is only for JSON, so the answer is printed on stderr, too.
-    `storage` is the value of `--storage`, which the printed commands repeat.
+    `storage` is the value of `--storage`, which the printed commands repeat. `started` is the
+    time.monotonic() at which the budget starts, by default now.
     """
 
     def __init__(
         self,
         *,
         budget_s: float,
+        started: float | None = None,
         quiet: bool = False,
         events: bool = False,
         as_json: bool = False,
@@ -76,7 +78,7 @@ class Display(AbstractContextManager["Display"]):
 
         self._budget_s = budget_s
         self._events = events
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._best: TrialRecord | None = None
         # The last measurement of each configuration: a confirmation replaces the first one.
         self._measured = dict[TrainConfig, TrialRecord]()

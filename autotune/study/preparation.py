@@ -32,8 +32,8 @@ class SessionPlan:
     """Everything that one session of a study needs: task, target, storage and time.
 
     `cards` has the GPU of each additional worker on this machine, or None for a worker on the CPU.
-    `started` is the time.monotonic() at which the budget starts. `preparation_s` is the time before
-    `started`, which is mostly spent on reading the dataset and is not part of the budget.
+    `started` is the time.monotonic() at which the budget starts: the start of the preparation plus
+    `preparation_s`, the time for the setup, which reads the dataset.
     """
 
     spec: StudySpec
@@ -76,7 +76,7 @@ def prepare_session(
         EnvironmentProblem: the target is missing on this machine, or has too few GPUs.
         StorageError: the study's directory is not writable.
     """
-    start = time.monotonic()
+    began = time.monotonic()
     try:
         budget_s = parse_duration(spec.budget)
     except ValueError as error:
@@ -89,7 +89,9 @@ def prepare_session(
     # If the spec lists configurations to probe, its pins (fixed knobs) are later applied to each
     # listed configuration.
     searched = replace(spec, pins={}) if spec.configs else spec
+    setup_began = time.monotonic()
     setup = adjust(with_transfer(set_up(searched, target, say), spec))
+    preparation_s = time.monotonic() - setup_began
     setup = _with_ranks(setup, spec, target, say)
 
     require_ray(spec.ray)
@@ -105,7 +107,6 @@ def prepare_session(
     cards = further_cards(spec.workers, cpu=target.card is None)
     out = study_directory(spec.out, setup.task.study).absolute()
     make_writable(out)
-    now = time.monotonic()
     return SessionPlan(
         spec=spec,
         setup=setup,
@@ -114,8 +115,8 @@ def prepare_session(
         out=out,
         cards=cards,
         budget_s=budget_s,
-        started=now,
-        preparation_s=now - start,
+        started=began + preparation_s,
+        preparation_s=preparation_s,
     )
 
 

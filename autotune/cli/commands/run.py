@@ -143,6 +143,7 @@ def run_spec(
         """Show the search on a Display while the block runs, and stop the search on a signal."""
         display = Display(
             budget_s=plan.budget_s,
+            started=plan.started,
             quiet=quiet,
             events=events,
             as_json=as_json,
