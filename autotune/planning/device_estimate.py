@@ -37,6 +37,11 @@ COUNTED = (
     "models on an H200 in GPU-bound steps. For 11 others on an H100, it is 4.3 % off (14 % before "
     "the formula was adapted to these 11)"
 )
+# Results of `benchmarks/longest.py`
+TILED = (
+    "With layers in tiles of tokens, the memory includes 3 % for the allocator, which took 2.1 % "
+    "in one step on an H100 and over 3.7 % in another"
+)
 # Results of `benchmarks/plan.py objectives`
 OF_OBJECTIVES = (
     "memory by a formula that was within 0.9 % for 24 trainings for dpo, kto, reward and "
@@ -98,6 +103,7 @@ def accuracy_text(
     task: Task | None = None,
     *,
     counted: bool = False,
+    tiled: bool = False,
     objective: Objective = Objective.SFT,
     num_gpus: int = 1,
     link_by_rule: bool = False,
@@ -113,6 +119,8 @@ def accuracy_text(
         return f"{COUNTED_UPDATE if counted else UPDATE}; {OF_ROLLOUTS}"
     of_one_gpu = ACCURACY if objective is Objective.SFT else OF_OBJECTIVES
     text = COUNTED if counted else of_one_gpu
+    if tiled:
+        text = f"{text}. {TILED}"
     if num_gpus > 1 or unchecked:
         text = rank_accuracy(counted=counted, link_by_rule=link_by_rule, unchecked=unchecked)
     conversion = _conversion_accuracy(task) if task else None

@@ -36,7 +36,7 @@ from autotune.planning.counted_memory import dry_count, no_count, shape_of, stop
 from autotune.planning.device_estimate import device_limit_gib, planned_device
 from autotune.prediction.estimate import memory_of
 from autotune.prediction.long_rows import long_row_breakdown
-from autotune.prediction.memory_formula import CONTEXT_GIB, counted_breakdown
+from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown, counted_breakdown
 from autotune.prediction.step_time import counted_step_time
 from autotune.prediction.transfer import REFERENCE, flash_tflops, speed_transfer
 from autotune.problem.constraints import attentions_without_sdpa
@@ -77,11 +77,6 @@ PINNED_APART = {
 # The assumed error of a predicted time, as a factor. In the only measurement, predicted and
 # measured time differed by a factor of 1.23.
 TIME_ERROR = 1.3
-# The memory that the allocator reserves beyond the predicted peak, as a share of this peak, if
-# tensors are few and large (`benchmarks/longest.py`). On an H100, the allocator reserved 2.1 % more
-# than the predicted 39 GiB. Under a cap of 24 GB, it reserved over 3.7 % more than predicted, and
-# no memory was left for another block.
-ALLOCATOR_SHARE = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -151,19 +146,18 @@ class Longest(ShownAsTable):
         """Compute the memory and the FLOPs of a step with one micro batch, by a dry probe."""
         return dry_count(self.model, config, 1).count
 
-    def need_gib(self, config: TrainConfig) -> float | None:
-        """Return the GiB that a step with one micro batch needs, or None if it cannot be estimated.
+    def memory(self, config: TrainConfig) -> MemoryBreakdown | None:
+        """Return the memory of a step with one micro batch, or None if it cannot be estimated.
 
         On a machine that cannot run dry probes, a formula predicts the memory.
         """
         memory = memory_of(self.model, config, 1, count=lambda *_: self.count(config))
         if memory is None and obstacle() is not None:
             memory = long_row_breakdown(self.model, config)
-        if memory is None:
-            return None
+        if memory is None or not self.device.unified_memory:
+            return memory
         # On a GPU that shares its host's memory, the offloaded inputs take the GPU's memory, too.
-        in_one_pool = self.host_gib(config) if self.device.unified_memory else 0.0
-        return memory.peak_reserved_gib + in_one_pool
+        return replace(memory, offloaded=self.host_gib(config))
 
     def predict(self, method: str, say: Callable[[str], None] = lambda text: None) -> LongestRow:
         """Predict the longest row without a GPU.
@@ -192,8 +186,8 @@ class Longest(ShownAsTable):
             if tokens < STEP:
                 if limited_by == "gpu memory":
                     problem = (
-                        f"{need_by_tokens[pair[0]]:.1f} GiB are needed for {pair[0]:,} tokens, "
-                        f"and the limit is {self.limit_gib:.1f}"
+                        f"up to {need_by_tokens[pair[0]]:.1f} GiB are needed for {pair[0]:,} "
+                        f"tokens, and the limit is {self.limit_gib:.1f}"
                     )
                 else:
                     problem = f"{limited_by} allows fewer than {STEP:,} tokens"
@@ -216,11 +210,11 @@ class Longest(ShownAsTable):
         return LongestRow(method=method, config=config, problem=problem)
 
     def _need(self, method: str, tokens: int, say: Callable[[str], None]) -> float | None:
-        """Return the GiB that a row needs with the allocator's overhead, or None if unknown."""
+        """Return the most GiB that a row may need, or None if its memory is unknown."""
         if obstacle() is None:
             say(f"{method}: counting a sequence of {tokens:,} tokens without the GPU")
-        need_gib = self.need_gib(self.config(method, tokens))
-        return None if need_gib is None else need_gib * (1 + ALLOCATOR_SHARE)
+        memory = self.memory(self.config(method, tokens))
+        return None if memory is None else memory.peak_reserved_gib * (1 + memory.error)
 
     def _longest_within_limits(
         self, method: str, need_by_tokens: Mapping[int, float]
@@ -249,6 +243,7 @@ class Longest(ShownAsTable):
         if count is None and obstacle() is None:
             return self._uncounted_row(method, tokens)
         step_s = None if count is None else self.step_s(config, count)
+        memory = self.memory(config)
         return LongestRow(
             method=method,
             config=config.as_dict(),
@@ -258,7 +253,7 @@ class Longest(ShownAsTable):
             step_s_low=step_s and step_s / TIME_ERROR,
             step_s_high=step_s and step_s * TIME_ERROR,
             timed_on=self.device.name,
-            gpu_gib=self.need_gib(config),
+            gpu_gib=None if memory is None else memory.peak_reserved_gib,
             host_gib=self.host_gib(config),
             limited_by=limited_by,
             problem=None

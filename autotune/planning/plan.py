@@ -352,7 +352,12 @@ def _baseline_plan(
         num_estimated=1,
         space_size=task.space.size(),
         leanest=task.space.config(task.space.leanest()),
-        how_sure=accuracy_text(task, counted=counted, objective=task.workload.objective),
+        how_sure=accuracy_text(
+            task,
+            counted=counted,
+            tiled=baseline.config.tiling != "none",
+            objective=task.workload.objective,
+        ),
         calibrated=calibrated_parts(task.calibration, task.device),
         seen=tuple(
             observed.source for observed in observations if observed.device == task.device.name

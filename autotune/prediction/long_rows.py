@@ -21,6 +21,7 @@ from autotune.prediction.memory_formula import (
     live_logits,
     memory_breakdown,
     moving_bytes,
+    with_tiles,
 )
 
 FAMILIES = {
@@ -72,7 +73,7 @@ def long_row_breakdown(model: ModelSpec, config: TrainConfig) -> MemoryBreakdown
     # The head runs before the first gradient exists.
     in_head = gib(head) > gradients + gib(layer)
     activations = gib(head if in_head else layer)
-    return replace(
+    memory = replace(
         static,
         activations=activations,
         logits=0.0,
@@ -80,6 +81,7 @@ def long_row_breakdown(model: ModelSpec, config: TrainConfig) -> MemoryBreakdown
         reserved=allocator_overhead_gib(config, logits, activations, activations),
         phase=Phase.FORWARD if in_head else Phase.BACKWARD,
     )
+    return with_tiles(memory, config)
 
 
 def _row_bytes(sizes: Sizes) -> int:

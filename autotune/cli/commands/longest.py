@@ -160,8 +160,9 @@ def _print_rows(query: "Longest", rows: list["LongestRow"], *, details: bool) ->
     ]
     if estimated_rows:
         print_text(
-            "For estimated sequences, memory was computed without a GPU, plus 6 % for the "
-            "allocator. The times of these sequences are also estimates."
+            "For estimated sequences, memory was computed without a GPU. In tiles of tokens, it "
+            "includes 3 % for the allocator, and the length leaves room for 3 % more. The times of "
+            "these sequences are also estimates."
         )
         if any(
             row.config.get("attention") == "sdpa_cudnn" and row.limited_by == "gpu memory"
